@@ -23,11 +23,8 @@ from titans_platform.provenance import checkout
 
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
-AFTER_INTERRUPT = {
-    "train": RESUME,
-    "sweep": RESUME,
-    "data": "finished parts are kept; run the same command again for the rest",
-}
+PARTS = "finished parts are kept; run the same command again for the rest"
+AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
 """How to resume an interrupted command; the others leave nothing behind."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
@@ -75,36 +72,26 @@ class FiniteFloat(click.FloatRange):
 file_type = click.Path(dir_okay=False, path_type=Path)
 
 set_option = click.option(
-    "--set",
-    "overrides",
-    multiple=True,
-    metavar="KEY=VALUE",
+    "--set", "overrides", multiple=True, metavar="KEY=VALUE",
     help="Override one field of the config, e.g. --set model.memory.depth=3. May be repeated.",
-)
+)  # fmt: skip
 
 root_option = click.option(
-    "--root",
-    type=click.Path(file_okay=False, path_type=Path),
-    default=Path("titans-runs"),
-    envvar="TITANS_HOME",
-    show_envvar=True,
-    help="Folder of data, runs, studies and the MLflow store.",
-)
+    "--root", type=click.Path(file_okay=False, path_type=Path), default=Path("titans-runs"),
+    envvar="TITANS_HOME", show_envvar=True, help="Folder of data, runs, studies and the MLflow store.",
+)  # fmt: skip
 
 cluster_option = click.option(
-    "--cluster",
-    metavar="NAME",
+    "--cluster", metavar="NAME",
     help="Submit as a job to this cluster (clusters/NAME.yaml, or a file)  [default: this machine]",
-)
+)  # fmt: skip
 
 checkpoint_option = click.option(
-    "--checkpoint-every",
-    type=click.IntRange(1),
-    metavar="STEPS",
+    "--checkpoint-every", type=click.IntRange(1), metavar="STEPS",
     help="Optimiser steps between checkpoints  [default: a tenth of the run, at most 500]",
     # as the equivalent --set override
     callback=lambda ctx, option, steps: () if steps is None else (f"checkpoint.every={steps}",),
-)
+)  # fmt: skip
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")
 
@@ -113,8 +100,7 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would b
 
 def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """CONFIG, the YAML file of a run, with --set and --root."""
-    path = click.argument("config", type=file_type)
-    return path(set_option(root_option(command)))
+    return click.argument("config", type=file_type)(set_option(root_option(command)))
 
 
 def echo_json(value: Any) -> None:
@@ -152,12 +138,16 @@ class LazyGroup(click.Group):
         return sorted([*self.lazy, *self.commands])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command itself, imported now."""
+        """The command itself, imported now. Raises UsageError: a benchmark, outside a clone."""
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         module, attribute, _ = self.lazy[cmd_name]
         if module.startswith("benchmarks."):
-            _find_benchmarks(cmd_name)
+            # the source tree: `benchmarks/` is not in the wheel
+            if (tree := checkout()) is None:
+                raise UsageError(f"bench {cmd_name}: not in the wheel; run it in a clone of the repository")
+            if str(tree) not in sys.path:
+                sys.path.append(str(tree))
         module = module if "." in module else f"titans_platform.cli.{module}"
         return getattr(importlib.import_module(module), attribute)
 
@@ -167,14 +157,6 @@ class LazyGroup(click.Group):
         lines |= {name: line for name, (_, _, line) in self.lazy.items()}
         with formatter.section("Commands"):
             formatter.write_dl(sorted(lines.items()))
-
-
-def _find_benchmarks(command: str) -> None:
-    """Put the source tree, whose `benchmarks/` is not in the wheel, on the path. Raises UsageError."""
-    if (tree := checkout()) is None:
-        raise UsageError(f"bench {command}: not in the wheel; run it in a clone of the repository")
-    if str(tree) not in sys.path:
-        sys.path.append(str(tree))
 
 
 @click.group(
@@ -204,10 +186,9 @@ def bench() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
-    arguments = list(sys.argv[1:] if arguments is None else arguments)
     # schedulers preempt a job with SIGTERM: handle it like Ctrl-C
     signal.signal(signal.SIGTERM, _interrupt)
-    sys.exit(run(arguments))
+    sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
 def run(arguments: list[str]) -> int:
@@ -221,8 +202,8 @@ def run(arguments: list[str]) -> int:
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
         command = next((a for a in arguments if not a.startswith("-")), "")
-        left = AFTER_INTERRUPT.get(command)
-        return _failed(f"interrupted; {left}" if left else "interrupted", INTERRUPTED, debug)
+        left = f"; {AFTER_INTERRUPT[command]}" if command in AFTER_INTERRUPT else ""
+        return _failed(f"interrupted{left}", INTERRUPTED, debug)
     except click.exceptions.NoArgsIsHelpError as error:
         # a group without a command: print its help, not an error
         click.echo(error.ctx.get_help() if error.ctx else error.format_message())
@@ -230,9 +211,7 @@ def run(arguments: list[str]) -> int:
     except click.UsageError as error:
         where = error.ctx.command_path if error.ctx else "titans"
         return _failed(f"{error.format_message()} (see {where} --help)", 2, debug)
-    except click.ClickException as error:
-        return _failed(error.format_message(), error.exit_code, debug)
-    except TitansError as error:
+    except (click.ClickException, TitansError) as error:
         return _failed(str(error), error.exit_code, debug)
     except BrokenPipeError:
         # the reader of the pipe exited; there is nothing to flush to

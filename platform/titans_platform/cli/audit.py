@@ -149,15 +149,14 @@ def _sized(kind: Callable[..., Any], dim: int, arguments: dict[str, Any]) -> tup
 
 def _show(report: Report) -> None:
     table = Table(box=box.SIMPLE_HEAD, width=WIDTH)
-    table.add_column("check", no_wrap=True)
-    table.add_column("verdict", no_wrap=True)
+    for heading in ("check", "verdict"):
+        table.add_column(heading, no_wrap=True)
     table.add_column("finding", overflow="fold")
     styles = {"pass": "green", "fail": "bold red", "not applicable": "dim"}
     for result in report.results:
         verdict = "-" if result.verdict == "not applicable" else result.verdict
         table.add_row(result.check, f"[{styles[result.verdict]}]{verdict}[/]", result.finding)
-    console = Console(width=WIDTH)
-    console.print(table)
+    Console(width=WIDTH).print(table)
     passed, failed = len(report.of("pass")), len(report.of("fail"))
     click.echo(
         f"{report.layer}: {passed} of {passed + failed} checks pass, "

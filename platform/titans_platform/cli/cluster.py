@@ -52,8 +52,7 @@ def list_clusters(as_json: bool) -> None:
             kind, state, about = "?", "invalid", str(error)
         rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": about})
     if as_json:
-        echo_json(rows)
-        return
+        return echo_json(rows)
     for row in rows:
         click.echo(f"{row['name']:<12} {row['kind']:<9} {row['state']}\n  {row['description']}")
 
@@ -62,7 +61,7 @@ def list_clusters(as_json: bool) -> None:
 @name_argument
 @dry_run_option
 @json_option
-def up(name: str, dry_run: bool, as_json: bool) -> None:
+def up(name: str, dry_run: bool, as_json: bool) -> int | None:
     """Bring the cluster NAME up (a name in clusters/, or a YAML file).
 
     --dry-run prints the commands and manifests as a shell script and runs nothing.
@@ -73,21 +72,19 @@ def up(name: str, dry_run: bool, as_json: bool) -> None:
     """
     found = load_cluster(name)
     if dry_run:
-        _show(found.up_steps(), as_json)
-        return
+        return _show(found.up_steps(), as_json)
     where = found.up()
     if as_json:
-        echo_json({"name": found.name, "kind": found.kind, "where": where})
-    else:
-        click.echo(f"{found.name} is up: {where}")
-        click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
+        return echo_json({"name": found.name, "kind": found.kind, "where": where})
+    click.echo(f"{found.name} is up: {where}")
+    click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
 
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
 @dry_run_option
 @json_option
-def status(name: str, dry_run: bool, as_json: bool) -> None:
+def status(name: str, dry_run: bool, as_json: bool) -> int | None:
     """Show the state, nodes and jobs of the cluster NAME.
 
     \b
@@ -96,16 +93,10 @@ def status(name: str, dry_run: bool, as_json: bool) -> None:
     """
     found = load_cluster(name)
     if dry_run:
-        _show_jobs(found, lambda jobs: jobs.status_steps(), as_json)
-        return
-    report = {"name": found.name, "kind": found.kind, **found.status()}
+        return _show_jobs(found, lambda jobs: jobs.status_steps(), as_json)
+    report: dict[str, Any] = {"name": found.name, "kind": found.kind, **found.status()}
     if as_json:
-        echo_json(report)
-    else:
-        _print_status(report)
-
-
-def _print_status(report: dict[str, Any]) -> None:
+        return echo_json(report)
     version = f", Ray {report['ray_version']}" if "ray_version" in report else ""
     click.echo(f"{report['name']} ({report['kind']}): {report['state']}, {report['where']}{version}")
     for node in report.get("nodes", []):
@@ -138,8 +129,8 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 
     found = load_cluster(name)
     check_reachable(found)
-    arguments = command[1:] if command[0] == "titans" else command
-    return _submit(found, name, titans_job(found, arguments), dry_run, as_json, detach)
+    job = titans_job(found, command[1:] if command[0] == "titans" else command)
+    return _submit(found, name, job, dry_run, as_json, detach)
 
 
 @cluster.command(short_help="Print and follow a job's log.")
@@ -170,7 +161,7 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
 @name_argument
 @job_argument
 @dry_run_option
-def stop(name: str, job: str, dry_run: bool) -> None:
+def stop(name: str, job: str, dry_run: bool) -> int | None:
     """Stop JOB. Finished cells are kept; submit the same command again to resume.
 
     \b
@@ -179,8 +170,7 @@ def stop(name: str, job: str, dry_run: bool) -> None:
     """
     found = load_cluster(name)
     if dry_run:
-        _show_jobs(found, lambda jobs: jobs.stop_steps(job))
-        return
+        return _show_jobs(found, lambda jobs: jobs.stop_steps(job))
     with found.connected() as jobs:
         jobs.stop(job)
     click.echo(f"stopping {job}")
@@ -189,7 +179,7 @@ def stop(name: str, job: str, dry_run: bool) -> None:
 @cluster.command(short_help="Take down what `up` started.")
 @name_argument
 @dry_run_option
-def down(name: str, dry_run: bool) -> None:
+def down(name: str, dry_run: bool) -> int | None:
     """Take the cluster NAME down: stop what `titans cluster up` started here, and nothing else.
 
     \b
@@ -198,8 +188,7 @@ def down(name: str, dry_run: bool) -> None:
     """
     found = load_cluster(name)
     if dry_run:
-        _show(found.down_steps())
-        return
+        return _show(found.down_steps())
     found.down()
     click.echo(f"{found.name} is down")
 
@@ -246,14 +235,14 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
     with found.connected() as jobs:
         job_id = jobs.submit(job)
         if detach:
-            click.echo(job_id) if not as_json else echo_json({"job": job_id})
+            echo_json({"job": job_id}) if as_json else click.echo(job_id)
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
         if not as_json:
             return _follow(jobs, name, job_id, Log(_echo))
         answer = Answer(partial(_echo, err=True))
         code = _follow(jobs, name, job_id, Log(answer.write))
-        click.echo(answer.text(), nl=False)
+        _echo(answer.text())
         return code
 
 
@@ -270,10 +259,8 @@ def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
         )
         return DETACHED
     if code > _SIGNAL_BASE and code != DETACHED:
-        click.echo(
-            f"job {job_id} was killed by signal {code - _SIGNAL_BASE}; run the same command again to resume",
-            err=True,
-        )
+        killed = f"job {job_id} was killed by signal {code - _SIGNAL_BASE}"
+        click.echo(f"{killed}; run the same command again to resume", err=True)
     return code
 
 

@@ -45,7 +45,7 @@ def prepare(
       titans data prepare run.yaml --set data.sequence_length=1024
       titans data prepare run.yaml --set data.store=s3://bucket/data --cluster lab
     """
-    from titans_platform.cli.live import preparing
+    from titans_platform.cli.live import StudyDisplay
     from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.data.parts import by_processes, by_ray
     from titans_platform.data.prepare import cores
@@ -62,14 +62,14 @@ def prepare(
         return prepare_on(cluster, click.get_current_context(), loaded)
     if dry_run:
         try:
-            _show(describe(open_prepared(loaded, root)), as_json)
+            _show(open_prepared(loaded, root), as_json)
         except NotPrepared as error:
             echo_json({"prepared": False}) if as_json else click.echo(str(error))
         return 0
     run = by_ray if in_job() else by_processes(processes or cores())
-    with joined(root), preparing(Console(stderr=True)) as progress:
+    with joined(root), StudyDisplay(Console(stderr=True)).preparing() as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
-    _show(describe(prepared), as_json)
+    _show(prepared, as_json)
     return 0
 
 
@@ -100,7 +100,7 @@ def info(
     elif kmer:
         raise UsageError("--kmer: the run does not train on labelled sequences; leave --kmer out")
     else:
-        _show(describe(open_prepared(_text_data(objective), root, verify=verify)), as_json)
+        _show(open_prepared(_text_data(objective), root, verify=verify), as_json)
 
 
 @data.command(short_help="Train a tokenizer on a corpus.")
@@ -125,9 +125,8 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     if out.suffix != ".json":
         raise UsageError(f"--out: {out} should end in .json")
     with TemporaryDirectory() as cache:
-        opened = [
-            FilesSource(SourceConfig(kind="files", path=path), "SOURCES", Path(cache)) for path in sources
-        ]
+        configs = [SourceConfig(kind="files", path=path) for path in sources]
+        opened = [FilesSource(config, "SOURCES", Path(cache)) for config in configs]
         texts = (document.text for source in opened for document in source.documents())
         write_text(out, train_tokenizer(texts, size))
     made = load_tokenizer(str(out))
@@ -144,10 +143,8 @@ def _objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
 def _text_data(objective: Objective[Any]) -> DataConfig:
     """The sources of a run on text. Raises UsageError: it trains on other data."""
     if (kind := objective.data_kind) != "tokens":
-        raise UsageError(
-            f"objective.kind: {objective.cfg.objective.kind} trains on {kind}, which titans train prepares; "
-            "titans data prepares text only"
-        )
+        other = f"{objective.cfg.objective.kind} trains on {kind}, which titans train prepares"
+        raise UsageError(f"objective.kind: {other}; titans data prepares text only")
     return objective.cfg.data
 
 
@@ -160,68 +157,46 @@ def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_j
     if kmer:
         described["kmer"] = kmer_regression(found, kmer)._asdict()
     if as_json:
-        echo_json(described)
-        return
+        return echo_json(described)
     table = Table("class", *PARTS)
     for label in found.classes:
         table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
-    console = Console()
-    console.print(table)
-    console.print(f"fingerprint {found.fingerprint}", highlight=False)
+    Console().print(table)
+    click.echo(f"fingerprint {found.fingerprint}")
     if kmer:
         best = described["kmer"]
-        console.print(
+        click.echo(
             f"logistic regression on {best['k']}-mers: {best['validation']:.1%} on validation, on which k "
-            f"and the penalty were chosen, {best['test']:.1%} on test",
-            highlight=False,
-            soft_wrap=True,
+            f"and the penalty were chosen, {best['test']:.1%} on test"
         )
 
 
-def describe(prepared: PreparedData) -> dict[str, Any]:
-    """A summary of prepared data, as a JSON value."""
+def _show(prepared: PreparedData, as_json: bool) -> None:
+    """Print a summary of prepared data, as a table or as JSON."""
     sources = {}
     for label, source in zip(prepared.labels, prepared.sources, strict=True):
-        train, validation = source.train, source.validation
+        made = source.manifest
         sources[label] = {
-            "weight": source.weight,
-            "documents": train.info.documents + validation.info.documents,
-            "tokens": train.info.tokens + validation.info.tokens,
-            "train_tokens": train.info.tokens,
-            "validation_tokens": validation.info.tokens,
-            "train_rows": len(train),
-            "validation_rows": len(validation),
-            "bytes": sum(file.bytes for file in source.manifest.files),
-            "fingerprint": source.manifest.content,
-            "folder": str(source.files),
-            "revision": source.manifest.revision,
-        }
-    return {
-        "fingerprint": prepared.fingerprint,
-        "tokenizer": prepared.tokenizer.fingerprint,
-        "vocab_size": prepared.tokenizer.vocab_size,
-        "sequence_length": prepared.config.sequence_length,
-        "sources": sources,
-    }
-
-
-def _show(described: dict[str, Any], as_json: bool) -> None:
+            "weight": source.weight, "documents": made.documents, "tokens": made.tokens,
+            "train_tokens": made.train.tokens, "validation_tokens": made.validation.tokens,
+            "train_rows": len(source.train), "validation_rows": len(source.validation),
+            "bytes": sum(file.bytes for file in made.files), "fingerprint": made.content,
+            "folder": str(source.files), "revision": made.revision,
+        }  # fmt: skip
+    ids, length = prepared.tokenizer.vocab_size, prepared.config.sequence_length
     if as_json:
-        echo_json(described)
-        return
+        return echo_json({
+            "fingerprint": prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint,
+            "vocab_size": ids, "sequence_length": length, "sources": sources,
+        })  # fmt: skip
     table = Table()
     table.add_column("source", overflow="fold", min_width=12)
     for column in ("weight", "docs", "tokens", "rows", "val rows"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("fingerprint", no_wrap=True)
-    for label, source in described["sources"].items():
+    for label, source in sources.items():
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])
-    console = Console()
-    console.print(table)
-    console.print(
-        f"fingerprint {described['fingerprint']}, tokenizer {described['tokenizer']} with "
-        f"{described['vocab_size']:,} ids, rows of {described['sequence_length']:,} tokens",
-        highlight=False,
-        soft_wrap=True,
-    )
+    Console().print(table)
+    about = f"fingerprint {prepared.fingerprint}, tokenizer {prepared.tokenizer.fingerprint}"
+    click.echo(f"{about} with {ids:,} ids, rows of {length:,} tokens")

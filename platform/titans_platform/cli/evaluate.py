@@ -75,17 +75,16 @@ def evaluate(
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
         raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
     cfg = read_config(point, overrides)
-    if pathways:
-        if by_position:
-            raise UsageError("--pathways: not with --by-position, which measures texts; run it on its own")
-        asked = {"pathways": tuple(PATHWAY_TITLES)}
-        cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update=asked)})
+    if pathways and by_position:
+        raise UsageError("--pathways: not with --by-position, which measures texts; run it on its own")
     if by_position:
         if rows is not None and rows < 2:
-            raise UsageError(
-                f"--rows: {rows} is too few: state is carried from the second row on; give 2 or more"
-            )
+            few = f"{rows} is too few: state is carried from the second row on"
+            raise UsageError(f"--rows: {few}; give 2 or more")
         return _by_position(point, cfg, rows, file, root, as_json, console)
+    if pathways:
+        asked = cfg.eval.model_copy(update={"pathways": tuple(PATHWAY_TITLES)})
+        cfg = cfg.model_copy(update={"eval": asked})
     if rows is not None or file is not None:
         raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
@@ -93,16 +92,14 @@ def evaluate(
         data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
         measured = objective.evaluate(model.to(device), data, device=device)
     if as_json:
-        echo_json({"cell": point.parents[1].name, "step": step, **measured})
-    else:
-        measures = Measures.model_validate(measured)
-        console.print(measures_table(measures))
-        for buckets in bucket_tables(measures):
-            console.print(buckets)
-        if pathways:
-            console.print(pathway_grid(measures))
-            console.print(PATHWAYS_EXPLAINED, highlight=False)
-        console.print(f"run {point.parents[1].name}, step {step:,}")
+        return echo_json({"cell": point.parents[1].name, "step": step, **measured})
+    measures = Measures.model_validate(measured)
+    for table in (measures_table(measures), *bucket_tables(measures)):
+        console.print(table)
+    if pathways:
+        console.print(pathway_grid(measures))
+        console.print(PATHWAYS_EXPLAINED, highlight=False)
+    console.print(f"run {point.parents[1].name}, step {step:,}")
 
 
 def _by_position(
@@ -129,9 +126,8 @@ def _by_position(
     with deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         if not isinstance(model, LanguageModel):
-            raise UsageError(
-                f"--by-position: objective {cfg.objective.kind} does not read text; next_token does"
-            )
+            kind = cfg.objective.kind
+            raise UsageError(f"--by-position: objective {kind} does not read text; next_token does")
         with _data(objective, cfg, file, root, console) as data:
             rows = rows or max(2, min(ROWS, by_position.longest_text(data) // row))
             texts = by_position.long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
@@ -145,16 +141,13 @@ def _by_position(
     figures = save(picture, folder)
     if as_json:
         paths = [str(path) for path in figures]
-        echo_json({"cell": folder.name, "step": step, **as_numbers(found), "figures": paths})
-        return
+        return echo_json({"cell": folder.name, "step": step, **as_numbers(found), "figures": paths})
     console.print(position_table(found))
     mean, stderr = found.gain()
     whose = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
-    parts = "; s.e. over 16 parts of it" if found.texts == 1 else ""
-    console.print(
-        f"what memory brings: {mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose}{parts})",
-        highlight=False,
-    )
+    whose += "; s.e. over 16 parts of it" if found.texts == 1 else ""
+    brings = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose})"
+    console.print(f"what memory brings: {brings}", highlight=False)
     if found.length > cfg.trained_context:
         console.print(beyond_training(found.length, cfg.trained_context), highlight=False)
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
@@ -189,10 +182,8 @@ def position_table(found: ByPosition) -> Table:
     of = f"\n({plural(int(window.partition('-')[2]), 'row')})" if window else ""
     table = text.table("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)", left=0)
     for first, last in found.buckets():
-        ppl = [
-            f"{math.exp(found.loss(way, first, last)[0]):,.2f}" if way else "-"
-            for way in ("carried", "fresh", window)
-        ]
+        losses = [found.loss(way, first, last)[0] if way else None for way in ("carried", "fresh", window)]
+        ppl = ["-" if loss is None else f"{math.exp(loss):,.2f}" for loss in losses]
         mean, stderr = found.gain(first, last)
         gain = f"{mean:+.3f} ± {stderr:.3f}" if first > found.row else "-"
         table.add_row(f"{first:,}-{last:,}", *ppl, gain)
@@ -209,15 +200,10 @@ def as_numbers(found: ByPosition) -> dict[str, Any]:
         buckets.append({"first": first, "last": last, **losses, "gain": gain, "stderr": stderr})
     gain, stderr = found.gain()
     return {
-        "gain": gain,
-        "stderr": stderr,
-        "texts": found.texts,
-        "tokens": found.length,
-        "row": found.row,
+        "gain": gain, "stderr": stderr, "texts": found.texts, "tokens": found.length, "row": found.row,
         "best_window": found.best_window and int(found.best_window.partition("-")[2]),
-        "loss": {name: found.loss(way)[0] for name, way in ways.items()},
-        "positions": buckets,
-    }
+        "loss": {name: found.loss(way)[0] for name, way in ways.items()}, "positions": buckets,
+    }  # fmt: skip
 
 
 @click.command()
@@ -245,27 +231,20 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
     for column, config, tokens, tokenizer in _of_study(study, scale) if study else _of_options(tasks, length):
         task = build_generated(config)
         floor = task.floor(tokens, tokenizer)
-        found.append(
-            {
-                "task": f"{column}/{task.label}" if column else task.label,
-                "options": task.options.model_dump(mode="json"),
-                "length": tokens,
-                "chance": task.chance,
-                "heuristics": floor.scores if floor else {},
-                "floor": floor and floor.value,
-                "heuristic": floor and floor.heuristic,
-            }
-        )
+        found.append({
+            "task": f"{column}/{task.label}" if column else task.label,
+            "options": task.options.model_dump(mode="json"), "length": tokens, "chance": task.chance,
+            "heuristics": floor.scores if floor else {}, "floor": floor and floor.value,
+            "heuristic": floor and floor.heuristic,
+        })  # fmt: skip
     if as_json:
-        echo_json(found)
-        return
+        return echo_json(found)
     table = text.table("task@tokens, heuristics below it", "chance %", "floor %")
     table.columns[0].no_wrap = True
     for task in found:
         floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
-        table.add_row(
-            f"[bold]{task['task']}@{task['length']}", f"{100 * task['chance']:.1f}", f"[bold]{floor}"
-        )
+        label = f"[bold]{task['task']}@{task['length']}"
+        table.add_row(label, f"{100 * task['chance']:.1f}", f"[bold]{floor}")
         for name, value in task["heuristics"].items():
             table.add_row(f"  {name}", "", f"{100 * value:.1f}")
     Console().print(table)
@@ -278,17 +257,15 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
     from titans_platform.evals import TASKS, GeneratedTask
     from titans_platform.loading import parse_yaml, validate
 
-    tokenizer = load_tokenizer("byte")
     configs = [validate(TaskConfig, parse_yaml(task, "--task"), "--task") for task in tasks]
-    if not tasks:
-        for name, kind in sorted(TASKS.items()):
-            needs = any(field.is_required() for field in kind.Options.model_fields.values())
-            if issubclass(kind, GeneratedTask) and not needs and name != "babilong_hub":
-                configs.append(TaskConfig(task=name))
+    for name, kind in () if tasks else sorted(TASKS.items()):
+        needs = any(field.is_required() for field in kind.Options.model_fields.values())
+        if issubclass(kind, GeneratedTask) and not needs and name != "babilong_hub":
+            configs.append(TaskConfig(task=name))
     for config in configs:
         # RULER's sentences need longer rows than the other tasks
         words = config.task in ("needle", "reasoning") and config.options.get("style") != "compact"
-        yield "", config, max(length, 512) if words else length, tokenizer
+        yield "", config, max(length, 512) if words else length, load_tokenizer("byte")
 
 
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
@@ -298,14 +275,11 @@ def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
     from titans_platform.study.grid import expand, load_study
 
     study = load_study(name)
-    if scale is None:
-        scale = next((known for known in study.scales if known != "smoke"), "smoke")
+    scale = scale or next((known for known in study.scales if known != "smoke"), "smoke")
     seen: set[tuple[str, int]] = set()
     for cell in expand(study, scale):
         for column, configs in cell.config.eval.columns.items():
-            for config in configs:
-                if not isinstance(build_task(config), GeneratedTask):
-                    continue
+            for config in (each for each in configs if isinstance(build_task(each), GeneratedTask)):
                 for multiple in config.lengths:
                     length = row_length(multiple, cell.config.data.sequence_length)
                     key = config.model_dump_json(exclude={"lengths", "weight"}), length

@@ -7,6 +7,7 @@ import os
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -72,12 +73,11 @@ def run_file(data: str | None, preset: str) -> str:
         "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
     }
     config = validate(RunConfig, complete(given, fit=False))
-    lines = [
+    return "\n".join([
         "# Config of a `titans train` run. Commented lines show the defaults: uncomment a line to change it.",
         "# Tasks and their options: `titans init --reference`.",
-        *_section(config, given),
-    ]
-    return "\n".join(lines) + "\n"
+        *_section(config, given), "",
+    ])  # fmt: skip
 
 
 def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
@@ -87,16 +87,16 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
     for field in fields_of(type(config)):
         value = getattr(config, field.name)
         if field.about:
-            yield ""
-            about = field.about.replace("`", "")
-            yield from (f"{indent}# {line}" for line in textwrap.wrap(about, WIDTH - len(indent)))
+            yield from ("", *_comment(field.about, f"{indent}# ", WIDTH - len(indent)))
         if field.model and field.many and field.name in given:
-            entries = given[field.name]
-            named = isinstance(entries, Mapping)
-            shown = [f"{key}: {_yaml(entries[key])}" if named else f"- {_yaml(key)}" for key in entries]
             yield f"{indent}{field.name}:"
-            yield from (f"{indent}  {line}" for line in shown)
-            yield from _commented(field.model, f"{indent}    ")
+            for key in (entries := given[field.name]):
+                named = isinstance(entries, Mapping)
+                yield f"{indent}  {key}: {_yaml(entries[key])}" if named else f"{indent}  - {_yaml(key)}"
+            yield f"{indent}    # an entry may also have:"
+            for own in (own for own in fields_of(field.model) if own.default is not None):
+                yield f"{indent}    #   {own.name}: {own.default}"
+                yield from _comment(own.about, f"{indent}    #       ", WIDTH - 14)
         elif field.model and not field.many:
             yield f"{indent}{field.name}:"
             yield from _section(value, given.get(field.name, {}), indent + "  ")
@@ -107,13 +107,8 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
             yield f"{indent}{mark}{field.name}: {shown}"
 
 
-def _commented(model: type[BaseModel], indent: str) -> Iterator[str]:
-    yield f"{indent}# an entry may also have:"
-    for field in fields_of(model):
-        if field.default is not None:
-            yield f"{indent}#   {field.name}: {field.default}"
-            about = field.about.replace("`", "")
-            yield from (f"{indent}#       {line}" for line in textwrap.wrap(about, WIDTH - 14))
+def _comment(about: str, start: str, width: int) -> Iterator[str]:
+    return (start + line for line in textwrap.wrap(about.replace("`", ""), width))
 
 
 def reference_page() -> str:
@@ -125,8 +120,7 @@ def reference_page() -> str:
     from titans_platform.report import render
 
     def about(kind: type) -> str:
-        lines = (kind.__doc__ or "").partition("\n\n")[0].strip().splitlines()
-        return "\n".join(map(str.strip, lines)).replace("``", "`")
+        return cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("``", "`")
 
     sections, tasks = list(_sections(RunConfig, "")), sorted(TASKS.items())
     values = {"about": about, "fields_of": fields_of, "task": TaskConfig}
@@ -176,10 +170,8 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
-    for inner in typing.get_args(annotation):
-        if (found := _model_in(inner)[0]) is not None:
-            return found, True
-    return None, False
+    found = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
+    return found, found is not None
 
 
 def _values(schema: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -17,6 +17,7 @@ from rich.live import Live
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
+    ProgressColumn,
     TaskID,
     TaskProgressColumn,
     TextColumn,
@@ -80,22 +81,8 @@ class PlainLines:
             say(self.console, line())
 
 
-@contextmanager
-def preparing(console: Console) -> Iterator[Progress]:
-    """A bar for each source that is prepared; the callable says how far it is."""
-    numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
-    columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
-    times = TimeElapsedColumn(), TimeRemainingColumn()
-    with Bars(*columns, *times, console=console, transient=True, disable=not console.is_terminal) as bars:
-        tasks: dict[str, TaskID] = {}
-
-        def show(source: str, documents: int, tokens: int, done: float | None) -> None:
-            if source not in tasks:
-                tasks[source] = bars.add_task(source, total=None, documents=0, tokens=0)
-            total, completed = (1.0, done) if done else (None, 0.0)
-            bars.update(tasks[source], total=total, completed=completed, documents=documents, tokens=tokens)
-
-        yield show
+def _bars(console: Console, *columns: ProgressColumn) -> Bars:
+    return Bars(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
 class StudyDisplay:
@@ -104,9 +91,21 @@ class StudyDisplay:
     def __init__(self, console: Console):
         self.console = console
 
-    def preparing(self) -> AbstractContextManager[Progress]:
-        """A bar for each source."""
-        return preparing(self.console)
+    @contextmanager
+    def preparing(self) -> Iterator[Progress]:
+        """A bar for each source that is prepared; the callable says how far it is."""
+        numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
+        columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
+        with _bars(self.console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
+            ids: dict[str, TaskID] = {}
+
+            def show(source: str, documents: int, tokens: int, done: float | None) -> None:
+                if source not in ids:
+                    ids[source] = bars.add_task(source, total=None, documents=0, tokens=0)
+                total = 1.0 if done else None
+                bars.update(ids[source], total=total, completed=done or 0, documents=documents, tokens=tokens)
+
+            yield show
 
     @contextmanager
     def searching(self, plan: Plan, state: SearchState) -> Iterator[None]:
@@ -128,22 +127,20 @@ class StudyDisplay:
     @contextmanager
     def running(self, plan: Plan) -> Iterator[None]:
         """All cells in one bar, and a line for each running cell."""
-        view = StudyView(plan)
-        with self._report_interrupt(plan):
-            if self.console.is_terminal:
-                with Live(get_renderable=view.render, console=self.console, refresh_per_second=2,
-                          transient=True, redirect_stdout=False, redirect_stderr=False):  # fmt: skip
-                    yield
-                return
-            plain = PlainLines(self.console)
+        view, plain = StudyView(plan), PlainLines(self.console)
 
-            def tell() -> None:
-                for line in view.news():
-                    say(self.console, line)
-                plain(view.plain)
+        def tell() -> None:
+            for line in view.news():
+                say(self.console, line)
+            plain(view.plain)
 
-            with repeating(tell, 1.0):
-                yield
+        if self.console.is_terminal:
+            shown = Live(get_renderable=view.render, console=self.console, refresh_per_second=2,
+                         transient=True, redirect_stdout=False, redirect_stderr=False)  # fmt: skip
+        else:
+            shown = repeating(tell, 1.0)
+        with self._report_interrupt(plan), shown:
+            yield
 
     @contextmanager
     def _report_interrupt(self, plan: Plan) -> Iterator[None]:
@@ -176,6 +173,9 @@ class StudyView:
         left = sum(1 - item.fraction for item in mine)
         return left * (time.monotonic() - self.started) / work if work > 0.02 else None
 
+    def _elapsed(self) -> str:
+        return clock(time.monotonic() - self.started)
+
     def render(self) -> RenderableType:
         """A line and a bar for all cells, a line for each running one."""
         statuses = cell_statuses(self.study.cells, self.study.root)
@@ -185,8 +185,7 @@ class StudyView:
         head.add_column(justify="right", no_wrap=True)
         name = f"{self.study.study.name} at {self.study.scale_name}"
         title = Text(f"{name}: {len(statuses)} cells, {counted(counts(statuses))}", style="bold")
-        elapsed = clock(time.monotonic() - self.started)
-        head.add_row(title, f"{elapsed}, {clock(self.eta(statuses))} left")
+        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(statuses))} left")
         bar = ProgressBar(total=1.0, completed=share, complete_style="green")
         lines = Table.grid(padding=(0, 2, 0, 0))
         longest = max((len(cell.row) for cell in self.study.cells), default=0)
@@ -223,8 +222,7 @@ class StudyView:
         statuses = cell_statuses(self.study.cells, self.study.root)
         running = [running_line(item) for item in statuses if item.state == "running"]
         cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
-        elapsed = clock(time.monotonic() - self.started)
-        line = f"[{elapsed}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
+        line = f"[{self._elapsed()}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
         return f"{line} | {cells}" if cells else line
 
 
@@ -245,9 +243,8 @@ def running_line(item: CellStatus) -> list[str]:
 def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
     """A bar for one run, fed by its progress.json."""
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
-    columns = (about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn())
     plain, began = PlainLines(console), time.time()
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    with _bars(console, about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn()) as bars:
         bar = bars.add_task("starting", total=None, shown="")
 
         def update() -> None:
@@ -265,9 +262,8 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
 @contextmanager
 def reading_display(total: int, console: Console) -> Iterator[Callable[[int], None]]:
     """A bar of the tokens read of ``total``; the callable adds some."""
-    columns = TextColumn("reading"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn()
-    plain = PlainLines(console)
-    with Bars(*columns, console=console, transient=True, disable=not console.is_terminal) as bars:
+    columns, plain = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn()), PlainLines(console)
+    with _bars(console, TextColumn("reading"), *columns) as bars:
         bar = bars.add_task("", total=total)
 
         def report(tokens: int) -> None:
@@ -320,7 +316,7 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
         for bucket, value in buckets.items():
             found.setdefault(task, {}).setdefault(bucket, {})[length] = value
     for task, rows in found.items():
-        lengths = list(dict.fromkeys(length for values in rows.values() for length in values))
+        lengths = dict.fromkeys(length for values in rows.values() for length in values)
         headings = [f"{int(length):,}" for length in lengths]
         table = text.table("position, at tokens", *headings, title=task, title_justify="left")
         for bucket, values in rows.items():

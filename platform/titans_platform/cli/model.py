@@ -14,7 +14,7 @@ from titans_platform.cli import beyond_training, file_type, root_option
 from titans_platform.errors import TitansError, UsageError
 
 if TYPE_CHECKING:
-    from titans_core import LanguageModel, Reading, Sampling
+    from titans_core import LanguageModel
     from titans_platform.config import RunConfig
     from titans_platform.data import Tokenizer
     from titans_platform.data.tokenizer import TextStream
@@ -55,23 +55,31 @@ def generate(
       titans generate 3f2a91c0 --memory-in book.memory --prompt "Call me" --top-p 0.95
     """
     import torch
+    from pydantic import ValidationError
 
-    from titans_core.memory_file import save_memory
+    from titans_core import Reading, Sampling
+    from titans_core.memory_file import load_memory, save_memory
     from titans_core.telemetry import weight_norm
     from titans_platform.data.tokenizer import TextStream
     from titans_platform.training.loop import deterministic
 
-    sampling = _sampling(temperature, top_k, top_p, seed)
+    try:
+        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    except ValidationError as error:  # what click lets pass: nan, inf, a seed too large
+        first = error.errors(include_url=False)[0]
+        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
     text = (_read_text("--read", file) if file else "") + prompt
     model, tokenizer, cfg = _language_model(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(seed, cfg.threads):
-        start = _start(memory_in, model)
+        try:
+            start = load_memory(memory_in, model) if memory_in else Reading()
+        except ValueError as error:
+            raise UsageError(f"--memory-in {error}") from None
         tokens = tokenizer.encode(text) if memory_in else [tokenizer.bos, *tokenizer.encode(text)]
         if not (tokens or start.ahead):
-            raise UsageError(
-                f"--prompt: missing: the text in {memory_in} has ended; give a prompt to continue with"
-            )
+            ended = f"the text in {memory_in} has ended"
+            raise UsageError(f"--prompt: missing: {ended}; give a prompt to continue with")
         began = time.perf_counter()
         reading = model.read(tokens, start)
         report = [_rate("read", len(tokens), began)]
@@ -95,18 +103,6 @@ def generate(
         click.echo(f"memory {memory_out}: {size:,} bytes after {reading.tokens:,} tokens", err=True)
 
 
-def _sampling(temperature: float, top_k: int | None, top_p: float | None, seed: int) -> Sampling:
-    from pydantic import ValidationError
-
-    from titans_core import Sampling
-
-    try:
-        return Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    except ValidationError as error:  # what click lets pass: nan, inf, a seed too large
-        first = error.errors(include_url=False)[0]
-        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
-
-
 def _warn(model: LanguageModel, tokens: int, context: int, norms: dict[str, float]) -> str:
     """Print why results on a text may be worse than the model can do; returns the warning on the norms."""
     from titans_core.telemetry import healthy_limits, out_of_range
@@ -116,16 +112,6 @@ def _warn(model: LanguageModel, tokens: int, context: int, norms: dict[str, floa
         if line:
             click.echo(line, err=True)
     return message
-
-
-def _start(memory: Path | None, model: LanguageModel) -> Reading:
-    from titans_core import Reading
-    from titans_core.memory_file import load_memory
-
-    try:
-        return load_memory(memory, model) if memory else Reading()
-    except ValueError as error:
-        raise UsageError(f"--memory-in {error}") from None
 
 
 def _print(tokens: Iterable[tuple[int, int]], text: TextStream, at_once: bool) -> int:
@@ -165,9 +151,8 @@ def export(run: str, folder: Path, root: Path) -> None:
 
     model, tokenizer, cfg = _language_model(run, root, "can be exported")
     if model.added:
-        raise UsageError(
-            f"{run}: its objective is {cfg.objective.kind}; only next_token models can be exported"
-        )
+        kind = cfg.objective.kind
+        raise UsageError(f"{run}: its objective is {kind}; only next_token models can be exported")
     if folder.is_dir() and any(folder.iterdir()):
         raise UsageError(f"{folder}: is not empty; give another folder")
     special = {"bos_token_id": tokenizer.bos, "eos_token_id": tokenizer.bos, "pad_token_id": tokenizer.pad}
@@ -211,15 +196,14 @@ def inspect(
     model, tokenizer, cfg = _language_model(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):
         found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
-    message = _warn(model, len(found.tokens), cfg.trained_context, found.largest())
-    if position is not None and position >= len(found.tokens):
-        raise UsageError(
-            f"--position: {position} is out of range: {len(found.tokens)} tokens were read, counted from 0"
-        )
+    read = len(found.tokens)
+    message = _warn(model, read, cfg.trained_context, found.largest())
+    if position is not None and position >= read:
+        raise UsageError(f"--position: {position} is out of range: {read} tokens were read, counted from 0")
     write_text(out, page(found, file.name, position, message))
     if arrow:
         write_arrow(found, arrow)
-    for path in (out, *([arrow] if arrow else [])):
+    for path in filter(None, (out, arrow)):
         click.echo(f"{path}  {path.stat().st_size:,} bytes")
 
 

@@ -11,10 +11,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -33,8 +32,7 @@ SESSION_AGE = 24 * 3600.0
 """Seconds after which a Ray session without a process is deleted."""
 
 
-@dataclass(frozen=True)
-class RunInfo:
+class RunInfo(NamedTuple):
     """A run as `titans runs list` shows it."""
 
     name: str
@@ -60,36 +58,27 @@ def runs() -> None:
 @runs.command("list")
 @click.option("--state", type=click.Choice(STATES), help="Only runs in this state.")
 @click.option("--study", metavar="NAME", help="Only runs of this study, e.g. ablation or ablation-laptop.")
-@click.option("--tag", "wanted", metavar="TAG", multiple=True, help="Only runs with this tag; repeatable.")
+@click.option("--tag", "tags", metavar="TAG", multiple=True, help="Only runs with this tag; repeatable.")
 @root_option
 @json_option
-def list_runs(
-    state: str | None, study: str | None, wanted: tuple[str, ...], root: Path, as_json: bool
-) -> None:
+def list_runs(state: str | None, study: str | None, tags: tuple[str, ...], root: Path, as_json: bool) -> None:
     """List runs: name, state, variant, steps, size on disk, studies and tags.
 
     \b
     Example:
       titans runs list --study ablation --tag baseline
     """
-    found = [
-        run
-        for run in _runs(root)
-        if (state is None or run.state == state)
-        and (study is None or any(label == study or label.startswith(f"{study}-") for label in run.studies))
-        and set(wanted) <= set(run.tags)
-    ]
+    found = [run for run in _runs(root) if state in (None, run.state) and set(tags) <= set(run.tags)]
+    if study is not None:
+        found = [run for run in found if any(f"{label}-".startswith(f"{study}-") for label in run.studies)]
     if as_json:
-        echo_json([asdict(run) for run in found])
-        return
+        return echo_json([run._asdict() for run in found])
     for run in found:
         size = f"{run.bytes / 2**20:.1f} MB"
         more = " ".join([*run.studies, *(f"#{tag}" for tag in run.tags)])
-        click.echo(
-            f"{run.name}  {run.state:<11} {run.variant:<16} {run.steps:>7,} {size:>11}  {more}".rstrip()
-        )
-    total = sum(run.bytes for run in found)
-    click.echo(f"{len(found)} runs, {total / 2**20:,.1f} MB under {root / 'cells'}", err=True)
+        line = f"{run.name}  {run.state:<11} {run.variant:<16} {run.steps:>7,} {size:>11}  {more}"
+        click.echo(line.rstrip())
+    click.echo(f"{len(found)} runs, {_mb(sum(run.bytes for run in found))} under {root / 'cells'}", err=True)
 
 
 @runs.command()
@@ -108,11 +97,11 @@ def tag(run: str, names: tuple[str, ...], remove: bool, root: Path, dry_run: boo
     folder = _folder(run, root)
     if bad := next((name for name in names if not re.fullmatch(r"[\w.:=-]+", name)), None):
         raise UsageError(f"tag {bad!r}: use letters, digits and . : = _ -")
-    kept = set(_tags(folder))
-    kept = kept - set(names) if remove else kept | set(names)
+    before = set(_tags(folder))
+    kept = sorted(before - set(names) if remove else before | set(names))
     if not dry_run:
-        write_json(folder.path / TAGS, {"tags": sorted(kept)})
-    click.echo(f"{folder.name}: {' '.join(sorted(kept)) or 'no tags'}")
+        write_json(folder.path / TAGS, {"tags": kept})
+    click.echo(f"{folder.name}: {' '.join(kept) or 'no tags'}")
 
 
 @runs.command()
@@ -165,8 +154,7 @@ def clean(all_checkpoints: bool, root: Path, dry_run: bool, as_json: bool) -> No
     for path in [] if dry_run else paths:
         shutil.rmtree(path, ignore_errors=True)
     if as_json:
-        echo_json({"deleted": not dry_run, "bytes": freed})
-        return
+        return echo_json({"deleted": not dry_run, "bytes": freed})
     for path, size in freed.items():
         click.echo(f"{_mb(size):>11}  {path}")
     click.echo(f"{'would free' if dry_run else 'freed'} {_mb(sum(freed.values()))}")
@@ -198,8 +186,7 @@ def _dead_sessions() -> Iterator[Path]:
     alive = subprocess.run(["ps", "-axww", "-o", "command="], capture_output=True, text=True).stdout
     for path in sessions:
         last = max((file.lstat().st_mtime for file in path.rglob("*")), default=path.stat().st_mtime)
-        old = time.time() - last > SESSION_AGE
-        if old and path.stat().st_uid == os.getuid() and path.name not in alive:
+        if time.time() - last > SESSION_AGE and path.stat().st_uid == os.getuid() and path.name not in alive:
             yield path
 
 
@@ -233,19 +220,15 @@ def _tags(folder: RunFolder) -> list[str]:
 
 
 def _size(path: Path) -> int:
-    files: Iterable[Path] = path.rglob("*")
-    return sum(file.lstat().st_size for file in files if not file.is_dir())
+    return sum(file.lstat().st_size for file in path.rglob("*") if not file.is_dir())
 
 
 def _mb(size: int) -> str:
     return f"{size / 2**20:,.1f} MB"
 
 
-QUIET = {
-    # one worker is enough for one user, and starts faster
-    "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false",
-    "PYTHONWARNINGS": "ignore",
-}
+# one worker is enough for one user, and starts faster
+QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}
 
 
 @click.command()
@@ -280,9 +263,8 @@ def ui(
     if opened.server:
         _show(opened, opened.server, no_browser or dry_run)
         return 0
-    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", opened.uri]
-    command += ["--host", host, "--port", str(port)]
-    command += ["--workers", "1", "--uvicorn-opts", "--log-level warning"]
+    command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", opened.uri, "--host", host]
+    command += ["--port", str(port), "--workers", "1", "--uvicorn-opts", "--log-level warning"]
     if dry_run:
         click.echo(shlex.join(command))
         return 0
@@ -300,9 +282,8 @@ def _serve(command: list[str], store: Store, host: str, port: int, no_browser: b
         except OSError as error:
             raise UsageError(f"--port {port}: {error.strerror} on {host}; give another --port") from None
     # in its own process group, so that its children are terminated with it
-    server = subprocess.Popen(
-        command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
-    )
+    null = subprocess.DEVNULL
+    server = subprocess.Popen(command, env=os.environ | QUIET, start_new_session=True, stdout=null)
     reached = LOOPBACK if host == "0.0.0.0" else host
     try:
         if wait_for_port(server, reached, port):
@@ -320,9 +301,7 @@ def _show(store: Store, address: str, no_browser: bool, hint: str = "") -> None:
 
     where = f"{address}/{store.page}"
     click.echo(f"{where}{hint}")
-    screen = (
-        sys.platform in ("darwin", "win32") or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
-    )
+    screen = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
     # without a display it would open a text browser in this terminal
     if screen and not no_browser:
         webbrowser.open(where)
@@ -346,8 +325,6 @@ def paper(root: Path, out: Path | None) -> None:
     from titans_platform.study.status import overview, studies_of_the_paper
 
     root = root.resolve()
-    page = paper_page(overview(root, studies_of_the_paper()), root)
     path = out or root / PAPER_PAGE
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_text(path, page)
+    write_text(path, paper_page(overview(root, studies_of_the_paper()), root))
     click.echo(f"page {path}")

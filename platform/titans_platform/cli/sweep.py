@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -44,12 +43,9 @@ def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, .
 
 scale_option = click.option("--scale", default="laptop", help="Size of the study.")
 rows_option = click.option(
-    "--rows",
-    multiple=True,
-    metavar="NAME",
-    help="Only these rows, separated by commas. May be repeated.",
+    "--rows", multiple=True, metavar="NAME", help="Only these rows, separated by commas. May be repeated.",
     callback=parse_rows,
-)
+)  # fmt: skip
 seeds_option = click.option(
     "--seeds", metavar="LIST", help="Seeds to use instead of the scale's, e.g. 0,1,2 or 0-4."
 )
@@ -57,8 +53,9 @@ seeds_option = click.option(
 
 def study_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """STUDY with --scale, --rows, --seeds, --set and --root."""
-    options = (click.argument("study"), scale_option, rows_option, seeds_option, set_option, root_option)
-    return reduce(lambda below, option: option(below), reversed(options), command)
+    for option in (root_option, set_option, seeds_option, rows_option, scale_option, click.argument("study")):
+        command = option(command)
+    return command
 
 
 @click.group()
@@ -93,18 +90,12 @@ def list_studies(root: Path, as_json: bool) -> None:
     items = overview(root.resolve(), {study.name: study for study, _ in studies})
     if as_json:
         of = {item.study.name: item.record() for item in items if item.study}
-        records = [
-            {
-                "name": study.name,
-                "description": study.description,
-                "path": path,
-                "scales": {name: {"about": s.about, "seeds": s.seeds} for name, s in study.scales.items()},
-                "rows": [row.name for row in study.rows_at(next(iter(study.scales)))],
-            }
-            for study, path in studies
-        ]
-        echo_json([record | of.get(record["name"], {}) for record in records])
-        return
+        records = [{
+            "name": study.name, "description": study.description, "path": path,
+            "scales": {name: {"about": s.about, "seeds": s.seeds} for name, s in study.scales.items()},
+            "rows": [row.name for row in study.rows_at(next(iter(study.scales)))],
+        } | of.get(study.name, {}) for study, path in studies]  # fmt: skip
+        return echo_json(records)
     click.echo("The paper's tables and figures:")
     for item in items:
         click.echo("\n".join(item.lines()))
@@ -134,8 +125,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     size, configs = found.scale(scale), {cell.row: cell.config for cell in cells}
     if as_json:
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
-        echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
-        return
+        return echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
     console.print(f"[bold]{found.name}[/] at {scale}: {' '.join(size.about.split())}")
     runs = dict.fromkeys(
@@ -180,11 +170,7 @@ def _task_text(task: TaskConfig) -> str:
 @dry_run_option
 @json_option
 def run(
-    rerun_stale: bool,
-    concurrency: int | None,
-    cluster: str | None,
-    dry_run: bool,
-    as_json: bool,
+    rerun_stale: bool, concurrency: int | None, cluster: str | None, dry_run: bool, as_json: bool,
     **chosen: Any,
 ) -> int:  # fmt: skip
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
@@ -201,8 +187,8 @@ def run(
     """
     from titans_platform.study.status import read_request
 
-    console, request = _console(as_json), None
-    if cluster in (None, "local") and not dry_run:
+    console, request, here = _console(as_json), None, cluster in (None, "local")
+    if here and not dry_run:
         request = read_request(console, rerun_stale=rerun_stale, concurrency=concurrency, **chosen)
     if request and (shown := request.shown()):
         console.file.write(shown["text"])
@@ -215,7 +201,7 @@ def run(
     from titans_platform.study.plan import make_plan
 
     study = _opened(**chosen)
-    if cluster not in (None, "local"):
+    if cluster and not here:
         from titans_platform.cli.cluster import run_study_on
 
         return run_study_on(cluster, click.get_current_context(), study.cells)
@@ -250,56 +236,40 @@ def run(
     return _exit_code(table, as_json)
 
 
-def _dry_run(
-    study: StudyRun, rerun_stale: bool, concurrency: int | None, console: Console, as_json: bool
-) -> int:
+def _dry_run(study: StudyRun, stale: bool, concurrency: int | None, console: Console, as_json: bool) -> int:
     """Print what would run and how long it may take; write nothing. Raises what a run would raise."""
     from titans_platform.runs.check import sizes
     from titans_platform.study.plan import Plan, check_without_data, estimate, make_plan
 
     refusal, guess = None, None
     try:
-        plan = make_plan(study, rerun_stale, concurrency)
+        plan = make_plan(study, stale, concurrency)
         check_without_data(study)
     except TitansError as error:
         # the rest is worth seeing all the same
-        refusal, plan = error, Plan(study, 0, rerun_stale)
+        refusal, plan = error, Plan(study, 0, stale)
     else:
         with console.status("timing an optimiser step of each row"):
             guess = estimate(plan)
-    cells = [
-        {
-            "cell": cell.name,
-            "row": cell.row,
-            "seed": cell.seed,
-            "parameters": sizes(cell.config).parameters,
-            "tokens": cell.config.tokens,
-            "state": "stale" if cell in plan.stale else cell.folder(study.root).state(),
-        }
-        for cell in study.cells
-    ]
+    cells = [{
+        "cell": cell.name, "row": cell.row, "seed": cell.seed,
+        "parameters": sizes(cell.config).parameters, "tokens": cell.config.tokens,
+        "state": "stale" if cell in plan.stale else cell.folder(study.root).state(),
+    } for cell in study.cells]  # fmt: skip
     search = study.search
     trials = search and {
-        "trials": search.search.trials,
-        "finished": search.finished,
-        "rungs": search.milestones,
+        "trials": search.search.trials, "finished": search.finished, "rungs": search.milestones,
         "tokens_at_most": search.tokens_of_grid,
         "tokens_least": search.tokens_per_step * search.milestones[0] * search.search.trials,
         "space": search.search.model_dump(mode="json")["space"],
-    }
+    }  # fmt: skip
     record = {
-        "study": study.study.name,
-        "scale": study.scale_name,
-        "cells": cells,
-        "to_run": len(plan.todo),
-        "concurrency": plan.concurrency,
-        "resources": study.resources.model_dump(),
-        "search": trials,
+        "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(plan.todo),
+        "concurrency": plan.concurrency, "resources": study.resources.model_dump(), "search": trials,
         "estimate_seconds": guess.seconds if guess else None,
-        "estimate_basis": guess.basis if guess else str(refusal),
-        "warning": plan.warning or None,
+        "estimate_basis": guess.basis if guess else str(refusal), "warning": plan.warning or None,
         "refused": str(refusal) if refusal else None,
-    }
+    }  # fmt: skip
     echo_json(record) if as_json else _print_plan(record, console)
     if refusal:
         raise refusal
@@ -329,10 +299,9 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
             "a row and runs with the same seeds."
         )
     resources, workers = record["resources"], record["resources"]["workers"]
-    if isinstance(workers, int):
-        each = plural(workers, "worker") + (", each" if workers > 1 else "")
-    else:
-        each = f"{workers[0]} to {workers[1]} workers, each"
+    least, most = (workers, workers) if isinstance(workers, int) else workers
+    each = plural(most, "worker") if least == most else f"{least} to {most} workers"
+    each += ", each" if most > 1 else ""
     lines.append(
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
         f"each on {each} with {resources['cpus_per_worker']} CPU and {resources['gpus_per_worker']:g} GPU."
@@ -369,8 +338,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     found = [read_status(study, scale, root)] if study else list(map(status_of, StudyFolder.all(root)))
     if as_json:
         records = [each.record() for each in found]
-        echo_json(records[0] if study else records)
-        return
+        return echo_json(records[0] if study else records)
     console = Console()
     for each in found:
         driver = "a sweep run is working on it" if each.running else "no sweep run is working on it"
@@ -382,9 +350,8 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
             if item.state == "running":
                 grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
             elif item.state == "interrupted":
-                grid.add_row(
-                    "interrupted", row, seed, f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
-                )
+                reached = f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
+                grid.add_row("interrupted", row, seed, reached)
             elif item.state == "failed":
                 lines.append(f"failed  {row}, {seed} ({item.cell.name}): {item.reason}")
         if grid.rows:
@@ -399,7 +366,7 @@ def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> l
     """What a search found, and where the time went."""
     from titans_platform.study.status import timings_line
 
-    found = [search["line"], f"Found: {search['set']}" if search["set"] else ""] if search else []
+    found = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
     return [*filter(None, found), *([timings_line(timings)] if timings else [])]
 
 

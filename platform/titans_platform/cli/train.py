@@ -21,20 +21,12 @@ from titans_platform.cli import (
 from titans_platform.text import clock
 
 PLAN_LINES = {
-    "workers": "workers",
-    "threads": "CPU threads per worker",
-    "steps": "optimizer steps",
-    "data": "data",
-    "cell": "run",
-    "state": "state of the run",
-    "resume_from": "resumes from",
-    "tokens": "tokens to train on",
-    "parameters": "parameters",
-    "state_bytes": "state bytes per sequence",
-    "worker_bytes": "memory per worker",
-    "flops_per_token": "training FLOPs per token",
+    "workers": "workers", "threads": "CPU threads per worker", "steps": "optimizer steps", "data": "data",
+    "cell": "run", "state": "state of the run", "resume_from": "resumes from", "tokens": "tokens to train on",
+    "parameters": "parameters", "state_bytes": "state bytes per sequence",
+    "worker_bytes": "memory per worker", "flops_per_token": "training FLOPs per token",
     "seconds": "estimated time",
-}
+}  # fmt: skip
 """Lines of the dry run, by the key that --json has for each."""
 
 if TYPE_CHECKING:
@@ -51,12 +43,12 @@ class Workers(click.ParamType):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         least, _, most = str(value).partition(":")
         try:
-            found = int(least), int(most or least)
+            low, high = int(least), int(most or least)
         except ValueError:
             self.fail(f"{value}: give a number, or the minimum and maximum, as 2:8")
-        if found[0] < 1 or found[0] > found[1]:
+        if not 1 <= low <= high:
             self.fail(f"{value}: give a number of at least 1, or the minimum and then the maximum, as 2:8")
-        return found if found[0] < found[1] else found[0]
+        return (low, high) if low < high else low
 
 
 @click.command()
@@ -88,6 +80,7 @@ def train(
     from titans_platform.cli.live import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.check import check_resources, check_start
     from titans_platform.runs.load import located
     from titans_platform.runs.spec import Resources, this_machine
 
@@ -97,18 +90,19 @@ def train(
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
         console.print("this machine has a GPU that the run does not use; --gpus 1 trains on it")
+    # report errors of the config before creating a store and starting a cluster
+    objective.check()
+    check_resources(cfg, resources, shared=True)
+    check_start(cfg)
     if dry_run:
-        _plan(objective, root, resources, resume_from, as_json, console)
-        return
+        return _plan(objective, root, resources, resume_from, as_json, console)
     result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
-        echo_json(result.record())
-        return
+        return echo_json(result.record())
     console.print(measures_table(result))
     console.print(
-        f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} "
-        f"{objective.positions}, {result.train_seconds:.0f} s, final loss "
-        f"{result.final_train_loss:.4f} {objective.loss_unit}"
+        f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} {objective.positions}, "
+        f"{result.train_seconds:.0f} s, final loss {result.final_train_loss:.4f} {objective.loss_unit}"
     )
     console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
 
@@ -117,9 +111,9 @@ def _run(
     objective: Objective[Any], root: Path, resources: Resources, name: str, profile: bool,
     resume_from: str | None, console: Console,
 ) -> Result:  # fmt: skip
-    from titans_platform.cli.live import preparing, run_display
+    from titans_platform.cli.live import StudyDisplay, run_display
     from titans_platform.provenance import commit
-    from titans_platform.runs.check import check_resources, check_start, spec_for
+    from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.load import checkpoint_of_shorter, start_from_shorter
     from titans_platform.runs.ray_session import ray_session
@@ -130,18 +124,14 @@ def _run(
     from titans_platform.tracking import check_store, open_store
 
     cfg = objective.cfg
-    objective.check()
-    check_resources(cfg, resources, shared=True)
-    check_start(cfg)
     check_store(root)
     send_left(root)
-    with preparing(console) as progress:
+    with StudyDisplay(console).preparing() as progress:
         data = objective.prepare(root, progress)
     spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
-    # report config errors before creating a store and starting a cluster
     objective.check(data)
     shorter = checkpoint_of_shorter(spec, resume_from, data.fingerprint) if resume_from else None
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
@@ -176,8 +166,6 @@ def _plan(
     """Print the plan of a run. Raises what the run itself would raise before it trains."""
     from titans_platform.data import NotPrepared
     from titans_platform.runs.check import (
-        check_resources,
-        check_start,
         least_memory,
         seconds_per_token,
         sizes,
@@ -187,14 +175,11 @@ def _plan(
     from titans_platform.runs.load import checkpoint_of_shorter
 
     cfg = objective.cfg
-    objective.check()
     try:
         data = objective.open(root)
     except NotPrepared:
         data = None
         objective.check_sources()
-    check_resources(cfg, resources, shared=True)
-    check_start(cfg)
     plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     if data is None:
         plan |= {"data": "to be prepared", "state": "missing"}
@@ -211,8 +196,7 @@ def _plan(
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
         plan["seconds"] = each * cfg.tokens
     if as_json:
-        echo_json(plan)
-        return
+        return echo_json(plan)
     written = {
         "flops_per_token": lambda value: f"{value:.3g}",
         "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",

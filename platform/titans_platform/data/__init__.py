@@ -6,13 +6,6 @@ from titans_platform.data.stream import Batch, RowStream
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "Batch",
-    "NotPrepared",
-    "PreparedData",
-    "RowStream",
-    "Tokenizer",
-    "by_processes",
-    "load_tokenizer",
-    "open_prepared",
-    "prepare",
-]
+    "Batch", "NotPrepared", "PreparedData", "RowStream", "Tokenizer", "by_processes", "load_tokenizer",
+    "open_prepared", "prepare",
+]  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -29,6 +30,8 @@ PIECE_CHARACTERS = 2**20
 GROUP_CHARACTERS = 4 * 2**20
 CYCLE = 10_000
 T = TypeVar("T")
+Placed = Iterator[tuple[Document, bool]]
+"""Documents, each with whether it is held out for validation."""
 
 
 class Encoded(NamedTuple):
@@ -45,12 +48,9 @@ class Encoded(NamedTuple):
 
 
 def encode_documents(
-    documents: Iterator[Document],
-    tokenizer: Tokenizer,
-    config: SourceConfig,
-    seed: int,
+    documents: Iterator[Document], tokenizer: Tokenizer, config: SourceConfig, seed: int,
     several: bool = False,
-) -> Iterator[Encoded]:
+) -> Iterator[Encoded]:  # fmt: skip
     """Documents as bos + tokens, up to ``max_tokens`` in all (the last one is cut).
 
     ``several``: the documents are one part of a source whose parts share one split threshold.
@@ -62,8 +62,7 @@ def encode_documents(
     for document, validation, ids in _tokenise(placed, tokenizer):
         limit = None if left is None else math.ceil(left * document.share)
         tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
-        loss = np.ones(len(tokens), np.bool_)
-        loss[:1] = False
+        loss = np.arange(len(tokens)) > 0
         done = document.done
         if config.max_tokens is not None and left is not None:
             left -= len(tokens)
@@ -73,9 +72,7 @@ def encode_documents(
             return
 
 
-def split_documents(
-    documents: Iterator[Document], fraction: float, seed: int
-) -> Iterator[tuple[Document, bool]]:
+def split_documents(documents: Iterator[Document], fraction: float, seed: int) -> Placed:
     """Each document with whether it is held out for validation, by the hash of its key.
 
     Documents of a small source are ranked by that hash, and a ``fraction`` of them (at least one, never all)
@@ -83,11 +80,9 @@ def split_documents(
     is split by position: the last ``fraction`` of its text is held out.
     """
     window: list[Document] = []
-    characters = 0
     for document in islice(documents, WINDOW_DOCUMENTS):
         window.append(document)
-        characters += len(document.text)
-        if characters >= WINDOW_CHARACTERS:
+        if sum(len(one.text) for one in window) >= WINDOW_CHARACTERS:
             break
     following = list(islice(documents, 1))
     threshold = fraction
@@ -96,17 +91,16 @@ def split_documents(
             yield from _split_by_position(window[0], fraction)
             return
         kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
-        ranked = sorted(_unit(seed, document.key) for document in window)
-        threshold = ranked[kept] if len(window) > 1 else 0.0
+        threshold = sorted(_unit(seed, document.key) for document in window)[kept] if len(window) > 1 else 0.0
     yield from _by_hash(chain(window, following, documents), threshold, seed)
 
 
-def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Iterator[tuple[Document, bool]]:
+def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Placed:
     for document in documents:
         yield document, _unit(seed, document.key) < threshold
 
 
-def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Document, bool]]:
+def _split_by_position(document: Document, fraction: float) -> Placed:
     """Split a document near a line or word boundary; yields it whole if a part would be blank."""
     text = document.text
     start = round(len(text) * (1 - fraction))
@@ -114,11 +108,11 @@ def _split_by_position(document: Document, fraction: float) -> Iterator[tuple[Do
     end = (start + len(text)) // 2 + 1
     borders = (text.find(character, start, end) for character in "\n ")
     cut = next((border for border in borders if border >= 0), start)
-    if not text[:cut].strip() or not text[cut:].strip():
+    if text[:cut].strip() and text[cut:].strip():
+        yield document._replace(text=text[:cut], share=1 - fraction), False
+        yield document._replace(text=text[cut:]), True
+    else:
         yield document, False
-        return
-    yield document._replace(text=text[:cut], share=1 - fraction), False
-    yield document._replace(text=text[cut:]), True
 
 
 def _unit(seed: int, key: str) -> float:
@@ -127,14 +121,11 @@ def _unit(seed: int, key: str) -> float:
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
 
 
-def _tokenise(
-    placed: Iterator[tuple[Document, bool]], tokenizer: Tokenizer
-) -> Iterator[tuple[Document, bool, list[NDArray[np.uint32]]]]:
+def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, bool, list[NDArray]]]:
     """Tokenise a few million characters at a time, so that the tokenizer can use several threads."""
     for group in _groups(placed, lambda one: len(one[0].text)):
         pieces = [list(_pieces(document.text)) for document, _ in group]
-        batches = _groups(chain.from_iterable(pieces), len)
-        ids = chain.from_iterable(map(tokenizer.encode_batch, batches))
+        ids = chain.from_iterable(map(tokenizer.encode_batch, _groups(chain.from_iterable(pieces), len)))
         for (document, validation), parts in zip(group, pieces, strict=True):
             yield document, validation, list(islice(ids, len(parts)))
 
@@ -171,8 +162,8 @@ def task_identity(config: SourceConfig) -> list[Any]:
 
     identity = []
     for task in config.tasks:
-        files = [Path(value) for value in task.options.values() if isinstance(value, str)]
-        stats = [path.stat() for path in files if path.is_file()]
+        files = (Path(value) for value in task.options.values() if isinstance(value, str))
+        stats = (path.stat() for path in files if path.is_file())
         stamps = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
         identity.append([task.task, build_task(task).version, stamps])
     return identity
@@ -193,12 +184,10 @@ def generate_items(
     names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
     cycle = interleave([task.weight for task in config.tasks])
     length, rows = data.item_tokens(config), config.rows or 0
-    for i in range(rows):
-        which = cycle[i % len(cycle)]
+    for i, which in zip(range(rows), itertools.cycle(cycle), strict=False):
         # from strings: the same on every machine, and independent of the other tasks of the source
-        rng = random.Random(f"{data.seed}/{names[which]}/{i}")
         with within(f"{field}.tasks.{which}"):
-            item = tasks[which].item(rng, length, tokenizer)
+            item = tasks[which].item(random.Random(f"{data.seed}/{names[which]}/{i}"), length, tokenizer)
         tokens, answers = encode_item(item, tokenizer, length)
         yield Encoded(np.asarray(tokens), np.asarray(answers, np.bool_), False, item.hash, (i + 1) / rows)
 

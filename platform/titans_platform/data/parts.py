@@ -19,7 +19,7 @@ from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wai
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from itertools import count, islice, takewhile
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from titans_platform.data.shards import (
     signed,
     write_table,
 )
-from titans_platform.data.sources import SOURCES, WHOLE, Plan
+from titans_platform.data.sources import SOURCES, WHOLE, Plan, TextSource
 from titans_platform.data.store import Store
 from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
@@ -75,23 +75,29 @@ Runner = Callable[[Iterator[Job]], Iterator[tuple[int, Manifest]]]
 """Runs jobs and yields finished parts with their manifests; pulls a job only when it can start it."""
 
 
+def text_source(data: DataConfig, i: int, store: Store) -> TextSource:
+    """Source ``i`` of the data, of another kind than tasks. Raises UsageError."""
+    source, cache = data.sources[i], store.staging / "huggingface"
+    return SOURCES[source.kind](source, f"data.sources.{i}", cache)
+
+
 def make_part(job: Job, progress: Progress | None = None) -> Manifest:
     """Tokenise one part, or the whole source, and publish it in the store. Raises UsageError."""
-    data, field = job.data, f"data.sources.{job.source}"
-    config = data.sources[job.source].model_copy(update={"max_tokens": job.limit})
+    data, source = job.data, job.data.sources[job.source]
+    config = source.model_copy(update={"max_tokens": job.limit})
     tokenizer = kept_tokenizer(job.store, job.tokenizer)
     origin: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "revision": job.plan.revision}
-    origin["source"] = data.sources[job.source].model_dump(mode="json", exclude_defaults=True)
+    origin["source"] = source.model_dump(mode="json", exclude_defaults=True)
     if config.kind == "task":
         label = "task:" + "+".join(task.task for task in config.tasks)
-        encoded = generate_items(config, tokenizer, data, field)
+        encoded = generate_items(config, tokenizer, data, f"data.sources.{job.source}")
         origin["item_tokens"] = data.item_tokens(config)
     else:
-        text = SOURCES[config.kind](config, field, job.store.staging / "huggingface")
+        text = text_source(data, job.source, job.store)
         label, origin["python"] = text.label, text.python
         part = None if job.number is None else job.plan.parts[job.number]
         documents = text.documents(part, job.plan.revision)
-        encoded = encode_documents(documents, tokenizer, config, data.seed, several=job.number is not None)
+        encoded = encode_documents(documents, tokenizer, config, data.seed, several=part is not None)
     folder = job.store.staging / job.folder
     with _replacing(folder) as partial:
         manifest = _write(partial, encoded, tokenizer.vocab_size, label, progress)
@@ -124,20 +130,18 @@ def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
 
 def _check_not_empty(job: Job, manifest: Manifest) -> None:
     if not manifest.documents:
-        field = f"data.sources.{job.source}"
-        raise UsageError(f"{field}: {manifest.label} is empty; give a source that holds text")
+        empty = f"data.sources.{job.source}: {manifest.label} is empty"
+        raise UsageError(f"{empty}; give a source that holds text")
 
 
 def _plan(job: Job) -> Plan:
     """The source's parts; those of an earlier attempt if it exists, possibly of another revision."""
-    config, name = job.data.sources[job.source], f"{job.name}/plan.json"
-    if config.kind == "task":
+    name = f"{job.name}/plan.json"
+    if job.data.sources[job.source].kind == "task":
         return WHOLE
     with suppress(FileNotFoundError, ValueError):
         return Plan(**json.loads(job.store.read(name)))
-    field, cache = f"data.sources.{job.source}", job.store.staging / "huggingface"
-    plan = SOURCES[config.kind](config, field, cache).plan()
-    if plan.parts:
+    if (plan := text_source(job.data, job.source, job.store).plan()).parts:
         job.store.write(name, json.dumps(plan._asdict()).encode())
     return plan
 
@@ -183,16 +187,11 @@ def _joined(parts: dict[str, Manifest]) -> Manifest:
 
     def split(which: str) -> SplitInfo:
         infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
-        return SplitInfo(
-            documents=sum(info.documents for info in infos.values()),
-            tokens=sum(info.tokens for info in infos.values()),
-            shard_tokens=max(info.shard_tokens for info in infos.values()),
-            shards=tuple(
-                shard.model_copy(update={"file": f"{name}/{shard.file}"})
-                for name, info in infos.items()
-                for shard in info.shards
-            ),
-        )
+        sums = {key: sum(getattr(x, key) for x in infos.values()) for key in ("documents", "tokens")}
+        held = ((name, shard) for name, info in infos.items() for shard in info.shards)
+        shards = [shard.model_copy(update={"file": f"{name}/{shard.file}"}) for name, shard in held]
+        largest = max(info.shard_tokens for info in infos.values())
+        return SplitInfo(**sums, shard_tokens=largest, shards=tuple(shards))
 
     content = digest([manifest.content for manifest in parts.values()], 16)
     splits = {"train": split("train"), "validation": split("validation")}
@@ -230,14 +229,11 @@ def _write(
             progress(label, documents, tokens, one.done)
     items = {"hash": np.unique(np.array(hashes, np.uint64))}
     return Manifest(
-        schema_version=SCHEMA,
-        label=label,
         # close() first: it hashes what it flushes
-        train=train.close(),
-        validation=validation.close(),
+        schema_version=SCHEMA, label=label, train=train.close(), validation=validation.close(),
         content=digest([train.content.hexdigest(), validation.content.hexdigest()], 16),
         items=write_table(folder / "items.arrow", items) if hashes else None,
-    )
+    )  # fmt: skip
 
 
 def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
@@ -263,7 +259,7 @@ def by_processes(processes: int) -> Runner:
         with ProcessPoolExecutor(processes, context, initializer=_exit_with_parent) as pool:
             running: dict[Future[Manifest], int] = {}
             try:
-                for _ in count():
+                while True:
                     for job in islice(jobs, processes - len(running)):
                         running[pool.submit(make_part, job)] = job.number or 0
                     if not running:
@@ -271,10 +267,9 @@ def by_processes(processes: int) -> Runner:
                     for future in wait(running, return_when=FIRST_COMPLETED).done:
                         yield running.pop(future), future.result()
             except BrokenProcessPool:
-                raise TitansError(
-                    "a tokenising process died, perhaps out of memory; run the same command again to resume, "
-                    "with fewer --processes"
-                ) from None
+                died = "a tokenising process died, perhaps out of memory"
+                fix = "run the same command again to resume, with fewer --processes"
+                raise TitansError(f"{died}; {fix}") from None
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
                 for child in set(multiprocessing.active_children()) - set(others) if running else ():

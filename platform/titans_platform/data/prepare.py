@@ -21,7 +21,15 @@ from numpy.typing import NDArray
 
 from titans_platform.config import DataConfig, digest
 from titans_platform.data.encode import task_identity
-from titans_platform.data.parts import Job, Progress, Runner, by_processes, kept_tokenizer, make_source
+from titans_platform.data.parts import (
+    Job,
+    Progress,
+    Runner,
+    by_processes,
+    kept_tokenizer,
+    make_source,
+    text_source,
+)
 from titans_platform.data.shards import (
     MANIFEST,
     REPAIR,
@@ -31,7 +39,6 @@ from titans_platform.data.shards import (
     parse_manifest,
     read_table,
 )
-from titans_platform.data.sources import SOURCES
 from titans_platform.data.store import Bucket, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
@@ -65,12 +72,11 @@ class PreparedData:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, sources: list[SourceRows]):
         self.config, self.tokenizer, self.sources = config, tokenizer, sources
+        row = f"no row of {config.sequence_length} + 1"
         for i, source in enumerate(sources):
             if source.weight and not len(source.train):
-                raise UsageError(
-                    f"data.sources.{i}: {source.manifest.train.tokens} training tokens make no row of "
-                    f"{config.sequence_length} + 1; lower data.sequence_length or give it more text"
-                )
+                few = f"{source.manifest.train.tokens} training tokens make {row}"
+                raise UsageError(f"data.sources.{i}: {few}; lower data.sequence_length or give it more text")
 
     @property
     def fingerprint(self) -> str:
@@ -93,12 +99,9 @@ class PreparedData:
     @cached_property
     def item_hashes(self) -> ItemHashes:
         """Hashes of the task items in the training rows."""
-        parts = [np.empty(0, np.uint64)]
-        for source in self.sources:
-            if (info := source.manifest.items) is not None:
-                column = read_table(source.files, info).column("hash")
-                parts.append(column.to_numpy(zero_copy_only=True))
-        return ItemHashes(np.concatenate(parts))
+        listed = [(source.files, info) for source in self.sources if (info := source.manifest.items)]
+        parts = [read_table(*each).column("hash").to_numpy(zero_copy_only=True) for each in listed]
+        return ItemHashes(np.concatenate([np.empty(0, np.uint64), *parts]))
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
@@ -108,21 +111,16 @@ class PreparedData:
         """All validation rows once, in a fixed order. Raises UsageError if there are none."""
         if not any(len(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
-            raise UsageError(
-                f"data.sources: {have} validation tokens make no row of {self.config.sequence_length} + 1; "
-                "raise a text source's validation_fraction or documents, or lower data.sequence_length"
-            )
+            none = f"{have} validation tokens make no row of {self.config.sequence_length} + 1"
+            fix = "raise a text source's validation_fraction or documents, or lower data.sequence_length"
+            raise UsageError(f"data.sources: {none}; {fix}")
         return validation_batches(self.sources, batch_size)
 
 
 def prepare(
-    data: DataConfig,
-    root: Path,
-    *,
-    progress: Progress | None = None,
-    repair: bool = False,
+    data: DataConfig, root: Path, *, progress: Progress | None = None, repair: bool = False,
     run: Runner | None = None,
-) -> PreparedData:
+) -> PreparedData:  # fmt: skip
     """Tokenise the sources that are not prepared yet and open all of them. Idempotent.
 
     ``repair`` rewrites corrupt shards; without it they raise. ``run`` tokenises the parts of large sources,
@@ -172,13 +170,12 @@ def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store
 
     The row length is no part of it for text, which is cut into rows only when it is read.
     """
-    config, cache = data.sources[i], store.staging / "huggingface"
+    config = data.sources[i]
     identity = {"schema": SCHEMA, "source": config.identity(), "tokenizer": tokenizer.fingerprint}
     if config.kind == "task":
         read = {"found": task_identity(config), "length": data.item_tokens(config)}
     else:
-        text = SOURCES[config.kind](config, f"data.sources.{i}", cache)
-        read = {"found": text.identity(), "length": None}
+        read = {"found": text_source(data, i, store).identity(), "length": None}
     return digest(identity | read | {"seed": data.seed})
 
 

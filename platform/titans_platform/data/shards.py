@@ -112,17 +112,13 @@ class SplitWriter:
         self.folder, self.split = folder, split
         self.shard_tokens = shard_tokens or SHARD_BYTES // np.dtype(dtype).itemsize
         self.content = hashlib.sha256()
-        self.documents = self.tokens = 0
+        self.documents = self.tokens = self._filled = 0
         self._shards: list[ShardInfo] = []
-        self._filled = 0
-        flags = (np.empty(self.shard_tokens, np.bool_) for _ in range(2))
-        self._buffer = (np.empty(self.shard_tokens, dtype), *flags)
+        self._buffer = tuple(np.empty(self.shard_tokens, kind) for kind in (dtype, np.bool_, np.bool_))
 
     def add(self, tokens: NDArray[np.integer], loss: BoolArray) -> None:
         """Append one document: its ids, bos first, and which of them count as targets."""
-        starts = np.zeros(len(tokens), np.bool_)
-        starts[:1] = True
-        done = 0
+        starts, done = np.arange(len(tokens)) == 0, 0
         while done < len(tokens):
             n = min(len(tokens) - done, self.shard_tokens - self._filled)
             for buffer, values in zip(self._buffer, (tokens, starts, loss), strict=True):
@@ -143,8 +139,7 @@ class SplitWriter:
     def _flush(self) -> None:
         tokens, starts, loss = (values[: self._filled] for values in self._buffer)
         name = f"{self.split}-{len(self._shards):05d}.arrow"
-        columns = {"token": tokens, "start": starts, "loss": loss}
-        self._shards.append(write_table(self.folder / name, columns))
+        self._shards.append(write_table(self.folder / name, {"token": tokens, "start": starts, "loss": loss}))
         # as 32-bit little-endian, so that the hash is independent of byte order and of the width on disk
         for first in range(0, len(tokens), HASHED_TOKENS):
             self.content.update(tokens[first : first + HASHED_TOKENS].astype("<u4").tobytes())
@@ -198,8 +193,7 @@ def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
         return f"{path}: missing shard"
     if stat.st_size != info.bytes:
         return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
-    touched = verify or stat.st_mtime_ns != info.mtime_ns
-    if touched and _file_sha256(path) != info.sha256:
+    if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
         return f"{path}: corrupted shard, its hash is not the manifest's"
     return None
 
@@ -246,9 +240,8 @@ class Shard:
     def __init__(self, batch: pa.RecordBatch):
         self.tokens = batch.column("token").to_numpy(zero_copy_only=True)
         # the file stores flags as a bitmap
-        self.starts, self.loss = (
-            np.frombuffer(batch.column(name).buffers()[1], np.uint8) for name in ("start", "loss")
-        )
+        bitmaps = (batch.column(name).buffers()[1] for name in ("start", "loss"))
+        self.starts, self.loss = (np.frombuffer(bitmap, np.uint8) for bitmap in bitmaps)
 
     def span(self, first: int, last: int) -> Span:
         """Tokens ``first`` to ``last``, exclusive."""
@@ -309,8 +302,7 @@ class Split:
         crossing = inside + width > self.held[shards]
         for number in np.unique(shards[~crossing]).tolist():
             mine = np.flatnonzero((shards == number) & ~crossing)
-            found = self.shard(number).rows(inside[mine], width)
-            _copy(found, out, into[mine])
+            _copy(self.shard(number).rows(inside[mine], width), out, into[mine])
         for i in np.flatnonzero(crossing).tolist():
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 

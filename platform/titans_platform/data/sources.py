@@ -191,8 +191,7 @@ class RecordSource(TextSource):
         where = f"{self.field}.text_field"
         for record in records:
             if text_field not in record:
-                known = ", ".join(record)
-                raise UsageError(f"{where}: {what} has no field {text_field}; it has {known}")
+                raise UsageError(f"{where}: {what} has no field {text_field}; it has {', '.join(record)}")
             if not isinstance(text := record[text_field] or "", str):
                 raise UsageError(f"{where}: {text_field} of {what} is not text")
             yield text
@@ -218,8 +217,7 @@ class FilesSource(RecordSource):
     def files(self) -> list[File]:
         """The files at the path, sorted. Raises UsageError if there are none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
-        remote = "://" in self.path
-        found, one = self._remote() if remote else self._local()
+        found, one = self._remote() if "://" in self.path else self._local()
         if one and kind_of(Path(self.path)) is None:
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         if not found and not os.path.isdir(os.path.expanduser(self.path)):
@@ -283,12 +281,12 @@ class FilesSource(RecordSource):
         if few or sum(file.bytes for file in files) < 2 * PART_BYTES or (limit or PART_TOKENS) < PART_TOKENS:
             return WHOLE
         parts, first, held = [], 0, 0
-        for i, file in enumerate(files):
+        for end, file in enumerate(files, start=1):
             held += file.bytes
-            if held >= PART_BYTES or i == len(files) - 1:
-                parts.append([first, i + 1])
-                first, held = i + 1, 0
-        return Plan(parts) if len(parts) > 1 else Plan()
+            if held >= PART_BYTES or end == len(files):
+                parts.append([first, end])
+                first, held = end, 0
+        return Plan(parts) if len(parts) > 1 else WHOLE
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         files = self.files()
@@ -297,11 +295,11 @@ class FilesSource(RecordSource):
         for i, file in list(enumerate(files))[first:last]:
             # the position within a file is unknown
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
-            builder = BUILDERS.get(kind_of(Path(file.name)) or "", "text")
-            text_field = "text" if builder == "text" else self.source.text_field
-            whole = {"sample_by": "document"} if builder == "text" else {}
+            builder, text_field = BUILDERS.get(kind_of(Path(file.name)) or ""), self.source.text_field
             # the library treats the name as a pattern
-            options = {"data_files": [glob.escape(file.name)], "split": "train"} | whole
+            options: dict[str, Any] = {"data_files": [glob.escape(file.name)], "split": "train"}
+            if builder is None:
+                builder, text_field, options["sample_by"] = "text", "text", "document"
             with self.opened(file.name, builder, **options) as records:
                 for text in self.texts(file.name, records, text_field):
                     # keyed by text, so that duplicates go to the same split

@@ -20,7 +20,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -130,17 +130,17 @@ class Bucket(Store):
     def chunks(self, name: str) -> Iterator[bytes]:
         """The content of a file, CHUNK bytes per request; failed requests are retried."""
 
-        def complete(content: bytes, wanted: int) -> bytes:
-            if len(content) < wanted:
-                raise OSError(f"{len(content)} of {wanted} bytes received")
-            return content
-
         files, base = self._files
         file = self._retried(name, lambda: files.open_input_file(f"{base}/{name}"))
         size = self._retried(name, file.size)
-        for at in range(0, size, CHUNK):
+
+        def chunk(at: int) -> bytes:
             wanted = min(CHUNK, size - at)
-            yield self._retried(name, lambda at=at, n=wanted: complete(file.read_at(n, at), n))
+            if len(content := file.read_at(wanted, at)) < wanted:
+                raise OSError(f"{len(content)} of {wanted} bytes received")
+            return content
+
+        yield from (self._retried(name, partial(chunk, at)) for at in range(0, size, CHUNK))
 
     def write(self, name: str, content: bytes) -> None:
         self._upload(lambda: io.BytesIO(content), name)
@@ -158,10 +158,9 @@ class Bucket(Store):
         from pyarrow import fs
 
         files, base = self._files
-        folder = f"{base}/{name}"
-        wanted = fs.FileSelector(folder, allow_not_found=True, recursive=True)
+        wanted = fs.FileSelector(f"{base}/{name}", allow_not_found=True, recursive=True)
         infos = self._retried(name, lambda: files.get_file_info(wanted))
-        return {info.path[len(folder) + 1 :]: info.size for info in infos if info.is_file}
+        return {info.path.removeprefix(f"{base}/{name}/"): info.size for info in infos if info.is_file}
 
     def shards(self, name: str, cache_gb: float) -> RemoteShards:
         return RemoteShards(self, name, ShardCache(cache_gb))
@@ -225,9 +224,9 @@ class RemoteShards:
         there, found = self.bucket.sizes(self.name), {}
         for info in infos:
             name = self.bucket / f"{self.name}/{info.file}"
-            if info.file not in there:
+            if (size := there.get(info.file)) is None:
                 found[info.file] = f"{name}: missing shard"
-            elif (size := there[info.file]) != info.bytes:
+            elif size != info.bytes:
                 found[info.file] = f"{name}: truncated shard, {size} bytes of {info.bytes}"
             elif verify:
                 try:
@@ -288,21 +287,21 @@ class ShardCache:
         return path
 
     def _write(self, path: Path, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> None:
-        partial, found = path.with_suffix(".partial"), hashlib.sha256()
+        unfinished, found = path.with_suffix(".partial"), hashlib.sha256()
         try:
-            with partial.open("wb") as file:
+            with unfinished.open("wb") as file:
                 for chunk in chunks():
                     found.update(chunk)
                     file.write(chunk)
             if found.hexdigest() != info.sha256:
                 raise UsageError(f"{name}: corrupted shard, its hash is not the manifest's; {REPAIR}")
-            os.replace(partial, path)
+            os.replace(unfinished, path)
         except FileNotFoundError:
             raise UsageError(f"{name}: missing shard; {REPAIR}") from None
         except OSError as error:
-            raise write_error(partial, error) from error
+            raise write_error(unfinished, error) from error
         finally:
-            partial.unlink(missing_ok=True)
+            unfinished.unlink(missing_ok=True)
 
     def _evict(self, wanted: Path, needed: int = 0) -> None:
         with FileLock(self.folder / "evict.lock"):
@@ -330,8 +329,7 @@ class Prefetcher:
     def __init__(self, fetch: Callable[[ShardInfo], object]):
         self._fetch, self._queue = fetch, deque[ShardInfo]()
         self._thread: threading.Thread | None = None
-        self._lock = threading.Lock()
-        self._process = os.getpid()
+        self._lock, self._process = threading.Lock(), os.getpid()
 
     def request(self, infos: Sequence[ShardInfo]) -> None:
         """Replace the queue by these files."""

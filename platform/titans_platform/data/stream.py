@@ -59,15 +59,13 @@ class SourceOrder:
         found = np.empty_like(drawn)
         epochs = drawn // self.rows
         for epoch in np.unique(epochs).tolist():
-            there = epochs == epoch
+            there = np.flatnonzero(epochs == epoch)
             positions = drawn[there] - epoch * self.rows
-            rows = np.empty_like(positions)
             which = self.window_of(epoch, positions)
             for w in np.unique(which).tolist():
                 inside = which == w
                 first = self.windows(epoch)[w].first
-                rows[inside] = self._rows_of(epoch, w)[positions[inside] - first]
-            found[there] = rows
+                found[there[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
         return found
 
     def window_of(self, epoch: int, positions: Integers) -> Integers:
@@ -93,9 +91,8 @@ class SourceOrder:
         windows, first = [], 0
         for i in range(0, len(held), WINDOW):
             shards = held[i : i + WINDOW]
-            rows = int(self._counts[shards].sum())
-            windows.append(Window(tuple(shards.tolist()), first, rows))
-            first += rows
+            windows.append(Window(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
+            first += windows[-1].rows
         return windows
 
     def _shuffled_rows(self, epoch: int, number: int) -> Integers:
@@ -173,10 +170,8 @@ class RowStream:
         self.rank, self.world_size = rank, world_size
         if not any(source.weight for source in sources):
             raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
-        self._orders = [
-            SourceOrder(source.train.counts, f"{seed}/{i}", source.train.by_shard)
-            for i, source in enumerate(sources)
-        ]
+        splits = enumerate(source.train for source in sources)
+        self._orders = [SourceOrder(split.counts, f"{seed}/{i}", split.by_shard) for i, split in splits]
         # source and turn at each place of a cycle, and turns per source
         self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
@@ -201,7 +196,9 @@ class RowStream:
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
     def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """The source and the row of each of a step's samples; prefetches the next window."""
+        """The source and the row of each of a step's samples; when a window starts, prefetches its shards and
+        those of the next one.
+        """
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # otherwise a worker, or a micro-batch, could see only one source
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]
@@ -210,18 +207,13 @@ class RowStream:
         drawn = cycle * self._per_cycle[which] + self._turn[place]
         rows = np.empty_like(drawn)
         for s in np.unique(which).tolist():
-            mine = which == s
-            self._prefetch(s, int(drawn[mine].min()))
-            rows[mine] = self._orders[s].at(drawn[mine])
+            mine, order = which == s, self._orders[s]
+            at = order.window_at(int(drawn[mine].min()))
+            if self._prefetched.get(s) != at:
+                self._prefetched[s] = at
+                self.sources[s].train.prefetch(order.shards_from(*at))
+            rows[mine] = order.at(drawn[mine])
         return which, rows
-
-    def _prefetch(self, s: int, drawn: int) -> None:
-        """Prefetch the shards of a source's window and of the next one, when a window starts."""
-        order = self._orders[s]
-        at = order.window_at(drawn)
-        if self._prefetched.get(s) != at:
-            self._prefetched[s] = at
-            self.sources[s].train.prefetch(order.shards_from(*at))
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
@@ -276,8 +268,7 @@ class RowTable:
         ends = np.append(starts[1:], tokens)
         # the last token of a document predicts nothing
         rows = -(-(ends - starts - 1) // width)
-        before = np.cumsum(rows) - rows
-        inside = np.arange(int(rows.sum())) - np.repeat(before, rows)
+        inside = np.arange(int(rows.sum())) - np.repeat(np.cumsum(rows) - rows, rows)
         first = np.repeat(starts, rows) + width * inside
         length = np.minimum(width, np.repeat(ends, rows) - 1 - first)
         return RowTable(first, length, inside == 0, int(rows[0]) if item and len(rows) else 1)
@@ -319,19 +310,10 @@ class Streams:
     """
 
     def __init__(
-        self,
-        sources: Sequence[SourceRows],
-        batch_size: int,
-        width: int,
-        seed: int,
-        rank: int = 0,
-        world_size: int = 1,
-        *,
-        reset_probability: float = 0.0,
-        carry_after: int = 0,
-        state_passing: float = 0.0,
-        groups: int = 1,
-    ):
+        self, sources: Sequence[SourceRows], batch_size: int, width: int, seed: int, rank: int = 0,
+        world_size: int = 1, *, reset_probability: float = 0.0, carry_after: int = 0,
+        state_passing: float = 0.0, groups: int = 1,
+    ):  # fmt: skip
         check_shared(batch_size, "streams", world_size)
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)

@@ -123,9 +123,9 @@ class SentencePieceTokenizer(Tokenizer):
 
         self.path, self.fingerprint = path, f"spm-{_file_digest(path)}"
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
-        starts = self._model.bos_id(), self._model.eos_id()
-        bos = next((i for i in starts if i >= 0), None)
-        pads = self._model.pad_id(), self._model.eos_id(), self._model.unk_id()
+        end = self._model.eos_id()
+        bos = next((i for i in (self._model.bos_id(), end) if i >= 0), None)
+        pads = self._model.pad_id(), end, self._model.unk_id()
         pad = next((i for i in pads if i >= 0 and i != bos), None)
         self._add_special(self._model.vocab_size(), bos, pad)
 
@@ -203,8 +203,7 @@ BUILT_IN: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "dna": DNATokeniz
 def names_hub(spec: str) -> bool:
     """Whether ``spec`` can only be a Hub repository: no local file, and no file suffix."""
     path = Path(spec).expanduser()
-    form = re.fullmatch(r"[\w.-]+/[\w.-]+", spec)
-    return bool(form) and path.suffix not in KINDS and not path.is_file()
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", spec)) and path.suffix not in KINDS and not path.is_file()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:

@@ -31,40 +31,21 @@ from titans_platform.evals.registry import (
 from titans_platform.evals.scoring import Request, Score, Scorer, sharded_modules
 
 __all__ = [
-    "TASKS",
-    "GeneratedTask",
-    "Item",
-    "Measurement",
-    "Request",
-    "Score",
-    "Scorer",
-    "Task",
-    "build_generated",
-    "build_task",
-    "encode_item",
-    "eval_version",
-    "evaluate",
-    "register",
-    "row_length",
-]
+    "TASKS", "GeneratedTask", "Item", "Measurement", "Request", "Score", "Scorer", "Task", "build_generated",
+    "build_task", "encode_item", "eval_version", "evaluate", "register", "row_length",
+]  # fmt: skip
 
 PATHWAYS = {
-    "memory": Intervention(memory=False),
-    "attention": Intervention(attention="off"),
-    "cut": Intervention(attention="cut"),
-    "decay": Intervention(decay=False),
-}
+    "memory": Intervention(memory=False), "attention": Intervention(attention="off"),
+    "cut": Intervention(attention="cut"), "decay": Intervention(decay=False),
+}  # fmt: skip
 """What `EvalConfig.pathways` switches off."""
 
 
 def evaluate(
-    model: nn.Module,
-    prepared: Any,
-    config: EvalConfig,
-    sequence_length: int,
-    *,
+    model: nn.Module, prepared: Any, config: EvalConfig, sequence_length: int, *,
     device: str | torch.device = "cpu",
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     """Measure every column of `config` on `model`; the model's training mode is restored.
 
     A task is measured at each of its lengths (multiples of `sequence_length` tokens); its value is their
@@ -115,17 +96,14 @@ def evaluate(
                 chances.append(fmean(m.chance for m in found))
             result["columns"][column] = fmean(values)
             result["chance"][column] = _finite(fmean(chances))
-    answers = {
-        column: config.columns[column]
-        for column, labelled in tasks.items()
-        if all(isinstance(task, GeneratedTask) for _, task, _ in labelled)
-    }
+    generated = [c for c, found in tasks.items() if all(isinstance(t, GeneratedTask) for _, t, _ in found)]
+    answers = {column: config.columns[column] for column in generated}
     again = {"columns": answers, "items": config.pathway_items or config.items, "pathways": ()}
     for part in config.pathways:
         if has_effect(model, change := PATHWAYS[part]):
-            asked_again = config.model_copy(update=again)
             with intervene(model, change):
-                measured = evaluate(model, prepared, asked_again, sequence_length, device=device)
+                asked = config.model_copy(update=again)
+                measured = evaluate(model, prepared, asked, sequence_length, device=device)
             result["pathways"][part] = measured["columns"]
     return result
 
@@ -141,11 +119,9 @@ def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConf
         raise UsageError("columns: a column needs at least one task")
     seen: Counter[str] = Counter()
     labelled = []
-    for config in configs:
-        task = build_task(config)
-        seen[task.label] += 1
-        label = task.label if seen[task.label] == 1 else f"{task.label}-{seen[task.label]}"
-        labelled.append((label, task, config))
+    for config, task in zip(configs, map(build_task, configs), strict=True):
+        seen[label := task.label] += 1
+        labelled.append((label if seen[label] == 1 else f"{label}-{seen[label]}", task, config))
     return labelled
 
 

@@ -26,6 +26,10 @@ LONG = 32_768
 """Rows of at least so many tokens estimate their filler from the tokens per character first."""
 
 
+Piece = tuple[str, bool]
+"""A text, and whether it is an answer."""
+
+
 class Tokenizer(Protocol):
     """The tokenizer interface that evaluation uses (`titans_platform.data.load_tokenizer`)."""
 
@@ -46,7 +50,7 @@ class Tokenizer(Protocol):
 class Item:
     """One row: `(text, is_answer)` pieces in reading order; the first piece is not an answer."""
 
-    pieces: tuple[tuple[str, bool], ...]
+    pieces: tuple[Piece, ...]
     buckets: tuple[str, ...] = ()
     """A bucket for each answer, with an accuracy of its own (a needle's depth, say); empty: none."""
 
@@ -69,7 +73,7 @@ class Item:
             before += text
 
 
-def make_item(pieces: Iterable[tuple[str, bool]], buckets: tuple[str, ...] = ()) -> Item:
+def make_item(pieces: Iterable[Piece], buckets: tuple[str, ...] = ()) -> Item:
     """Item of `pieces`, with adjacent pieces of the same kind joined and empty ones dropped.
 
     Pieces are tokenised one by one, so that an answer's tokens are its own; joining first keeps a
@@ -96,9 +100,8 @@ def encode_item(item: Item, tokenizer: Tokenizer, length: int) -> tuple[list[int
     tokens: list[int] = []
     answers: list[bool] = []
     for text, is_answer in item.pieces:
-        ids = tokenizer.encode(text)
-        tokens += ids
-        answers += [is_answer] * len(ids)
+        tokens += tokenizer.encode(text)
+        answers += [is_answer] * (len(tokens) - len(answers))
     missing = length - 1 - len(tokens)
     if missing < 0:
         raise UsageError(f"lengths: an item of {len(tokens) + 1} tokens does not fit in {length}")
@@ -163,18 +166,14 @@ def _narrow(count: Callable[[int], int], low: int, high: int, length: int) -> tu
     return low, high
 
 
-def scatter(
-    filler: str, inserts: Sequence[Sequence[tuple[str, bool]]], offsets: Sequence[int]
-) -> list[tuple[str, bool]]:
+def scatter(filler: str, inserts: Sequence[Sequence[Piece]], offsets: Sequence[int]) -> list[Piece]:
     """`filler` with `inserts[i]` put before its character `offsets[i]`; offsets ascend."""
-    pieces: list[tuple[str, bool]] = []
+    pieces: list[Piece] = []
     start = 0
     for insert, offset in zip(inserts, offsets, strict=True):
-        pieces.append((filler[start:offset], False))
-        pieces.extend(insert)
+        pieces += [(filler[start:offset], False), *insert]
         start = offset
-    pieces.append((filler[start:], False))
-    return pieces
+    return [*pieces, (filler[start:], False)]
 
 
 _words = yaml.safe_load((Path(__file__).parent / "words.yaml").read_text("utf-8"))
@@ -243,10 +242,8 @@ def cycle(text: str, start: int, characters: int) -> str:
 @lru_cache(maxsize=4)
 def load_prose(path: str) -> str:
     """Text of the file with runs of white space collapsed, as RULER does with its essays."""
-    if ".jsonl" in path:
-        text = " ".join(str(record.get("text", "")) for record in read_jsonl(path))
-    else:
-        text = read_text(path)
+    records = read_jsonl(path) if ".jsonl" in path else None
+    text = read_text(path) if records is None else " ".join(str(r.get("text", "")) for r in records)
     text = re.sub(r"\s+", " ", text).strip() + " "
     if text == " ":
         raise UsageError(f"options.path: {path} holds no text")

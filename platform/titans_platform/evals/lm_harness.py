@@ -54,18 +54,14 @@ class HarnessModel:
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, greedy decoding gives it) of each `(context, continuation)`."""
-        tokenizer = self.scorer.tokenizer
-        pairs = [encode_pair(request.args[0], request.args[1], tokenizer) for request in requests]
+        pairs = [encode_pair(request.args[0], request.args[1], self.scorer.tokenizer) for request in requests]
         return [(score.logprob, score.greedy) for score in self.scorer.score(pairs, self.max_length)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood in nats of each whole `(text,)`, in windows that do not overlap."""
-        totals = []
-        for request in requests:
-            tokens = self.scorer.tokenizer.encode(request.args[0])
-            scores = self.scorer.score(list(self._windows(tokens)), self.max_length)
-            totals.append(math.fsum(score.logprob for score in scores))
-        return totals
+        texts = (self.scorer.tokenizer.encode(request.args[0]) for request in requests)
+        scored = (self.scorer.score(self._windows(tokens), self.max_length) for tokens in texts)
+        return [math.fsum(score.logprob for score in scores) for scores in scored]
 
     def _windows(self, tokens: list[int]) -> list[Request]:
         """Windows that score every token once; the context of each is the last token of the window before."""
@@ -83,11 +79,10 @@ class HarnessModel:
         beyond `max_length`.
         """
         prompts = [self._prompt(*request.args) for request in requests]
-        texts = [""] * len(prompts)
+        texts: dict[int, str] = {}
         for batch in self.scorer.batches([len(one.context) for one in prompts]):
-            for i, text in zip(batch, self._generate([prompts[i] for i in batch]), strict=True):
-                texts[i] = text
-        return texts
+            texts.update(zip(batch, self._generate([prompts[i] for i in batch]), strict=True))
+        return [texts[i] for i in range(len(prompts))]
 
     def _prompt(self, context: str, settings: dict[str, Any]) -> _Prompt:
         if settings.get("do_sample") or settings.get("temperature", 0):
@@ -101,13 +96,9 @@ class HarnessModel:
     def _generate(self, batch: list[_Prompt]) -> list[str]:
         scorer, tokenizer = self.scorer, self.scorer.tokenizer
         made: list[list[int]] = [[] for _ in batch]
-        writing = Writing(
-            scorer.model,
-            [prompt.context for prompt in batch],
-            max(prompt.max_new_tokens for prompt in batch),
-            stop=(tokenizer.bos, tokenizer.pad),
-            device=scorer.device,
-        )
+        contexts, most = [prompt.context for prompt in batch], max(prompt.max_new_tokens for prompt in batch)
+        stop = (tokenizer.bos, tokenizer.pad)
+        writing = Writing(scorer.model, contexts, most, stop=stop, device=scorer.device)
         for row, token in writing:
             made[row].append(token)
             full = len(made[row]) == batch[row].max_new_tokens
@@ -182,14 +173,10 @@ class LmEval(Task):
                 hint = nearest(name, manager.all_tasks, otherwise="list them with `lm-eval ls tasks`")
                 raise UsageError(f"options.names: lm_eval has no task {name!r}; {hint}")
         found = lm_eval.simple_evaluate(
-            model=model,
-            tasks=list(self.options.names),
-            task_manager=manager,
-            num_fewshot=self.options.num_fewshot,
-            limit=context.config.items,
-            bootstrap_iters=BOOTSTRAPS,
+            model=model, tasks=list(self.options.names), task_manager=manager,
+            num_fewshot=self.options.num_fewshot, limit=context.config.items, bootstrap_iters=BOOTSTRAPS,
             random_seed=context.config.seed,
-        )
+        )  # fmt: skip
         if found is None:
             raise UsageError("task: lm_eval returns results on rank 0 only; evaluate in one process")
         values, errors = [], []

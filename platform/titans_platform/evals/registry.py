@@ -156,8 +156,7 @@ class GeneratedTask(Task):
         an item it is sqrt(p (1 - p) / n).
         """
         rows, items = context.scorer.parallel_rows(context.length), iter(self._fresh_items(context))
-        batches = iter(lambda: list(islice(items, rows)), [])
-        measured = measure_distributed(batches, partial(_graded, context))
+        measured = measure_distributed(iter(lambda: list(islice(items, rows)), []), partial(_graded, context))
         shares: list[float] = []
         buckets: dict[str, list[bool]] = {}
         for names, right in chain.from_iterable(measured):
@@ -166,8 +165,7 @@ class GeneratedTask(Task):
                 buckets.setdefault(bucket, []).append(one)
         stderr = (pvariance(shares) / len(shares)) ** 0.5
         means = {bucket: fmean(buckets[bucket]) for bucket in sorted(buckets, key=_natural)}
-        floor = self.floor(context.length, context.scorer.tokenizer)
-        value, heuristic = (floor.value, floor.heuristic) if floor else (None, None)
+        value, heuristic, _ = self.floor(context.length, context.scorer.tokenizer) or (None, None, None)
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
     def _fresh_items(self, context: Context) -> Iterable[Item]:
@@ -178,8 +176,8 @@ class GeneratedTask(Task):
         Raises:
             UsageError: not one unseen item was found.
         """
-        config, length, data = context.config, context.length, context.prepared
-        fingerprint, tokenizer = getattr(data, "fingerprint", None), context.scorer.tokenizer
+        config, length, tokenizer = context.config, context.length, context.scorer.tokenizer
+        fingerprint = getattr(context.prepared, "fingerprint", None)
         if fingerprint is None or length * config.items > KEPT_TOKENS:
             return self._draw(context)
         key = type(self), self.options, length, tokenizer, config.seed, config.items, fingerprint
@@ -192,14 +190,13 @@ class GeneratedTask(Task):
     def _draw(self, context: Context) -> Iterator[Item]:
         config, length, options = context.config, context.length, self.options.model_dump(mode="json")
         about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
-        rng = random.Random(digest(about))
+        rng, misses = random.Random(digest(about)), 0
         given: set[str] = set()
-        misses = 0
         while len(given) < config.items and misses < PATIENCE:
             item = self.item(rng, length, context.scorer.tokenizer)
-            known = item.hash in given or item.hash in context.prepared.item_hashes
-            misses = misses + 1 if known else 0
-            if not known:
+            misses += 1
+            if item.hash not in given and item.hash not in context.prepared.item_hashes:
+                misses = 0
                 given.add(item.hash)
                 yield item
         if not given:
@@ -244,9 +241,8 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Toke
     scores = {name: fmean(values) for name, values in shares.items()}
     best = max(scores, key=scores.__getitem__)
     stderr = (pvariance(shares[best]) / len(shares[best])) ** 0.5
-    if scores[best] - 3 * stderr <= task.chance:
-        return Floor(task.chance, None, scores)
-    return Floor(scores[best], best, scores)
+    beaten = scores[best] - 3 * stderr > task.chance
+    return Floor(scores[best], best, scores) if beaten else Floor(task.chance, None, scores)
 
 
 PROTOCOL = 1
@@ -317,5 +313,4 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
 def eval_version(config: EvalConfig) -> str:
     """Digest of the versions of the tasks `config` uses. Raises UsageError as `build_task` does."""
     names = {task.task for tasks in config.columns.values() for task in tasks}
-    versions = {name: TASKS.find(name).version for name in names}
-    return digest({"protocol": PROTOCOL, "tasks": versions}, 8)
+    return digest({"protocol": PROTOCOL, "tasks": {name: TASKS.find(name).version for name in names}}, 8)

@@ -159,11 +159,9 @@ class Scorer:
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
         """Indices of the rows that share a forward pass: rows of similar length, the longest first."""
-        order, batches = sorted(range(len(lengths)), key=lambda i: -lengths[i]), []
-        while order:
-            rows = self.rows(lengths[order[0]])
-            batches.append(order[:rows])
-            order = order[rows:]
+        order, batches = iter(sorted(range(len(lengths)), key=lambda i: -lengths[i])), []
+        for first in order:
+            batches.append([first, *islice(order, self.rows(lengths[first]) - 1)])
         return batches
 
     def logits(self, tokens_BT: Tensor, starts_BT: Tensor | None = None) -> Tensor:
@@ -211,9 +209,8 @@ class Scorer:
         else:
             batches = [[Group(0, (i,)) for i in batch] for batch in self.batches(lengths)]
 
-        scores: dict[int, Score] = {}
-        for found in measure_distributed(batches, partial(self._measure, rows)):
-            scores |= found
+        found = measure_distributed(batches, partial(self._measure, rows))
+        scores = {i: score for batch in found for i, score in batch.items()}
         return [scores[i] for i in range(len(requests))]
 
     @property
@@ -263,8 +260,7 @@ class Scorer:
         first_B1 = torch.tensor([[row.first] for row in rows], device=self.device)
         last_B1 = torch.tensor([[len(row.tokens) - 1] for row in rows], device=self.device)
         at_BT = (position_T >= first_B1) & (position_T < last_B1)
-        targets_N = tokens_BT[:, 1:][at_BT]
-        scored = self._scored(tokens_BT[:, :-1], at_BT, state, targets_N)
+        scored = self._scored(tokens_BT[:, :-1], at_BT, state, tokens_BT[:, 1:][at_BT])
         logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*scored, strict=True))
         return [
             Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)
@@ -362,10 +358,9 @@ def batch_groups(groups: Sequence[Group], lengths: Sequence[int], budget: int) -
     def tokens(group: Group) -> int:
         return group.shared + sum(lengths[row] - group.shared for row in group.rows)
 
-    order = sorted(groups, key=lambda group: (-group.shared, -lengths[group.rows[0]]))
     batches: list[list[Group]] = []
     left = 0
-    for group in order:
+    for group in sorted(groups, key=lambda group: (-group.shared, -lengths[group.rows[0]])):
         if not batches or tokens(group) > left:
             batches.append([])
             left = budget
@@ -402,11 +397,5 @@ def _split_by_waste(order: Sequence[T], waste: Callable[[T, T], int]) -> list[li
 
 def _common_prefix(a: list[int], b: list[int], most: int) -> int:
     """Length of the common prefix of ``a`` and ``b``, at most ``most``."""
-    low, high = 0, min(most, len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    pairs = enumerate(zip(a[:most], b, strict=False))
+    return next((i for i, (x, y) in pairs if x != y), min(most, len(a), len(b)))

@@ -18,23 +18,15 @@ from titans_platform.report.report import DAGGERS, SIZES, Number, Report
 from titans_platform.report.table import Table
 from titans_platform.text import NONE, count
 
-ESCAPES = str.maketrans(
-    {
-        **{sign: f"\\{sign}" for sign in "&%$#_{}"},
-        "\\": r"\textbackslash{}",
-        "~": r"\textasciitilde{}",
-        "^": r"\textasciicircum{}",
-        "↑": r"$\uparrow$",
-        "↓": r"$\downarrow$",
-        "±": r"$\pm$",
-        "·": r"$\cdot$",
-        NONE: "--",
-        "<": "$<$",
-        ">": "$>$",
-        "³": "$^3$",
-        **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
-    }
-)
+ESCAPES = str.maketrans({
+    **{sign: f"\\{sign}" for sign in "&%$#_{}"}, "\\": r"\textbackslash{}", "~": r"\textasciitilde{}",
+    "^": r"\textasciicircum{}", "↑": r"$\uparrow$", "↓": r"$\downarrow$", "±": r"$\pm$", "·": r"$\cdot$",
+    NONE: "--", "<": "$<$", ">": "$>$", "³": "$^3$",
+    **dict(zip(DAGGERS, (r"$\dagger$", r"$\ddagger$", r"\S{}", r"\P{}"), strict=True)),
+})  # fmt: skip
+COMPACT: dict[str, Any] = {"vertical": "bottom", "padding": (0, 1, 0, 0), "show_edge": False}
+Keys = Sequence[str] | None
+"""Some of the table's columns; None: all."""
 SHORTEST = 12
 """Minimum width of a row's name in a terminal, where longer ones are wrapped."""
 
@@ -56,7 +48,7 @@ def cells_csv(report: Report) -> str:
     lines: list[list[Any]] = [["row", *names, *(column.titled(key) for key, column in columns.items())]]
     for row in report.rows:
         for result in row.results:
-            values = [(column.factor, result.columns.get(key)) for key, column in columns.items()]
+            values = ((column.factor, result.columns.get(key)) for key, column in columns.items())
             numbers = [value if value is None else factor * value for factor, value in values]
             # the cell's own row, where a row of the table joins several
             lines.append([result.row or row.name, *(getattr(result, name) for name in names), *numbers])
@@ -90,33 +82,21 @@ def _csv(lines: Iterable[Sequence[Any]]) -> str:
 
 def as_record(table: Table) -> dict[str, Any]:
     """The table as a JSON value: means, spreads, the paper's numbers, cells."""
-    rows = [
-        {
-            "row": row.row.name,
-            "columns": {
-                key: {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
-                for key, e in row.entries.items()
-            },
-            "parameters": row.size_of("parameters"),
-            "state_bytes": row.size_of("state_bytes"),
-            "cells": [cell.name for cell in row.cells],
-            "failures": list(row.failures),
-        }
-        for row in table.rows
-    ]
+    rows = []
+    for row in table.rows:
+        columns = {}
+        for key, e in row.entries.items():
+            columns[key] = {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "paper": e.paper}
+        sizes = {key: row.size_of(key) for key in SIZES}
+        cells = {"cells": [cell.name for cell in row.cells], "failures": list(row.failures)}
+        rows.append({"row": row.row.name, "columns": columns, **sizes, **cells})
     return {
-        "study": table.study,
-        "scale": table.scale,
-        "comparable": table.comparable,
-        "rows": rows,
-        "chance": table.chance,
-        "missing": table.missing,
-    }
+        "study": table.study, "scale": table.scale, "comparable": table.comparable, "rows": rows,
+        "chance": table.chance, "missing": table.missing,
+    }  # fmt: skip
 
 
-def body(
-    report: Report, keys: Sequence[str] | None = None, ours: Callable[[Number], str] = str
-) -> list[list[str]]:
+def body(report: Report, keys: Keys = None, ours: Callable[[Number], str] = str) -> list[list[str]]:
     """The lines of the table: name, ours and the paper's number of each column, parameters, state bytes."""
     lines = []
     for row in report.rows:
@@ -126,7 +106,7 @@ def body(
     return lines
 
 
-def _chance(report: Report, keys: Sequence[str] | None = None) -> list[str]:
+def _chance(report: Report, keys: Keys = None) -> list[str]:
     """The chance level of each column, laid out as a line of the body."""
     return ["chance", *("" if paper else report.chance[key] for key, paper in report.fields(keys)), "", ""]
 
@@ -135,13 +115,12 @@ def latex(report: Report) -> str:
     """The table with booktabs: mean and sd, the best of a column in bold, the paper's; the verdict."""
     found, lines = report.verdict, body(report, ours=_tex_number)
     return render(
-        "table.tex",
-        report=report,
+        "table.tex", report=report,
         body=[[each if each.startswith("$") else tex(each) for each in line] for line in lines],
         chance=[tex(each) for each in _chance(report)[1:]],
         verdict=[[tex(each) for each in line] for line in (found.heads, *found.body)] if found else [],
         tex=tex,
-    )
+    )  # fmt: skip
 
 
 def tex(plain: str) -> str:
@@ -162,11 +141,9 @@ def markdown(report: Report, figures: str = "") -> str:
 
     ``figures`` is the folder of the report's figures; empty: without them.
     """
-    columns = report.table.columns
-    heads = ["paper" if paper else columns[key].heading for key, paper in report.fields()]
-    heads = ["", *heads, "parameters", "state bytes"]
-    values = {"heads": heads, "body": body(report), "chance": _chance(report), "figures": figures}
-    return render("table.md", report=report, **values)
+    heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
+    values = {"body": body(report), "chance": _chance(report), "figures": figures}
+    return render("table.md", report=report, heads=["", *heads, "parameters", "state bytes"], **values)
 
 
 def terminal(report: Report, width: int = 80) -> RenderableType:
@@ -182,9 +159,7 @@ def terminal(report: Report, width: int = 80) -> RenderableType:
 def _pathways(report: Report) -> list[RenderableType]:
     if (found := report.pathways) is None:
         return []
-    heads = "", "", *found.heads
-    grid = text.table(*heads, left=2, vertical="bottom", padding=(0, 1, 0, 0), show_edge=False)
-    before = ""
+    grid, before = text.table("", "", *found.heads, left=2, **COMPACT), ""
     for row, part, values in found.lines:
         grid.add_row("" if row == before else row, part, *values)
         before = row
@@ -194,8 +169,7 @@ def _pathways(report: Report) -> list[RenderableType]:
 def _verdict(report: Report) -> list[RenderableType]:
     if (found := report.verdict) is None:
         return []
-    words = len(found.heads)
-    grid = text.table(*found.heads, left=words, vertical="bottom", padding=(0, 1, 0, 0), show_edge=False)
+    grid = text.table(*found.heads, left=len(found.heads), **COMPACT)
     for row, cells in found.rows:
         # without the interval, which 80 columns do not hold
         shown = [" ".join(filter(None, (each.difference, each.p, each.outcome))) for each in cells]
@@ -219,8 +193,7 @@ def _grid(report: Report, keys: Sequence[str], width: int) -> RichTable:
     longest = max((len(row.name + row.marks) for row in report.rows), default=0)
     grid.add_column("", vertical="bottom", min_width=min(SHORTEST, longest))
     heads = []
-    for key, paper in report.fields(keys):
-        column = columns[key]
+    for column, paper in ((columns[key], paper) for key, paper in report.fields(keys)):
         # a word a line, to fit 80 columns
         stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
         heads.append(("paper", "dim") if paper else (stacked, ""))

@@ -6,12 +6,13 @@ Shapes: T tokens, H heads.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -42,30 +43,19 @@ FAR_APART = 20.0
 AROUND = 8
 """Tokens of context shown before and after a retrieved token."""
 CHARTS = {
-    "surprise": "Surprise",
-    "alpha": "Forgetting alpha",
-    "eta": "Momentum eta",
-    "theta": "Step theta",
-    "weight_norm": "Norm of the weights",
-    "momentum_norm": "Norm of the momentum",
-}
+    "surprise": "Surprise", "alpha": "Forgetting alpha", "eta": "Momentum eta", "theta": "Step theta",
+    "weight_norm": "Norm of the weights", "momentum_norm": "Norm of the momentum",
+}  # fmt: skip
 
 _READ = pa.list_(pa.struct([("position", pa.int32()), ("similarity", pa.float32()), ("share", pa.float32())]))
-SCHEMA = pa.schema(
-    [
-        # a row is one token in one head of one memory
-        ("position", pa.int32()),
-        ("token", pa.int32()),
-        ("text", pa.string()),
-        ("loss", pa.float32()),
-        ("memory", pa.int16()),
-        ("head", pa.int16()),
-        *((name, pa.float32()) for name in ("surprise", "written", "final", "alpha", "eta", "theta")),
-        *((name, pa.float32()) for name in ("weight_norm", "momentum_norm", "coefficient")),
-        ("read", _READ),
-        ("context", _READ),
-    ]
-)
+# a row is one token in one head of one memory
+SCHEMA = pa.schema([
+    ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string()), ("loss", pa.float32()),
+    ("memory", pa.int16()), ("head", pa.int16()),
+    *((name, pa.float32()) for name in ("surprise", "written", "final", "alpha", "eta", "theta")),
+    *((name, pa.float32()) for name in ("weight_norm", "momentum_norm", "coefficient")),
+    ("read", _READ), ("context", _READ),
+])  # fmt: skip
 MEASURED = SCHEMA.names[6:15]
 
 
@@ -87,10 +77,9 @@ class Inspected:
 
     def largest(self) -> dict[str, float]:
         """The largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
-        norms = [trace.weight_norm.nan_to_num(0).square().sum(-1).sqrt() for trace in self.traces]
-        surprises = [trace.surprise for trace in self.traces]
-        found = {"weight_norm": norms, "surprise": surprises}
-        return {name: max(float(x.max()) for x in values) for name, values in found.items()}
+        norms = (trace.weight_norm.nan_to_num(0).square().sum(-1).sqrt() for trace in self.traces)
+        largest = max(float(norm.max()) for norm in norms)
+        return {"weight_norm": largest, "surprise": max(float(t.surprise.max()) for t in self.traces)}
 
 
 def inspect_text(
@@ -108,12 +97,11 @@ def inspect_text(
     row = torch.tensor([tokens], device=next(model.parameters()).device)
     with watch(model) as seen, torch.no_grad():
         logits = model(row).logits[0]
-    traces = seen.traces(nearest)
-    if not traces:
+    if not (traces := seen.traces(nearest)):
         variant = f"variant {model.config.variant} has no neural memory"
         raise UsageError(f"{title}: {variant}; inspect a run of lmm, mac, mag or mal")
     loss = F.cross_entropy(logits[:-1].float(), row[0, 1:], reduction="none").cpu()
-    loss = torch.cat([loss.new_full((1,), float("nan")), loss])
+    loss = F.pad(loss, (1, 0), value=math.nan)
     left = 1 + len(ids) - len(tokens)
     return Inspected(title, model.config.variant, tokens, token_texts(tokenizer, tokens), loss, traces, left)
 
@@ -129,11 +117,9 @@ def arrow_table(found: Inspected) -> pa.Table:
     """A row for each memory, token and head, in this order; unknown numbers are null."""
     parts = [_memory_table(found, i, trace) for i, trace in enumerate(found.traces)]
     metadata = {
-        "titans.format": FORMAT,
-        "titans.run": found.title,
-        "titans.variant": found.variant,
+        "titans.format": FORMAT, "titans.run": found.title, "titans.variant": found.variant,
         "titans.memories": ",".join(trace.name for trace in found.traces),
-    }
+    }  # fmt: skip
     return pa.concat_tables(parts).replace_schema_metadata(metadata)
 
 
@@ -149,16 +135,11 @@ def _memory_table(found: Inspected, memory: int, trace: MemoryTrace) -> pa.Table
     T, H = trace.surprise.shape
     each = lambda values: np.repeat(np.asarray(values), H)  # noqa: E731
     columns = {
-        "position": each(range(T)),
-        "token": each(found.tokens),
-        "text": each(found.texts),
-        "loss": each(found.loss),
-        "memory": np.full(T * H, memory),
-        "head": np.tile(np.arange(H), T),
-        **{name: getattr(trace, name).flatten().numpy() for name in MEASURED},
-        "read": _reads(trace.own),
+        "position": each(range(T)), "token": each(found.tokens), "text": each(found.texts),
+        "loss": each(found.loss), "memory": np.full(T * H, memory), "head": np.tile(np.arange(H), T),
+        **{name: getattr(trace, name).flatten().numpy() for name in MEASURED}, "read": _reads(trace.own),
         "context": pa.nulls(T * H, _READ) if trace.context is None else _reads(trace.context),
-    }
+    }  # fmt: skip
     # from_pandas: NaN is null
     arrays = [pa.array(columns[field.name], from_pandas=True).cast(field.type) for field in SCHEMA]
     return pa.Table.from_arrays(arrays, schema=SCHEMA)
@@ -176,8 +157,7 @@ def _reads(near: Nearest) -> pa.Array:
     return pa.ListArray.from_arrays(offsets, keys)
 
 
-@dataclass(frozen=True)
-class Shade:
+class Shade(NamedTuple):
     """A quantity that tokens are coloured by."""
 
     key: str
@@ -188,8 +168,7 @@ class Shade:
     """Values of the lightest and the strongest colour."""
 
 
-@dataclass(frozen=True)
-class Read:
+class Read(NamedTuple):
     """Reads of one head: for each token, position, cosine and share of each of the nearest keys."""
 
     label: str
@@ -207,24 +186,16 @@ def page(found: Inspected, source: str, position: int | None = None, warning: st
     """
     chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
     kept = kept_shares(found.traces).tolist()
-    shares, found_reads = [round(x, 2) for x in kept], [vars(read) for read in reads]
+    shares, found_reads = [round(x, 2) for x in kept], [read._asdict() for read in reads]
     heads = range(max(trace.alpha.shape[1] for trace in found.traces))
     return html(
-        "inspect.html",
-        found=found,
-        source=source,
-        warning=warning,
-        shades=shades(found),
-        chosen=chosen,
+        "inspect.html", found=found, source=source, warning=warning, shades=shades(found), chosen=chosen,
         around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),
-        reads=reads,
-        kept=kept,
-        summary=[summary(trace) for trace in found.traces],
+        reads=reads, kept=kept, summary=[summary(trace) for trace in found.traces],
         memories=[charts(i, trace) for i, trace in enumerate(found.traces)],
         heads=[(head, KINDS[head % len(KINDS)]) for head in heads],
-        data={"texts": found.texts, "kept": shares, "reads": found_reads},
-        spread=AROUND,
-    )
+        data={"texts": found.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
+    )  # fmt: skip
 
 
 def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
@@ -238,11 +209,8 @@ def shades(found: Inspected) -> list[Shade]:
     surprise = torch.cat([trace.surprise for trace in found.traces], 1).mean(1)
     error = "squared error of the memory's prediction before the token is written, mean over heads"
     lost = "share of the surprise that the memory at the end of the text no longer has"
-    return [
-        _shade("surprise", error, surprise),
-        _shade("kept", lost, kept_shares(found.traces)),
-        _shade("loss", "loss of the whole model in nats", found.loss),
-    ]
+    memory = [_shade("surprise", error, surprise), _shade("kept", lost, kept_shares(found.traces))]
+    return [*memory, _shade("loss", "loss of the whole model in nats", found.loss)]
 
 
 def _shade(key: str, about: str, values: Tensor) -> Shade:
@@ -277,12 +245,11 @@ def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
         for kind, near in kinds:
             for head in range(trace.alpha.shape[1]):
                 columns = (values[:, head].tolist() for values in near)
-                lines = [zip(*line, strict=True) for line in zip(*columns, strict=True)]
-                # a share that is NaN is unknown
-                found = [
-                    [(at, round(x, 2), None if s != s else round(s, 3)) for at, x, s in line if at >= 0]
-                    for line in lines
-                ]
+                found = []
+                for line in (zip(*line, strict=True) for line in zip(*columns, strict=True)):
+                    keys = [(at, round(x, 2), s) for at, x, s in line if at >= 0]
+                    # a share that is NaN is unknown
+                    found.append([(at, x, None if math.isnan(s) else round(s, 3)) for at, x, s in keys])
                 yield Read(f"memory {memory}, head {head}{kind}", found)
 
 
@@ -304,10 +271,8 @@ def charts(memory: int, trace: MemoryTrace) -> dict[str, Any]:
 
 
 def _by_head(title: str, values_TH: Tensor) -> Panel:
-    lines = [
-        Line(f"head {head}", binned(values.numpy()), KINDS[head % len(KINDS)], spread=False)
-        for head, values in enumerate(values_TH.unbind(1))
-    ]
+    looks = zip(itertools.count(), values_TH.unbind(1), itertools.cycle(KINDS), strict=False)
+    lines = [Line(f"head {i}", binned(values.numpy()), colour, spread=False) for i, values, colour in looks]
     means = values_TH.nanmean(0).tolist()
     alt = f"{title} by token: " + ", ".join(f"head {i} {mean:.3g} on average" for i, mean in enumerate(means))
     return panel(title, alt, partial(plot.lines, log_y=_far_apart(lines)), "token", shown=lines)
@@ -320,12 +285,10 @@ def _far_apart(lines: Sequence[Line]) -> bool:
 
 
 def _fates(trace: MemoryTrace) -> Panel:
-    named = {"before": ("surprise", "a"), "right after": ("written", "c"), "at the end": ("final", "b")}
-    lines = [
-        Line(name, binned(getattr(trace, key).mean(1).numpy()), colour, spread=False)
-        for name, (key, colour) in named.items()
-    ]
-    ends = ", ".join(f"{name} {getattr(trace, key).mean().item():.3g}" for name, (key, _) in named.items())
+    errors = {"before": trace.surprise, "right after": trace.written, "at the end": trace.final}
+    looks = zip(errors.items(), "acb", strict=True)
+    lines = [Line(name, binned(x_TH.mean(1).numpy()), c, spread=False) for (name, x_TH), c in looks]
+    ends = ", ".join(f"{name} {x_TH.mean().item():.3g}" for name, x_TH in errors.items())
     alt, draw = f"Error by token, on average {ends}", partial(plot.lines, log_y=_far_apart(lines))
     return panel("Error of a token's pair", alt, draw, "token", shown=lines)
 

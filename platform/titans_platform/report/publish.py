@@ -20,7 +20,6 @@ from titans_platform.errors import UsageError
 from titans_platform.files import write_text
 from titans_platform.provenance import commands
 from titans_platform.report import export, render
-from titans_platform.report.export import cells_csv, latex, summary_csv
 from titans_platform.report.figures.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
@@ -50,51 +49,36 @@ def html(template: str, **values: Any) -> str:
 
 def report_page(report: Report) -> str:
     """The page of one study."""
+    sources = {
+        "LaTeX (booktabs)": export.latex(report),
+        "CSV, a line a row and column": export.summary_csv(report),
+        "CSV, a line a cell": export.cells_csv(report),
+    }
     return html(
-        "report.html",
-        report=report,
-        table=report.table,
-        columns=report.table.columns,
-        results_table=results_table(report),
-        links=report.links,
+        "report.html", report=report, table=report.table, columns=report.table.columns,
+        results_table=results_table(report), links=report.links, sources=sources,
         seeds=plural(len(report.table.seeds), "seed").partition(" ")[2],
         figures=[figure(picture, i + 1) for i, picture in enumerate(report.pictures)],
-        sources={
-            "LaTeX (booktabs)": latex(report),
-            "CSV, a line a row and column": summary_csv(report),
-            "CSV, a line a cell": cells_csv(report),
-        },
-    )
+    )  # fmt: skip
 
 
 def results_table(report: Report, heading: str = "Table 1") -> Markup:
     """A study's table, with the paper's numbers beside or below ours."""
-    columns = report.table.columns
+    columns, seeds = report.table.columns, len(report.table.seeds)
     crowded = len(columns) > CROWDED
+    caption = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
+    if report.paper_columns:
+        caption += f"; the paper's numbers {'below' if crowded else 'beside'} ours"
+    caption += f". {report.bold_note}" + " A number links to its runs." * bool(report.links)
+    # characters of the widest sd of a column, to align its means
     spreads = {key: max((len(row.numbers[key].sd) for row in report.rows), default=0) for key in columns}
     text = html(
-        "results_table.html",
-        report=report,
-        table=report.table,
-        columns=columns,
-        links=report.links,
-        heading=heading,
-        place=re.sub(r"\W+", "-", heading.lower()),
-        caption=_caption(report, crowded),
-        crowded=crowded,
+        "results_table.html", report=report, table=report.table, columns=columns, links=report.links,
+        heading=heading, place=re.sub(r"\W+", "-", heading.lower()), caption=caption, crowded=crowded,
         paired={key: key in report.paper_columns and not crowded for key in columns},
-        # characters of the widest sd of a column, to align its means
         widths={key: 2 + spread if spread else 0 for key, spread in spreads.items()},
-    )
+    )  # fmt: skip
     return Markup(text)
-
-
-def _caption(report: Report, crowded: bool) -> str:
-    seeds = len(report.table.seeds)
-    spread = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
-    paper = f"; the paper's numbers {'below' if crowded else 'beside'} ours" if report.paper_columns else ""
-    linked = " A number links to its runs." if report.links else ""
-    return f"{spread}{paper}. {report.bold_note}{linked}"
 
 
 def figure(picture: Picture, number: int | None = None) -> Markup:
@@ -127,19 +111,14 @@ def make(
     """
     if not any(cell.name for cell in run.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table = build_table(run)
-    store = _open_store(run) if link or table.results else None
-    report = build_report(
-        table,
-        _curves(table, run.root, store),
-        run.folder.search(),
-        commands(run.folder.path),
-        _links(store, address),
-    )
-    paths = write_report(report, run.folder.path, redraw)
+    table, path, links = build_table(run), run.folder.path, None
+    if store := _open_store(run) if link or table.results else None:
+        server = address or store.server
+        links = Links((server or UI).rstrip("/"), store.experiment, local=not server)
+    report = build_report(table, _curves(table, run.root, store), run.folder.search(), commands(path), links)
+    paths = write_report(report, path, redraw)
     if link and store:
         log_report(store, report, paths)
-    path = run.folder.path
     folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
     console.print(export.terminal(report, console.width))
@@ -174,13 +153,6 @@ def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tup
     return {run: found.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
 
 
-def _links(store: Store | None, address: str | None) -> Links | None:
-    if store is None:
-        return None
-    server = address or store.server
-    return Links((server or UI).rstrip("/"), store.experiment, local=not server)
-
-
 def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str, Path]:
     """Write the page, the tables and the figures into ``folder``; returns their paths by name.
 
@@ -194,19 +166,13 @@ def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str,
         "verdict.csv": export.verdict_csv(report),
         **({"pathways.csv": export.pathways_csv(report)} if report.pathways else {}),
     }
-    figures = sorted((folder / FIGURES).glob("*.p*"))
-    if not redraw and (folder / PAGE).exists() and figures and _same(tables, folder):
-        return {name: folder / name for name in (PAGE, *tables)} | {f"{FIGURES}/{x.name}": x for x in figures}
-    texts = {PAGE: report_page(report), **tables}
-    for name, content in texts.items():
-        write_text(folder / name, content)
-    files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
-    return {name: folder / name for name in texts} | {f"{FIGURES}/{path.name}": path for path in files}
-
-
-def _same(texts: dict[str, str], folder: Path) -> bool:
-    paths = {folder / name: text for name, text in texts.items()}
-    return all(path.exists() and path.read_bytes() == text.encode() for path, text in paths.items())
+    files, paths = sorted((folder / FIGURES).glob("*.p*")), {name: folder / name for name in (PAGE, *tables)}
+    same = all(p.exists() and (n == PAGE or p.read_bytes() == tables[n].encode()) for n, p in paths.items())
+    if redraw or not files or not same:
+        for name, content in {PAGE: report_page(report), **tables}.items():
+            write_text(folder / name, content)
+        files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
+    return paths | {f"{FIGURES}/{path.name}": path for path in files}
 
 
 def _runs(table: Table) -> dict[str, Result]:
@@ -234,17 +200,15 @@ def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
 
 def _in_units(table: Table, result: Result) -> dict[str, float]:
     """A cell's measures in the units of the table's columns, and the tasks of each column too."""
-    found = {}
-    for name, value in (result.columns | {key: task.value for key, task in result.tasks.items()}).items():
-        column = table.columns.get(name.partition("/")[0])
-        if column and column.factor != 1:
-            found[name] = column.factor * value
-    return found
+    measured = result.columns | {key: task.value for key, task in result.tasks.items()}
+    factors = {key: column.factor for key, column in table.columns.items() if column.factor != 1}
+    owned = ((name, name.partition("/")[0], value) for name, value in measured.items())
+    return {name: factors[owner] * value for name, owner, value in owned if owner in factors}
 
 
 def _records(report: Report) -> list[dict[str, Any]]:
-    names = ["row", *(f"{key}, paper" if paper else key for key, paper in report.fields())]
-    names += ["parameters", "state bytes"]
+    fields = [f"{key}, paper" if paper else key for key, paper in report.fields()]
+    names = ["row", *fields, "parameters", "state bytes"]
     return [
         dict(zip(names, line, strict=True)) | {"cells": " ".join(result.cell for result in row.results)}
         for row, line in zip(report.rows, export.body(report), strict=True)
@@ -253,15 +217,13 @@ def _records(report: Report) -> list[dict[str, Any]]:
 
 def _cell_links(store: Store, report: Report) -> Iterator[str]:
     for row in report.rows:
-        links = ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items())
-        if links:
+        if links := ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items()):
             yield f"- {row.name}: {links}"
 
 
 def paper_page(items: Sequence[Item], root: Path) -> str:
     """The page of all the paper's tables and figures: ours as far as they have been run under ``root``."""
-    sections = [_section(item, root) for item in items]
-    return html("paper.html", source=read_paper().source, sections=sections)
+    return html("paper.html", source=read_paper().source, sections=[_section(item, root) for item in items])
 
 
 def _section(item: Item, root: Path) -> dict[str, Any]:
@@ -274,19 +236,13 @@ def _section(item: Item, root: Path) -> dict[str, Any]:
         chosen = [scale for scale in item.study.scales if scale in ran or scale in item.sizes]
         reports = [build_report(build_table(open_study(item.study.name, scale, root))) for scale in chosen]
     name = " and ".join(item.names)
-    views = [
-        {
-            "report": report,
-            "table": results_table(report, f"{name}, scale {report.table.scale}"),
-            "figures": list(map(figure, report.pictures)) if report.table.results else [],
-        }
-        for report in sorted(reports, key=lambda report: -len(report.table.results))
-    ]
+    reports.sort(key=lambda report: -len(report.table.results))
+    views = [{
+        "report": report, "table": results_table(report, f"{name}, scale {report.table.scale}"),
+        "figures": list(map(figure, report.pictures)) if report.table.results else [],
+    } for report in reports]  # fmt: skip
     return {
-        "name": name,
-        "item": item,
-        "reports": [view["report"] for view in views],
-        "views": views,
+        "name": name, "item": item, "reports": reports, "views": views,
         "numbers": [] if reports else [printed for printed in item.printed if printed.columns],
         "finished": sum(done for done, _ in item.ran.values()),
-    }
+    }  # fmt: skip

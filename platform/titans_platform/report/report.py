@@ -108,7 +108,7 @@ class Links:
 
     def run(self, run_id: str) -> str:
         """The page of one run."""
-        return f"{self.address}/#/experiments/{self.experiment}/runs/{run_id}"
+        return f"{self.cells}/{run_id}"
 
     def compare(self, run_ids: Iterable[str]) -> str:
         """The page of one run, or of several runs side by side."""
@@ -147,25 +147,18 @@ class Report:
     @property
     def footnotes(self) -> list[str]:
         """The notes and, where a view has no place of its own for them, the failed cells."""
-        failed = [f"{cell.row}, seed {cell.seed}: failed: {cell.reason}" for cell in self.failures]
-        return [*self.notes, *failed]
+        return [*self.notes, *(f"{c.row}, seed {c.seed}: failed: {c.reason}" for c in self.failures)]
 
     def fields(self, keys: Sequence[str] | None = None) -> list[tuple[str, bool]]:
         """The fields of a line between name and sizes: a column's key, and whether it is the paper's."""
-        return [
-            (key, paper)
-            for key in keys or self.table.columns
-            for paper in (False, True)[: 1 + (key in self.paper_columns)]
-        ]
+        both = ((key, paper) for key in keys or self.table.columns for paper in (False, True))
+        return [(key, paper) for key, paper in both if not paper or key in self.paper_columns]
 
 
 def build_report(
-    table: Table,
-    curves: Mapping[str, Curve] | None = None,
-    search: Mapping[str, Any] | None = None,
-    commands: Sequence[str] = (),
-    links: Links | None = None,
-) -> Report:
+    table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None,
+    commands: Sequence[str] = (), links: Links | None = None,
+) -> Report:  # fmt: skip
     """The report of a table.
 
     Args:
@@ -185,27 +178,21 @@ def build_report(
     comparisons = compare(table)
     best = {key: best_rows(table, key) for key in table.columns}
     rows = tuple(_row(table, row, best, marks) for row in table.rows)
+    entries = [(key, entry) for row in table.rows for key, entry in row.entries.items()]
+    references = ", ".join(row.row.name for row in table.rows if row.row.reference)
+    left_out = f"; {references} left out, for reference only" if references else ""
     return Report(
-        table=table,
-        title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
-        rows=rows,
-        paper_columns=frozenset(
-            key for row in table.rows for key, entry in row.entries.items() if entry.paper is not None
-        ),
+        table=table, rows=rows, title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
+        paper_columns=frozenset(key for key, entry in entries if entry.paper is not None),
         chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
-        bold_note=_bold_note(table),
+        bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
         notes=(*_notes(table, marks, only), *filter(None, found)),
         failures=tuple(cell for row in rows for cell in row.cells if cell.reason),
-        comparisons=tuple(comparisons),
-        verdict=verdict_table(comparisons, table.columns),
-        pathways=_pathways(table),
+        comparisons=tuple(comparisons), verdict=verdict_table(comparisons, table.columns),
+        pathways=_pathways(table), commit=only, commands=tuple(commands), facts=_facts(table),
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
-        commit=only,
-        commands=tuple(commands),
-        facts=_facts(table),
-        configs=_configs(table),
-        links=links,
-    )
+        configs=_configs(table), links=links,
+    )  # fmt: skip
 
 
 def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mapping[str, str]) -> ReportRow:
@@ -250,36 +237,23 @@ def _pathways(table: Table) -> PathwayTable | None:
                 shown.append(number(column.factor * fmean(values) if values else None, column.decimals))
             if cells:
                 lines.append((name, part, tuple(shown)))
-    if not lines:
-        return None
-    return PathwayTable(tuple(column.titled() for column in columns.values()), tuple(lines))
-
-
-def _bold_note(table: Table) -> str:
-    """What bold means, and which rows are left out."""
-    references = ", ".join(row.row.name for row in table.rows if row.row.reference)
-    note = "Bold: the best row of a column, where it is better than chance"
-    return f"{note}; {references} left out, for reference only." if references else f"{note}."
+    heads = tuple(column.titled() for column in columns.values())
+    return PathwayTable(heads, tuple(lines)) if lines else None
 
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     """Comparability, the scale's note, expectations, timing, other commits, gaps."""
-    lines = []
+    lines = [table.note] if table.note else []
     if not table.comparable:
-        lines.append(
-            "The columns at this scale are small substitutes: only the order of rows, never a number, "
-            "can be compared with the paper's."
-        )
-    if table.note:
-        lines.append(table.note)
+        substitutes = "The columns at this scale are small substitutes"
+        order = "only the order of rows, never a number, can be compared with the paper's"
+        lines.insert(0, f"{substitutes}: {order}.")
     for row in table.rows:
         for key, expected in row.row.expected.items():
+            way, because = "better" if expected.better else "worse", " ".join(expected.because.split())
             # a scale may have fewer columns than the study
-            if key not in table.columns:
-                continue
-            way = "better" if expected.better else "worse"
-            because = " ".join(expected.because.split())
-            lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
+            if key in table.columns:
+                lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
@@ -306,8 +280,7 @@ def _facts(table: Table) -> dict[str, str]:
     made = [result.environment for result in results]
     found |= {name: _counted(each.get(name) for each in made) for each in made for name in each}
     tokens = sum(result.tokens for result in results)
-    trained = sum(result.train_seconds for result in results)
-    measured = sum(result.eval_seconds for result in results)
+    trained, measured = (sum(getattr(r, key) for r in results) for key in ("train_seconds", "eval_seconds"))
     return found | {
         "cells": f"{len(results)} of {len(results) + table.missing} done",
         "training": f"{tokens:,.0f} tokens in {trained / 3600:.2f} hours, summed over the cells",
@@ -331,10 +304,8 @@ def _configs(table: Table) -> dict[str, dict[str, str]]:
     named = dict.fromkeys(key for each in fields.values() for key in each)
     values = {key: {each.get(key, NONE) for each in fields.values()} for key in named}
     common = {key: next(iter(found)) for key, found in values.items() if len(found) == 1}
-    own = {
-        name: {key: each[key] for key in named if key in each and key not in common}
-        for name, each in fields.items()
-    }
+    differing = [key for key in named if key not in common]
+    own = {name: {key: each[key] for key in differing if key in each} for name, each in fields.items()}
     return {"all rows": common} | own
 
 

@@ -127,40 +127,28 @@ def build_table(run: StudyRun) -> Table:
     parts: dict[str, list[Row]] = {}
     for row in run.rows:
         parts.setdefault(row.as_line().name, []).append(row)
-    for first, *others in parts.values():
-        names = {row.name for row in (first, *others)}
+    for part in parts.values():
+        names = {row.name for row in part}
         if cells := [cell for cell in run.whole if cell.row in names]:
-            rows.append(_table_row(run, first.as_line(), cells))
+            rows.append(_table_row(run, part[0].as_line(), cells))
     results = [result for row in rows for result in row.results]
-    chances = {key: {result.chance.get(key) for result in results} for key in columns}
-    levels = {key: [level for level in found if finite(level)] for key, found in chances.items()}
+    levels = {key: [x for x in {r.chance.get(key) for r in results} if finite(x)] for key in columns}
     finished = {result.cell for result in results}
     seeds = ",".join(map(str, sorted({cell.seed for row in rows for cell in row.cells})))
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
     study, scale = run.study, run.study.scales[run.scale_name]
+    times = [span for cell in run.whole if (span := read_json(cell.folder(run.root).path / TIME))]
+    spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in times)
     return Table(
-        study=study.name,
-        scale=run.scale_name,
-        label=run.label,
-        description=" ".join(study.description.split()),
-        note=" ".join(scale.note.split()),
-        comparable=scale.comparable,
-        axes=study.axes,
-        columns=columns,
-        rows=tuple(rows),
+        study=study.name, scale=run.scale_name, label=run.label,
+        description=" ".join(study.description.split()), note=" ".join(scale.note.split()),
+        comparable=scale.comparable, axes=study.axes, columns=columns, rows=tuple(rows),
         # cells of one row may have different levels
         chance={key: columns[key].factor * statistics.fmean(found) for key, found in levels.items() if found},
-        side_by_side=_side_by_side(run),
-        commit=run.commit,
+        side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
         command=f"titans sweep run {study.name} --scale {run.scale_name} --seeds {seeds}{changed}",
-        unfinished=len({cell.name for cell in run.cells} - finished),
-    )
-
-
-def _side_by_side(run: StudyRun) -> bool:
-    found = [span for cell in run.whole if (span := read_json(cell.folder(run.root).path / TIME))]
-    spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in found)
-    return any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans))
+        commit=run.commit, unfinished=len({cell.name for cell in run.cells} - finished),
+    )  # fmt: skip
 
 
 def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
@@ -182,16 +170,13 @@ def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str)
 
     They are several where cells of one line at other points of the axes measure the same column.
     """
-    done = {result.cell: result for result in results if finite(result.columns.get(key))}
+    done: dict[str | None, Result] = {r.cell: r for r in results if finite(r.columns.get(key))}
     wanted: dict[int, list[str | None]] = {}
     for cell in cells:
         if key in cell.config.eval.columns or cell.name in done:
             wanted.setdefault(cell.seed, []).append(cell.name)
-    return {
-        seed: [done[name] for name in names if name]
-        for seed, names in wanted.items()
-        if all(name in done for name in names)
-    }
+    complete = {seed: names for seed, names in wanted.items() if all(name in done for name in names)}
+    return {seed: [done[name] for name in names] for seed, names in complete.items()}
 
 
 def finite(value: Any) -> TypeGuard[float]:
@@ -285,14 +270,11 @@ class Comparison:
 def compare(table: Table) -> list[Comparison]:
     """Every row and column that has numbers against the table's first row; reference rows are left out."""
     rows, found = [row for row in table.rows if not row.row.reference], []
-    if not rows:
-        return []
-    first, *others = rows
-    for key, column in table.columns.items():
-        sign, base = (1 if column.higher_is_better else -1), by_seed(first, key, column.factor)
-        for row in others:
-            ours = difference(by_seed(row, key, column.factor), base, sign)
-            if ours:
+    for key, column in table.columns.items() if rows else ():
+        first, sign = rows[0], 1 if column.higher_is_better else -1
+        base = by_seed(first, key, column.factor)
+        for row in rows[1:]:
+            if ours := difference(by_seed(row, key, column.factor), base, sign):
                 paper, reference = row.entries[key].paper, first.entries[key].paper
                 theirs = None if paper is None or reference is None else sign * (paper - reference)
                 expected = row.row.expected.get(key)
@@ -303,9 +285,7 @@ def compare(table: Table) -> list[Comparison]:
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
     """The column's value of each seed that has a finite one."""
     kept = measured_by_seed(row.cells, row.results, key)
-    return {
-        seed: factor * statistics.fmean(result.columns[key] for result in part) for seed, part in kept.items()
-    }
+    return {seed: factor * statistics.fmean(r.columns[key] for r in part) for seed, part in kept.items()}
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:
@@ -414,11 +394,8 @@ def best_rows(table: Table, key: str) -> set[str]:
     """
     column = table.columns[key]
     sign = 1 if column.higher_is_better else -1
-    means = {
-        row.row.name: sign * round(mean, column.decimals)
-        for row in table.rows
-        if not row.row.reference and (mean := row.entries[key].mean) is not None
-    }
+    entries = {row.row.name: row.entries[key].mean for row in table.rows if not row.row.reference}
+    means = {name: sign * round(mean, column.decimals) for name, mean in entries.items() if mean is not None}
     best, chance = max(means.values(), default=0.0), table.chance.get(key)
     if len(set(means.values())) < 2 or (chance is not None and best <= sign * chance):
         return set()

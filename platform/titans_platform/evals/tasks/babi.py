@@ -23,6 +23,7 @@ from titans_core.config import Frozen
 from titans_platform.errors import UsageError, one_line
 from titans_platform.evals.items import (
     Item,
+    Piece,
     Tokenizer,
     count_tokens,
     cycle,
@@ -102,8 +103,7 @@ class Babi(GeneratedTask):
         for index in rng.sample(order, min(len(order), 200)):
             if fits(index):
                 return questions[index]
-        fitting = [index for index in order if fits(index)]
-        if not fitting:
+        if not (fitting := list(filter(fits, order))):
             where = f"{self.options.kind} in {self.options.path}"
             raise UsageError(f"lengths: no story of {where} fits in {length} tokens")
         return questions[rng.choice(fitting)]
@@ -158,7 +158,7 @@ def _parse_babi(text: str, name: str) -> Iterator[Item]:
     story: list[str] = []
     for row, line in enumerate(text.splitlines(), start=1):
         number, _, rest = line.strip().partition(" ")
-        if not line.strip():
+        if not number:
             continue
         if not number.isdigit():
             raise UsageError(f"options.path: {name}, line {row}: a bAbI line begins with its number")
@@ -299,9 +299,9 @@ def previous_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ..
     return found
 
 
-def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[tuple[str, bool]]]:
+def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[Piece]]:
     """Pieces in reading order: the facts, and each question after the facts that it is about."""
-    found: list[list[tuple[str, bool]]] = []
+    found: list[list[Piece]] = []
     read = 0
     for asked in (*earlier, item):
         facts, question, answer = split_question(asked)
@@ -312,7 +312,7 @@ def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[tuple[str, bool]]]
     return found
 
 
-def _tokens(told: list[list[tuple[str, bool]]], tokenizer: Tokenizer) -> int:
+def _tokens(told: list[list[Piece]], tokenizer: Tokenizer) -> int:
     return count_tokens(make_item(chain.from_iterable(told)), tokenizer)
 
 

@@ -17,6 +17,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -108,12 +109,8 @@ class ByPosition:
         sizes = [self.row >> 3, self.row >> 2, self.row >> 1, self.row]
         while sizes[-1] < self.length:
             sizes.append(2 * sizes[-1])
-        ends = sorted({min(size, self.length) for size in sizes} - {0})
-        return [
-            (first, last)
-            for first, last in zip([1, *(end + 1 for end in ends)], ends, strict=False)
-            if self.counts_NL[:, first - 1 : last].any()
-        ]
+        ends = sorted({min(size, self.length) for size in sizes} | {0})
+        return [(first + 1, last) for first, last in pairwise(ends) if self.counts_NL[:, first:last].any()]
 
     def tokens(self, first: int = 0, last: int | None = None) -> int:
         """Number of predictions at these positions that count."""
@@ -186,10 +183,10 @@ class ByPositionTask(Task):
         first = row * (self.options.from_row - 1) + 1
         last = self.options.to_row and row * self.options.to_row
         items = found.tokens(first, last)
-        buckets: dict[str, float] = {}
-        for name in found.shown:
-            for begin, end in found.buckets():
-                buckets[f"{name} {begin}-{end}"] = math.exp(found.loss(name, begin, end)[0])
+        buckets = {
+            f"{name} {begin}-{end}": math.exp(found.loss(name, begin, end)[0])
+            for name, (begin, end) in product(found.shown, found.buckets())
+        }
         if wanted == "gain":
             return Measurement(*found.gain(first, last), 0.0, items, buckets)
         way = found.best_window if wanted == WINDOW else wanted
@@ -218,13 +215,9 @@ class ByPositionTask(Task):
 
 
 def read_by_position(
-    scorer: Scorer,
-    texts: Sequence[LongText],
-    row: int,
-    ways: Sequence[str] = (CARRIED, FRESH),
-    windows: Sequence[int] = WINDOWS,
-    report: Callable[[int], None] = lambda tokens: None,
-) -> ByPosition:
+    scorer: Scorer, texts: Sequence[LongText], row: int, ways: Sequence[str] = (CARRIED, FRESH),
+    windows: Sequence[int] = WINDOWS, report: Callable[[int], None] = lambda tokens: None,
+) -> ByPosition:  # fmt: skip
     """Losses of texts of equal length, computed in these ways and with these windows.
 
     Memory does not grow with the length, but for the tokens, their losses and the state itself. Windows that
@@ -232,10 +225,9 @@ def read_by_position(
     each pass. Every worker of a process group calls this, and all get the same.
     """
     length = len(texts[0].counts)
-    before = _rows_before(length // row, ways, windows)
-    at_once = scorer.parallel_rows(length)
-    reader = _Reader(scorer, row, at_once, before, report)
-    found = measure_distributed([texts[i : i + at_once] for i in range(0, len(texts), at_once)], reader)
+    before, at_once = _rows_before(length // row, ways, windows), scorer.parallel_rows(length)
+    batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
+    found = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
     losses = {way: np.concatenate([batch[way] for batch in found]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
@@ -320,12 +312,9 @@ def _stretches(prepared: Any) -> list[tuple[Any, int, int]]:
 
 
 def long_texts(
-    prepared: Any,
-    rows: int,
-    budget: int,
-    field: str = "lengths",
+    prepared: Any, rows: int, budget: int, field: str = "lengths",
     remedy: str = "raise a text source's validation_fraction",
-) -> list[LongText]:
+) -> list[LongText]:  # fmt: skip
     """Texts of ``rows`` training rows, spread evenly over the held-out text; each begins where a document
     does, where there is room to choose.
 

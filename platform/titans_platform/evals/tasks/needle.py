@@ -95,8 +95,7 @@ class Needle(GeneratedTask):
         stated = compact if self.options.style == "compact" else ruler
 
         def unanswered(before: str) -> list[str]:
-            answers = re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)
-            said = {"".join(answer) for answer in answers}
+            said = {"".join(answer) for answer in re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)}
             return [value for value in stated.findall(before) if value not in said]
 
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
@@ -106,9 +105,8 @@ class Needle(GeneratedTask):
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)
         depths = sorted(rng.random() for _ in values)
-        depth_of = dict(zip(values, depths, strict=True))
-        tenths = (10 * int(10 * depth_of[key]) for key in queried)
-        buckets = tuple(f"{tenth}-{tenth + 10}%" for tenth in tenths)
+        tenth_of = {key: 10 * int(10 * depth) for key, depth in zip(values, depths, strict=True)}
+        buckets = tuple(f"{tenth_of[key]}-{tenth_of[key] + 10}%" for key in queried)
         seed = rng.getrandbits(64)
         opening, needle, question, answer = self._templates()
         needles = [[(needle.format(key=key, value=value), False)] for key, value in values.items()]
@@ -155,8 +153,7 @@ class Needle(GeneratedTask):
         if self.options.style == "compact":
             if not passkey:
                 return lowercase_words(rng, characters), range(characters + 1)
-            start = rng.randrange(len(COMPACT_NOISE))
-            return cycle(COMPACT_NOISE, start, characters), range(characters + 1)
+            return cycle(COMPACT_NOISE, rng.randrange(len(COMPACT_NOISE)), characters), range(characters + 1)
         if passkey:
             # ends with a whole line, so it is truncated at the beginning
             haystack = cycle(NOISE, -characters % len(NOISE), characters)
@@ -166,5 +163,4 @@ class Needle(GeneratedTask):
         else:
             text = load_prose(self.options.path)
             haystack = cycle(text, rng.randrange(len(text)), characters)
-        ends = re.finditer("\n" if passkey else "[.!?] ", haystack)
-        return haystack, [0, *(match.end() for match in ends)]
+        return haystack, [0, *(match.end() for match in re.finditer("\n" if passkey else "[.!?] ", haystack))]

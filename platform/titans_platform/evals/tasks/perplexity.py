@@ -103,8 +103,7 @@ def _batches(context: Context) -> Iterator[Any]:
     """
     budget, length = context.config.perplexity_tokens, context.length
     rows, wanted = context.scorer.rows(length), math.ceil(budget / length)
-    passes = None if wanted > rows else 1
-    for batch in islice(context.prepared.validation(min(rows, wanted)), passes):
+    for batch in islice(context.prepared.validation(min(rows, wanted)), None if wanted > rows else 1):
         yield batch
         budget -= int(batch.loss[:, :length].sum())
         if budget <= 0:
@@ -141,8 +140,8 @@ def _buckets(rows: list[_Row]) -> dict[str, float]:
     sums: dict[int, tuple[float, int]] = {}
     for row in rows:
         for exponent, (nll, count) in row.buckets.items():
-            before = sums.get(exponent, (0.0, 0))
-            sums[exponent] = before[0] + nll, before[1] + count
+            total, tokens = sums.get(exponent, (0.0, 0))
+            sums[exponent] = total + nll, tokens + count
     return {f"{2**e}-{2 ** (e + 1) - 1}": math.exp(nll / n) for e, (nll, n) in sorted(sums.items())}
 
 
@@ -197,5 +196,4 @@ class Throughput(Task):
             loss.backward()
             model.zero_grad()
             return
-        trained = [p for p in model.parameters() if p.requires_grad]
-        torch.autograd.grad(loss, trained, allow_unused=True)
+        torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], allow_unused=True)

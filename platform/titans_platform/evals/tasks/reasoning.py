@@ -20,7 +20,16 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import Item, Tokenizer, fill, lowercase_words, make_item, prose, scatter
+from titans_platform.evals.items import (
+    Item,
+    Piece,
+    Tokenizer,
+    fill,
+    lowercase_words,
+    make_item,
+    prose,
+    scatter,
+)
 from titans_platform.evals.registry import GeneratedTask, Heuristic
 from titans_platform.evals.tasks.story import (
     HEURISTICS,
@@ -47,6 +56,8 @@ QUESTIONS = {
 """For each kind, the compact question and the one in prose."""
 ATTEMPTS = 200
 """Most stories that are drawn to find one with enough distinct answers."""
+Story = list[tuple[Fact, str]]
+"""Facts, each with its sentence."""
 Count = Annotated[int, Field(ge=2, le=13)]
 
 
@@ -102,12 +113,9 @@ class Reasoning(GeneratedTask):
         """Accuracy of the most frequent answer; a place in the question is never the answer."""
         places = self.options.places
         return {
-            "one_fact": 1 / places,
-            "two_facts": 1 / places,
-            "three_facts": 1 / (places - 1),
-            "yes_no": 1 / 2,
-            "counting": 1 / (self.options.max_count + 1),
-        }[self.options.kind]
+            "one_fact": 1 / places, "two_facts": 1 / places, "three_facts": 1 / (places - 1),
+            "yes_no": 1 / 2, "counting": 1 / (self.options.max_count + 1),
+        }[self.options.kind]  # fmt: skip
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
@@ -122,10 +130,8 @@ class Reasoning(GeneratedTask):
         """A story with its questions; filler (compact: lower-case words) takes the rest of the row."""
         story = self._open_story(rng, length, tokenizer)
         if story is None:
-            raise UsageError(
-                f"options.facts: no story that {length} tokens hold answers {self.options.kind};"
-                " use longer rows, more facts, or fewer people"
-            )
+            none = f"no story that {length} tokens hold answers {self.options.kind}"
+            raise UsageError(f"options.facts: {none}; use longer rows, more facts, or fewer people")
         times, world = [], World(*self._names)
         for time, (fact, _) in enumerate(story, start=1):
             world.apply(fact)
@@ -151,16 +157,11 @@ class Reasoning(GeneratedTask):
         """Number of distinct answers that questions at the end of a story should have."""
         options = self.options
         return {
-            "one_fact": min(options.people, options.places),
-            "two_facts": min(3, options.things),
-            "three_facts": 4,
-            "yes_no": 2,
-            "counting": min(options.people, options.max_count + 1),
-        }[options.kind]
+            "one_fact": min(options.people, options.places), "two_facts": min(3, options.things),
+            "three_facts": 4, "yes_no": 2, "counting": min(options.people, options.max_count + 1),
+        }[options.kind]  # fmt: skip
 
-    def _open_story(
-        self, rng: random.Random, length: int, tokenizer: Tokenizer
-    ) -> list[tuple[Fact, str]] | None:
+    def _open_story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Story | None:
         """The first story with enough distinct answers at its end; after ATTEMPTS stories, the best one.
 
         Returns:
@@ -176,9 +177,7 @@ class Reasoning(GeneratedTask):
                 break
         return best
 
-    def _story(
-        self, rng: random.Random, length: int, tokenizer: Tokenizer
-    ) -> tuple[list[tuple[Fact, str]], World]:
+    def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> tuple[Story, World]:
         """Facts and their sentences: `options.facts` of them, or as many as leave space for questions.
 
         Also the world after them.
@@ -188,7 +187,7 @@ class Reasoning(GeneratedTask):
         drops = 0.5 if self.options.kind == "counting" else 0.15
         world = World(*self._names)
         space = length - 1 - self.options.questions * self._question_cost(tokenizer)
-        story: list[tuple[Fact, str]] = []
+        story: Story = []
         while self.options.facts is None or len(story) < self.options.facts:
             fact = world.next_fact(rng, things=things, drops=drops, alone=self.options.kind != "yes_no")
             sentence = self._sentence(fact, rng)
@@ -218,12 +217,8 @@ class Reasoning(GeneratedTask):
             case "two_facts":
                 return [Question(thing, "", visits[-1]) for thing, visits in world.visits.items()]
             case "three_facts":
-                return [
-                    Question(thing, place, visits[i])
-                    for thing, visits in world.visits.items()
-                    for i, place in enumerate(visits[1:])
-                    if visits.count(place) == 1
-                ]
+                moved = ((thing, at, i) for thing, at in world.visits.items() for i in range(1, len(at)))
+                return [Question(thing, at[i], at[i - 1]) for thing, at, i in moved if at.count(at[i]) == 1]
             case "yes_no":
                 return self._yes_no(world)
             case _:
@@ -242,9 +237,7 @@ class Reasoning(GeneratedTask):
                 found += [Question(person, here, "Y"), Question(other, here, "N")]
         return found
 
-    def _tell(
-        self, rng: random.Random, story: list[tuple[Fact, str]], asks: list[int]
-    ) -> Iterator[list[tuple[str, bool]]]:
+    def _tell(self, rng: random.Random, story: Story, asks: list[int]) -> Iterator[list[Piece]]:
         """Sentences and questions of the story in order, as pieces."""
         world = World(*self._names)
         before = ""
@@ -285,11 +278,10 @@ class Reasoning(GeneratedTask):
             return f"{fact.person}{MARKS[fact.action]}{fact.target}."
         return f"{fact.person} {rng.choice(VERBS[fact.action])} the {fact.target}.\n"
 
-    def _question(self, question: Question) -> list[tuple[str, bool]]:
+    def _question(self, question: Question) -> list[Piece]:
         """Prompt, answer and separator."""
         subject, place, answer = question
-        compact, plain = QUESTIONS[self.options.kind]
-        prompt = (compact if self._compact else plain).format(subject=subject, place=place)
+        prompt = QUESTIONS[self.options.kind][not self._compact].format(subject=subject, place=place)
         if self._compact:
             return [(prompt, False), (answer, True), (".", False)]
         if self.options.kind == "counting":

@@ -19,8 +19,7 @@ import random
 import re
 import string
 from abc import abstractmethod
-from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache, partial
 from itertools import product
 from typing import Annotated, Any, Literal
@@ -28,8 +27,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.evals.items import Item, Tokenizer, fill, make_item, scatter
+from titans_platform.evals.items import Item, Piece, Tokenizer, fill, make_item, scatter
 from titans_platform.evals.registry import GeneratedTask, Heuristic
+from titans_platform.evals.tasks.story import commonest
 
 BLANK = "."
 NOISE = ".,;:-+*/"
@@ -97,6 +97,12 @@ def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
     return drawn
 
 
+def paired(keys: Iterable[str], values: Iterable[str]) -> Block:
+    """A block of keys, each followed by its value."""
+    bound = dict(zip(keys, values, strict=True))
+    return "".join(key + value for key, value in bound.items()), bound
+
+
 _KEY = rf"[A-Z{re.escape(''.join(mark for mark in KEYS if not mark.isalpha()))}]+"
 PAIR, ASKED = re.compile(rf"({_KEY})([0-9a-z]+)"), re.compile(rf"{_KEY}$")
 
@@ -114,8 +120,7 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
 
 def newest_value(before: str) -> list[str]:
     """The last value in the text."""
-    _, bound = key_and_pairs(before)
-    return list(bound.values())[-1:]
+    return list(key_and_pairs(before)[1].values())[-1:]
 
 
 class Associative(GeneratedTask):
@@ -142,9 +147,7 @@ class Associative(GeneratedTask):
 
     def _values_of_block(self, before: str) -> list[str]:
         """The most frequent values of the keys that were bound last."""
-        _, bound = key_and_pairs(before)
-        counts = Counter(list(bound.values())[-self.bound :])
-        return [value for value, count in counts.items() if count == max(counts.values())]
+        return commonest([*key_and_pairs(before)[1].values()][-self.bound :])
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
         """The queried keys, drawn independently."""
@@ -160,7 +163,7 @@ class Associative(GeneratedTask):
 
         def build(characters: int) -> Item:
             noise = random.Random(seed)
-            pieces: list[tuple[str, bool]] = []
+            pieces: list[Piece] = []
             for i, (block, queries, depths) in enumerate(parts):
                 share = characters * (i + 1) // len(parts) - characters * i // len(parts)
                 offsets = sorted(int(depth * (share + 1)) for depth in depths)
@@ -236,18 +239,16 @@ class Composition(Associative):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Also guesses from one letter of the key."""
-        first, second = partial(sharing, 0), partial(sharing, 1)
-        letters = {"any value of the same first letter": first, "any value of the same second letter": second}
-        return {**super().heuristics, **letters}
+        letters = enumerate(("first", "second"))
+        same = {f"any value of the same {name} letter": partial(sharing, place) for place, name in letters}
+        return {**super().heuristics, **same}
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """All keys of a grid, in random order."""
-        letters = string.ascii_uppercase
-        keys = [*product(*(rng.sample(half, self.options.side) for half in (letters[:13], letters[13:])))]
+        halves = string.ascii_uppercase[:13], string.ascii_uppercase[13:]
+        keys = ["".join(key) for key in product(*(rng.sample(half, self.options.side) for half in halves))]
         rng.shuffle(keys)
-        values = spread(rng, symbols(VALUES, self.options.values), len(keys))
-        bound = {"".join(key): value for key, value in zip(keys, values, strict=True)}
-        return [("".join(key + value for key, value in bound.items()), bound)]
+        return [paired(keys, spread(rng, symbols(VALUES, self.options.values), len(keys)))]
 
 
 def sharing(place: int, before: str) -> list[str]:
@@ -266,8 +267,7 @@ class EpisodeOptions(PairOptions):
 
     @model_validator(mode="after")
     def _long_enough(self) -> EpisodeOptions:
-        if self.tokens < self.characters:
-            needed = self.characters
+        if self.tokens < (needed := self.characters):
             raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of an episode")
         if self.pairs + round(self.renewed * self.pairs) > self.keys:
             raise ValueError(f"renewed: an episode of {self.pairs} pairs needs more than {self.keys} keys")
@@ -290,10 +290,9 @@ class Episodes(KeyValue):
         found = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
             rng.shuffle(keys)
-            bound = dict(zip(keys, spread(rng, self._values, pairs), strict=True))
-            found.append(("".join(key + value for key, value in bound.items()), bound))
-            unused = [key for key in self._keys if key not in bound]
-            keys = keys[new:] + rng.sample(unused, new)
+            text, bound = paired(keys, spread(rng, self._values, pairs))
+            found.append((text, bound))
+            keys = keys[new:] + rng.sample([key for key in self._keys if key not in bound], new)
         return found
 
 
@@ -310,8 +309,7 @@ class ResetOptions(PairOptions):
     def _long_enough(self) -> ResetOptions:
         if 2 * self.pairs > self.keys:
             raise ValueError(f"pairs: of {self.keys} keys at most half are bound at a time, not {self.pairs}")
-        needed = 1 + self.characters
-        if self.tokens < needed:
+        if self.tokens < (needed := 1 + self.characters):
             raise ValueError(f"tokens: {self.tokens} are fewer than the {needed} of a block and its queries")
         return self
 
@@ -357,8 +355,7 @@ class Resets(KeyValue):
         keys, over = drawn[:pairs], drawn[pairs:]
         found = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
-            bound = dict(zip(keys, spread(rng, self._values, pairs), strict=True))
-            text = MARK + "".join(key + value for key, value in bound.items())
-            found.append((text, bound | dict.fromkeys(over, NO_VALUE)))
+            text, bound = paired(keys, spread(rng, self._values, pairs))
+            found.append((MARK + text, bound | dict.fromkeys(over, NO_VALUE)))
             over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
         return found

@@ -20,12 +20,9 @@ VERBS: dict[Action, tuple[str, ...]] = {
     "drop": ("dropped", "put down", "left", "discarded"),
 }
 MARKS: dict[Action, str] = {"move": "", "get": "+", "drop": "-"}
-ACTIONS: dict[str, Action] = {
-    word: action for action, mark in MARKS.items() for word in (*VERBS[action], mark)
-}
-PROSE_FACT = re.compile(
-    rf"({'|'.join(PEOPLE)}) ({'|'.join(word for word in ACTIONS if len(word) > 1)}) the (\w+)\.\n"
-)
+ACTIONS: dict[str, Action] = {word: a for a, mark in MARKS.items() for word in (*VERBS[a], mark)}
+_PROSE_VERBS = "|".join(word for words in VERBS.values() for word in words)
+PROSE_FACT = re.compile(rf"({'|'.join(PEOPLE)}) ({_PROSE_VERBS}) the (\w+)\.\n")
 NUMBERS = ("none", "one", "two", "three", "four", "five", "six")
 
 
@@ -137,14 +134,8 @@ def commonest(names: Iterable[str]) -> list[str]:
 
 def _place_before(told: Told, target: str) -> list[str]:
     """The place named last before the last fact about ``target``."""
-    places: list[str] = []
-    found: list[str] = []
-    for fact in told.facts:
-        if fact.target == target:
-            found = places[-1:]
-        if fact.action == "move":
-            places.append(fact.target)
-    return found
+    last = max((i for i, fact in enumerate(told.facts) if fact.target == target), default=0)
+    return [fact.target for fact in told.facts[:last] if fact.action == "move"][-1:]
 
 
 def _picked_up(told: Told, less: int) -> list[str]:
@@ -153,8 +144,8 @@ def _picked_up(told: Told, less: int) -> list[str]:
     return [told.words[str(min(max(count - less, 0), 6))]]
 
 
-def _yes(told: Told, answer: bool) -> list[str]:
-    return [told.words["yes" if answer else "no"]]
+def _yes_if(holds: Callable[[Told], bool]) -> Guess:
+    return lambda told: [told.words["yes" if holds(told) else "no"]]
 
 
 def read_story(before: str, world: World, *, compact: bool) -> Told:
@@ -172,8 +163,7 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     facts = [Fact(ACTIONS[word], person, target) for person, word, target in found]
     for fact in facts:
         world.apply(fact)
-    history = [fact.target for fact in facts if fact.action == "move"]
-    return Told(facts, history, world, names, words)
+    return Told(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)
 
 
 def _carried(told: Told) -> list[int]:
@@ -220,12 +210,10 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
         "the place named before the place asked about": lambda told: _place_before(told, told.place),
     },
     "yes_no": {
-        "yes if the person was ever there": lambda told: _yes(
-            told, Fact("move", told.subject, told.place) in told.facts
-        ),
-        "yes if it is the place named last": lambda told: _yes(told, told.place == told.history[-1]),
-        "no if the person moved last": lambda told: _yes(
-            told, [fact.person for fact in told.facts if fact.action == "move"][-1] != told.subject
+        "yes if the person was ever there": _yes_if(lambda t: Fact("move", t.subject, t.place) in t.facts),
+        "yes if it is the place named last": _yes_if(lambda t: t.place == t.history[-1]),
+        "no if the person moved last": _yes_if(
+            lambda t: [fact.person for fact in t.facts if fact.action == "move"][-1] != t.subject
         ),
     },
     "counting": {

@@ -44,6 +44,7 @@ from titans_platform.evals.tasks.recall import (
     QueryOptions,
     Values,
     key_and_pairs,
+    paired,
     sharing,
     spread,
     symbols,
@@ -108,12 +109,11 @@ class FuzzyRecall(Associative):
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
         """Distinct keys; the first symbols of the values are evenly distributed, the others random."""
-        first = spread(rng, list(VALUES[: self.options.values]), self.options.pairs)
-        bound: dict[str, str] = {}
-        for key, start in zip(rng.sample(self._keys, len(first)), first, strict=True):
-            rest = rng.choices(VALUES[: self.options.values], k=rng.randint(1, self.options.value_length) - 1)
-            bound[key] = start + "".join(rest)
-        return [("".join(key + value for key, value in bound.items()), bound)]
+        alphabet, longest = VALUES[: self.options.values], self.options.value_length
+        first = spread(rng, list(alphabet), self.options.pairs)
+        keys = rng.sample(self._keys, len(first))
+        values = [start + "".join(rng.choices(alphabet, k=rng.randint(1, longest) - 1)) for start in first]
+        return [paired(keys, values)]
 
 
 class MemorisationOptions(QueryOptions):
@@ -250,8 +250,7 @@ class Functions(Associative):
         ranks = values.argsort(kind="stable").argsort()
         outputs = ranks * self.options.classes // len(ranks)
         shown, queries = self.options.examples, self.options.queries or self.options.examples
-        drawn = rng.sample(range(len(outputs)), shown + queries)
-        pairs = [(self._names[i], str(outputs[i])) for i in drawn]
+        pairs = [(self._names[i], str(outputs[i])) for i in rng.sample(range(len(outputs)), shown + queries)]
         return [("".join(name + output for name, output in pairs[:shown]), dict(pairs[shown:]))]
 
 
@@ -312,20 +311,16 @@ class Words(GeneratedTask):
 
         With one question no answer is shown before it, and the floor is chance.
         """
-        return {
-            f"last answer shown, then the last {plural(k, 'letter')}": partial(self._from_last_answer, k)
-            for k in LAST_LETTERS
-        }
+        name = "last answer shown, then the last {}"
+        return {name.format(plural(k, "letter")): partial(self._from_last_answer, k) for k in LAST_LETTERS}
 
     def _from_last_answer(self, k: int, before: str) -> list[str]:
         """Product of the answer shown last (the identity at first) and of the last k letters after it."""
         shown, _, text = before.rpartition("=")[0].rpartition("=")
         digits = len(text) - len(text.lstrip(string.digits)) if shown else 0
         width = len(self._letters[0])
-        letters = text[digits:].lstrip(BLANK)
-        state = self._state(text[:digits])
-        start = max(0, len(letters) - k * width)
-        for place in range(start, len(letters), width):
+        letters, state = text[digits:].lstrip(BLANK), self._state(text[:digits])
+        for place in range(max(0, len(letters) - k * width), len(letters), width):
             state = self._product(state, self._elements[self._letters.index(letters[place : place + width])])
         return [self._said(state)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+from matplotlib.ticker import LogLocator
 
 from titans_platform.evals.tasks.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report.figures import plot
@@ -28,7 +29,7 @@ from titans_platform.report.figures.picture import (
     panel,
 )
 from titans_platform.report.table import TableRow, task_of
-from titans_platform.text import plural, tokens
+from titans_platform.text import plural
 
 PER_ROW = 24
 """Maximum rows with a panel each; of more, the first ones."""
@@ -70,18 +71,14 @@ def middle(first: int, last: int) -> float:
 def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
     """Loss by position of one run, and the gain of its carried state."""
     buckets = {middle(*bucket): bucket for bucket in found.buckets()}
-    places = {
-        way.partition("-")[0]: {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
-        for way in found.shown
-    }
+    places = {}
+    for way in found.shown:
+        places[way.partition("-")[0]] = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
     lines = _lines(places, found.best_window)
     gains = {x: found.gain(*bucket) for x, bucket in buckets.items() if x > found.row}
     line = Line("gain", {x: (mean,) for x, (mean, _) in gains.items()})
     gain = Gain(line, [error for _, error in gains.values()])
-    panels = [
-        _panel(title, lines, found.row, "nats a token"),
-        _gain_panel([gain], "bars: standard error"),
-    ]
+    panels = [_panel(title, lines, found.row, "nats a token"), _gain_panel([gain], "bars: standard error")]
     return Picture(key, title, f"{CAPTION} {GAIN_CAPTION}", panels, ALONE, lines)
 
 
@@ -93,15 +90,12 @@ def against_position(data: FigureData) -> Iterator[Picture]:
         if not any(len(places) > 1 for _, places in shown):
             continue
         lines = [_lines(places) for _, places in shown[:PER_ROW]]
-        limits = plot.span(line for drawn in lines for line in drawn)
-        panels = [
-            _panel(row.row.name, drawn, _trained(row), "perplexity", limits)
-            for (row, _), drawn in zip(shown, lines, strict=False)
-        ]
+        limits = plot.span(itertools.chain.from_iterable(lines))
+        drawn = zip((row for row, _ in shown), lines, strict=False)
+        panels = [_panel(row.row.name, found, _trained(row), "perplexity", limits) for row, found in drawn]
         caption, legend = f"{CAPTION} Mean over seeds.", max(lines, key=len)
         yield Picture(f"position-{key}", f"{column.title}: by position", caption, panels, NARROW, legend)
-        gains = [_gain(row, places) for row, places in shown if FRESH in places]
-        if gains:
+        if gains := [_gain(row, places) for row, places in shown if FRESH in places]:
             yield _gain_picture(f"gain-{key}", gains)
 
 
@@ -112,9 +106,8 @@ def _gain_picture(key: str, gains: list[Gain]) -> Picture:
         ordered = sorted(gains, key=lambda gain: -next(reversed(gain.line.means.values()), 0.0))
         half = MANY // 2
         coloured, others = ordered[:half] + ordered[-half:], ordered[half:-half]
-        caption += (
-            f" Coloured: the {half} highest and the {half} lowest at the last position; grey: the others."
-        )
+        caption += f" Coloured: the {half} highest and the {half} lowest at the last position; "
+        caption += "grey: the others."
     looks = zip(coloured, KINDS, MARKERS, strict=False)
     drawn = [gain._replace(line=replace(gain.line, colour=c, marker=m)) for gain, c, m in looks]
     panels = [_gain_panel(drawn, "bars: sd over seeds", others)]
@@ -162,26 +155,23 @@ def _lines(places: Places, window: str | None = None) -> list[Line]:
     return lines
 
 
-def _panel(
-    title: str, lines: Sequence[Line], row: int, y: str, limits: tuple[float, float] | None = None
-) -> Panel:
+def _panel(title: str, lines: Sequence[Line], row: int, y: str, limits: plot.Limits = None) -> Panel:
     alt = f"{title}: {y} from the first to the last position: {ends(lines, 3)}"
     return panel(title, alt, partial(_draw_lines, row=row, limits=limits), X, y, shown=lines)
 
 
 def _gain_panel(gains: Sequence[Gain], bars: str, others: Sequence[Gain] = ()) -> Panel:
     """The gains in one panel, ``others`` behind them in grey."""
-    lines = [gain.line for gain in gains]
-    alt = f"{GAIN}: nats from the first to the last position: {ends(lines, 3)}"
+    alt = f"{GAIN}: nats from the first to the last position: {ends([gain.line for gain in gains], 3)}"
     return panel(f"{GAIN} ({bars})", alt, _draw_gains, X, "nats a token", gains=gains, others=others)
 
 
-def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: tuple[float, float] | None) -> None:
+def _draw_lines(axis: Axes, shown: Sequence[Line], row: int, limits: plot.Limits) -> None:
     plot.lines(axis, shown, limits=limits)
     axis.axvline(row, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
     above = axis.get_xaxis_transform()
     axis.text(row, 0.98, " end of row 1", transform=above, fontsize=SMALL, color=LIGHT["muted"], va="top")
-    _logarithmic(axis)
+    plot.across_tokens(axis, LogLocator(base=2, numticks=6))
 
 
 def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain]) -> None:
@@ -192,14 +182,7 @@ def _draw_gains(axis: Axes, gains: Sequence[Gain], others: Sequence[Gain]) -> No
         style = {"color": LIGHT[line.colour], "marker": line.marker, "linewidth": 1.3, "markersize": 3.4}
         xs, means = [*line.means], [*line.means.values()]
         axis.errorbar(xs, means, yerr=errors, elinewidth=0.8, capsize=1.8, **style)
-    _logarithmic(axis)
-
-
-def _logarithmic(axis: Axes) -> None:
-    axis.set_xscale("log", base=2)
-    axis.xaxis.set_major_locator(LogLocator(base=2, numticks=6))
-    axis.xaxis.set_minor_locator(NullLocator())
-    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
+    plot.across_tokens(axis, LogLocator(base=2, numticks=6))
 
 
 def depth_maps(data: FigureData) -> Iterator[Picture]:
@@ -212,10 +195,8 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
         across = Axis("length", tuple(sorted({length for length, _ in places})), "tokens")
         order = sorted({depth for _, depth in places}, key=lambda depth: int(depth.partition("-")[0]))
         down = Axis("depth", tuple(order), "depth")
-        owners = (
-            c for key, c in data.table.columns.items() if any(k.startswith(f"{key}/{task}@") for k in keys)
-        )
-        column = next(owners)
+        owners = {task_of(key)[0] for key in keys if task_of(key)[1] == task}
+        column = next(column for key, column in data.table.columns.items() if key in owners)
         scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
         for name in names[:PER_ROW]:
             means = {at: column.factor * statistics.fmean(values) for at, values in found[name][task].items()}
@@ -223,10 +204,8 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
             draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
             alt = f"{name}: from {min(means.values()):.0f} to {max(means.values()):.0f} {column.unit}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
-        caption = (
-            "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in tokens; "
-            "mean over seeds."
-        )
+        caption = "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in "
+        caption += "tokens; mean over seeds."
         size = (0.9 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
         yield Picture(f"depth-{task}", f"{task} over depth and length", caption, panels, size)
 

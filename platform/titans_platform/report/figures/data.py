@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
@@ -104,25 +105,19 @@ def figure_data(
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Split) -> Series:
     values = {key: entry.values for key, entry in row.entries.items()}
-    lengths = {key: _by_length(key, column.factor, row.results) for key, column in table.columns.items()}
-    lengths = {key: found for key, found in lengths.items() if found}
+    lengths = {key: at for key, c in table.columns.items() if (at := _by_length(key, c.factor, row.results))}
     printed: dict[str, dict[float, float]] = {}
     for task, places in split.items():
         lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
         paper = {length: row.row.paper.get(key) for length, key in places.items() if table.comparable}
         printed[task] = {length: number for length, number in paper.items() if number is not None}
     speeds = [(result.tokens, result.train_seconds) for result in row.results]
+    throughput = tuple(tokens / seconds for tokens, seconds in speeds if tokens and seconds)
+    kept = [curves[run] for each in row.results if (run := each.mlflow_run_id) and curves.get(run)]
     return Series(
-        row.row.name,
-        axis_values(row.row),
-        {THROUGHPUT: tuple(tokens / seconds for tokens, seconds in speeds if tokens and seconds)} | values,
-        lengths,
-        row.row.paper,
-        printed,
-        [curves[run] for each in row.results if (run := each.mlflow_run_id) and curves.get(run)],
-        row.row.reference,
-        bool(row.failures),
-    )
+        row.row.name, axis_values(row.row), {THROUGHPUT: throughput} | values, lengths, row.row.paper,
+        printed, kept, row.row.reference, bool(row.failures),
+    )  # fmt: skip
 
 
 def _split_tasks(table: Table) -> Split:
@@ -131,16 +126,13 @@ def _split_tasks(table: Table) -> Split:
     crowded: set[str] = set()
     for result in table.results:
         parts = [task_of(key) for key in result.tasks]
-        owners = [owner for owner, _, _ in parts]
-        crowded |= {owner for owner in owners if owners.count(owner) > 1}
+        crowded |= {owner for owner, n in Counter(owner for owner, _, _ in parts).items() if n > 1}
         for owner, task, length in parts:
             if length is not None and owner in table.columns:
                 places.setdefault(task, {})[float(length)] = owner
-    return {
-        task: dict(sorted(at.items()))
-        for task, at in places.items()
-        if len(at) == len(set(at.values())) > 1 and not crowded & set(at.values())
-    }
+    owners = {task: set(at.values()) for task, at in places.items()}
+    split = [t for t, owned in owners.items() if len(places[t]) == len(owned) > 1 and not crowded & owned]
+    return {task: dict(sorted(places[task].items())) for task in split}
 
 
 def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], split: Split) -> dict[str, Column]:

@@ -23,26 +23,14 @@ from matplotlib.lines import Line2D
 from titans_platform.text import short
 
 COLOURS = {
-    "page": ("#ffffff", "#14171b"),
-    "ink": ("#1f2328", "#e4e7ea"),
-    "muted": ("#57606a", "#9da7b2"),
-    "faint": ("#dbe0e6", "#343b44"),
-    "ghost": ("#c3cad2", "#4a535e"),
-    "accent": ("#1a5fb4", "#7db8ff"),
-    "paper": ("#8f5f00", "#dba63c"),
-    "reference": ("#79828d", "#8b949f"),
-    "heat": ("#0b4f9e", "#8cc4ff"),
-    "a": ("#1b69c8", "#6cb0fe"),
-    "b": ("#c2410d", "#ff9b6b"),
-    "c": ("#0e7a5e", "#4cc9a3"),
-    "d": ("#8a3eb4", "#cf9bf1"),
-    "e": ("#996600", "#e0b041"),
-    "f": ("#bf257d", "#ff8ac5"),
-    "s1": ("#4a8fce", "#3d7fc1"),
-    "s2": ("#2e77c3", "#66a7e5"),
-    "s3": ("#1b549b", "#9ccbf6"),
+    "page": ("#ffffff", "#14171b"), "ink": ("#1f2328", "#e4e7ea"), "muted": ("#57606a", "#9da7b2"),
+    "faint": ("#dbe0e6", "#343b44"), "ghost": ("#c3cad2", "#4a535e"), "accent": ("#1a5fb4", "#7db8ff"),
+    "paper": ("#8f5f00", "#dba63c"), "reference": ("#79828d", "#8b949f"), "heat": ("#0b4f9e", "#8cc4ff"),
+    "a": ("#1b69c8", "#6cb0fe"), "b": ("#c2410d", "#ff9b6b"), "c": ("#0e7a5e", "#4cc9a3"),
+    "d": ("#8a3eb4", "#cf9bf1"), "e": ("#996600", "#e0b041"), "f": ("#bf257d", "#ff8ac5"),
+    "s1": ("#4a8fce", "#3d7fc1"), "s2": ("#2e77c3", "#66a7e5"), "s3": ("#1b549b", "#9ccbf6"),
     "s4": ("#0d3165", "#dbeefe"),
-}
+}  # fmt: skip
 LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
 KINDS, STEPS = ("a", "b", "c", "d", "e", "f"), ("s1", "s2", "s3", "s4")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -157,14 +145,10 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     head, _, body = out.getvalue().partition("<svg")[2].partition(">")
     view = re.findall(r'viewBox="[^"]+"', head)[0]
+    body = re.sub(r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", "", body, flags=re.S)
     # ids of groups are the same in every drawing, so they are removed
-    for pattern, new in (
-        (r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", ""),
-        (r'<g id="[^"]*"', "<g"),
-        (r"xlink:href=", "href="),
-        (r">\s+<", "><"),
-    ):
-        body = re.sub(pattern, new, body, flags=re.S)
+    for pattern, new in ((r'<g id="[^"]*"', "<g"), (r"xlink:href=", "href="), (r">\s+<", "><")):
+        body = re.sub(pattern, new, body)
     body = re.sub("#[0-9a-f]{6}", lambda match: NAMES.get(match[0], match[0]), body).strip()
     title = f'<title id="{ident}-t">{escape(panel.alt)}</title>'
     return f'<svg {view} role="img" aria-labelledby="{ident}-t">{title}{body}'

@@ -9,12 +9,14 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import Normalize
 from matplotlib.figure import FigureBase
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
 from titans_platform.report.figures.data import Axis, Series, Value
 from titans_platform.report.figures.picture import ANY, HEAT, LIGHT, SMALL, TEXT, Line
 from titans_platform.study.spec import Column
 from titans_platform.text import short, tokens
+
+Limits = tuple[float, float] | None
 
 
 def bounds(column: Column) -> tuple[float, float]:
@@ -29,13 +31,9 @@ def within(values: Sequence[float], limits: tuple[float, float]) -> tuple[float,
 
 
 def dots(
-    figure: FigureBase,
-    rows: Sequence[Series],
-    key: str,
-    column: Column,
-    chance: float | None,
+    figure: FigureBase, rows: Sequence[Series], key: str, column: Column, chance: float | None,
     comparable: bool,
-) -> None:
+) -> None:  # fmt: skip
     """A column's rows: mean and standard deviation, single seeds, and the paper's numbers.
 
     The paper's are on the same scale where they are ``comparable``, else in a frame of their own.
@@ -46,7 +44,7 @@ def dots(
     for y, row in enumerate(rows):
         _dot(axes[0], y, row, key, bounds(column))
         if row.paper.get(key) is not None:
-            axes[-1].plot(row.paper[key], y, "D", color=LIGHT[_colour(row, "paper")], markersize=3.4)
+            axes[-1].plot(row.paper[key], y, "D", color=_colour(row, "paper"), markersize=3.4)
     if chance is not None and column.higher_is_better:
         # of a perplexity chance is far away and would compress the rows
         axes[0].axvline(chance, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
@@ -71,11 +69,11 @@ def dots(
 
 
 def _colour(row: Series, name: str) -> str:
-    return "reference" if row.reference else name
+    return LIGHT["reference" if row.reference else name]
 
 
 def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float]) -> None:
-    values, colour = row.values.get(key, ()), LIGHT[_colour(row, "accent")]
+    values, colour = row.values.get(key, ()), _colour(row, "accent")
     if not values:
         text, place = "failed" if row.failed else "missing", axis.get_yaxis_transform()
         axis.text(0.01, y, text, transform=place, fontsize=SMALL, color=LIGHT["muted"], va="center")
@@ -83,19 +81,15 @@ def _dot(axis: Axes, y: int, row: Series, key: str, limits: tuple[float, float])
     if len(values) > 1:
         axis.scatter(values, [y + 0.26] * len(values), s=5, color=colour, alpha=0.55, linewidths=0)
         low, high = within(values, limits)
-        axis.errorbar((low + high) / 2, y, xerr=(high - low) / 2, fmt="none", color=colour, elinewidth=1.2,
-                      capsize=1.8)  # fmt: skip
+        style = {"fmt": "none", "color": colour, "elinewidth": 1.2, "capsize": 1.8}
+        axis.errorbar((low + high) / 2, y, xerr=(high - low) / 2, **style)
     axis.plot(statistics.fmean(values), y, "o", color=colour, markersize=4)
 
 
 def lines(
-    axis: Axes,
-    shown: Sequence[Line],
-    ghosts: Sequence[Line] = (),
-    logarithmic: bool = False,
-    limits: tuple[float, float] | None = None,
-    log_y: bool = False,
-) -> None:
+    axis: Axes, shown: Sequence[Line], ghosts: Sequence[Line] = (), logarithmic: bool = False,
+    limits: Limits = None, log_y: bool = False,
+) -> None:  # fmt: skip
     """Lines through the means with their standard deviations; ``ghosts`` in light grey behind.
 
     The scale is their own, or ``limits``.
@@ -115,11 +109,15 @@ def lines(
         axis.set_ylim(*limits)
     if logarithmic:
         # a tick for every measured length
-        places = sorted({x for line in (*shown, *ghosts) for x in line.points})
-        axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_locator(FixedLocator(places))
-        axis.xaxis.set_minor_locator(NullLocator())
-        axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
+        across_tokens(axis, FixedLocator(sorted({x for line in (*shown, *ghosts) for x in line.points})))
+
+
+def across_tokens(axis: Axes, ticks: Locator) -> None:
+    """Numbers of tokens on a logarithmic x axis."""
+    axis.set_xscale("log", base=2)
+    axis.xaxis.set_major_locator(ticks)
+    axis.xaxis.set_minor_locator(NullLocator())
+    axis.xaxis.set_major_formatter(FuncFormatter(lambda x, _: tokens(x)))
 
 
 def _line(axis: Axes, line: Line, band: bool) -> None:
@@ -142,7 +140,7 @@ def _line(axis: Axes, line: Line, band: bool) -> None:
                       capsize=1.5, zorder=3)  # fmt: skip
 
 
-def span(drawn: Iterable[Line], after: float = 0.0) -> tuple[float, float] | None:
+def span(drawn: Iterable[Line], after: float = 0.0) -> Limits:
     """Shared y limits of several panels: all values at x >= ``after``, and a margin."""
     values = [v for line in drawn for x, found in line.points.items() if x >= after for v in found]
     if not values:
@@ -161,13 +159,9 @@ def heat_scale(means: Sequence[float], column: Column, chance: float | None) -> 
 
 
 def heat(
-    axis: Axes,
-    tiles: Sequence[Sequence[float | str]],
-    across: Axis,
-    down: Axis,
-    column: Column,
+    axis: Axes, tiles: Sequence[Sequence[float | str]], across: Axis, down: Axis, column: Column,
     scale: Normalize,
-) -> None:
+) -> None:  # fmt: skip
     """A heat map with its numbers; the better, the stronger the colour. A tile with a text is hatched."""
     means = np.array([[np.nan if isinstance(tile, str) else tile for tile in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)

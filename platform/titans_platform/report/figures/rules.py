@@ -46,15 +46,12 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
         of = {"rows": data.rows, "key": key, "column": column, "chance": chance.get(key)}
         draw = partial(plot.dots, **of, comparable=data.table.comparable)
         panels.append(Panel(_best_in_words(data, key), draw))
-    caption = (
-        "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
-        "dotted line: chance."
-    )
+    caption = "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
+    caption += "dotted line: chance."
     if any(row.paper.get(key) is not None for row in data.rows for key in columns):
         where = "on the same scale" if data.table.comparable else "in a frame and on a scale of their own"
         caption += f" Diamonds: the paper's numbers, {where}."
-    size = (3.7, 0.75 + 0.2 * len(data.rows))
-    yield Picture("columns", "The columns of the table", caption, panels, size)
+    yield Picture("columns", "The columns of the table", caption, panels, (3.7, 0.75 + 0.2 * len(data.rows)))
 
 
 def heat_maps(data: FigureData) -> Iterator[Picture]:
@@ -69,8 +66,11 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
         means = [row.means[key] for row in data.rows if key in row.means]
         scale, panels = plot.heat_scale(means, column, data.table.chance.get(key)), []
         for name, rows in groups:
-            at = {(row.axes[across.key], row.axes[down.key]): row for row in rows}
-            tiles = [[_tile(at.get((x, y)), key) for x in across.values] for y in down.values]
+            at = {}
+            for row in rows:
+                missing = "failed" if row.failed else NONE
+                at[row.axes[across.key], row.axes[down.key]] = row.means.get(key, missing)
+            tiles = [[at.get((x, y), "") for x in across.values] for y in down.values]
             draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
             alt = f"{name or column.title}: {_best_in_words(replace(data, rows=tuple(rows)), key)}"
             panels.append(panel(name, alt, draw, across.title, down.title, across=across, down=down))
@@ -80,10 +80,6 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
         )
         title = f"{column.titled()} over {down.title} and {across.title}"
         yield Picture(f"grid-{key}", title, caption, panels, size)
-
-
-def _tile(row: Series | None, key: str) -> float | str:
-    return "" if row is None else row.means.get(key, "failed" if row.failed else NONE)
 
 
 def against_a_field(data: FigureData) -> Iterator[Picture]:
@@ -115,7 +111,7 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
     """Measures at several lengths against tokens: few rows in one panel, many in a panel each."""
     taken = {key: [row for row in data.rows if row.lengths.get(key)] for key in data.lengths}
     together = [key for key, rows in taken.items() if 0 < len(rows) <= MANY]
-    names = list(dict.fromkeys(row.name for key in together for row in taken[key]))
+    names = dict.fromkeys(row.name for key in together for row in taken[key])
     looks = dict(zip(names, _looks(data.axes, len(names)), strict=True))
     few, many, dashed = [], [], False
     for key, column in data.lengths.items():
@@ -125,20 +121,16 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
         ]
         draw = partial(plot.lines, logarithmic=True)
         if key in together:
-            styled = [(line, looks[line.label]) for line in lines]
-            shown = [replace(line, colour=colour, marker=marker) for line, (colour, marker) in styled]
+            styled = ((line, *looks[line.label]) for line in lines)
+            shown = [replace(line, colour=colour, marker=marker) for line, colour, marker in styled]
             few.append(panel(column.heading, _trend(column, "length", lines), draw, "tokens", shown=shown))
             dashed |= any(line.printed for line in lines)
         elif len(lines) <= ROWS:
             draw = partial(draw, ghosts=lines, limits=plot.span(lines))
-            alts = [_trend(column, "length", [line]) for line in lines]
-            panels = [
-                panel(x.label, alt, draw, "tokens", shown=[x]) for x, alt in zip(lines, alts, strict=True)
-            ]
-            caption = (
-                f"Measured at each length in tokens; {column.better}. "
-                "Band: one standard deviation over seeds; grey: the other rows."
-            )
+            named = ((line, _trend(column, "length", [line])) for line in lines)
+            panels = [panel(x.label, alt, draw, "tokens", shown=[x]) for x, alt in named]
+            caption = f"Measured at each length in tokens; {column.better}. "
+            caption += "Band: one standard deviation over seeds; grey: the other rows."
             title = f"{column.titled()} against length"
             many.append(Picture(f"length-{key}", title, caption, panels, NARROW))
     if few:
@@ -173,16 +165,12 @@ def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
     whole, panels = max(trial["steps"] for trial in data.trials), []
     for key in numeric:
         trials = [trial for trial in data.trials if key in trial["params"]]
-        shown, ghosts = (
-            [(trial["params"][key], trial["value"]) for trial in trials if (trial["steps"] == whole) is ended]
-            for ended in (True, False)
-        )
+        points = [((trial["params"][key], trial["value"]), trial["steps"] == whole) for trial in trials]
+        shown, ghosts = ([point for point, full in points if full is ended] for ended in (True, False))
         alt, title = f"{len(data.trials)} trials against {key}.", key.rpartition(".")[2].replace("_", " ")
         panels.append(panel(title, alt, plot.points, shown=shown, ghosts=ghosts))
-    caption = (
-        "The objective of the search at each trial's last step, against each searched field; "
-        "dark: trained to the end, pale: stopped early."
-    )
+    caption = "The objective of the search at each trial's last step, against each searched field; "
+    caption += "dark: trained to the end, pale: stopped early."
     yield Picture("search", "The trials of the search", caption, panels, NARROW)
 
 
@@ -207,9 +195,8 @@ def learning_curves(data: FigureData) -> Iterator[Picture]:
     # one scale for all, without the steep fall of the first steps
     last = max((x for line in drawn for x in line.points), default=0.0)
     draw = partial(plot.lines, ghosts=ghosts, limits=plot.span(drawn, 0.05 * last))
-    panels = [
-        panel(name, f"Training loss: {ends(lines, 2)}.", draw, "step", shown=lines) for name, lines in groups
-    ]
+    alts = (f"Training loss: {ends(lines, 2)}." for _, lines in groups)
+    panels = [panel(name, next(alts), draw, "step", shown=lines) for name, lines in groups]
     caption = f"Training loss (nats), a running mean over a twentieth of the steps; {rest}"
     yield Picture("curves", "Learning curves", caption, panels, NARROW, legend)
 
@@ -219,10 +206,9 @@ def _shaded(data: FigureData, hue: Axis) -> tuple[list[tuple[str, list[Line]]], 
     shades = dict(zip(hue.values, ordered(len(hue.values)), strict=True))
     rest = [axis for axis in data.axes if axis is not hue]
     groups = groups_of(data, [axis for axis in rest if not axis.numeric] or rest[:1])
-    panels = [
-        (name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves])
-        for name, rows in groups
-    ]
+    panels = []
+    for name, rows in groups:
+        panels.append((name, [_curve(row, shades[row.axes[hue.key]]) for row in rows if row.curves]))
     return panels, [Line(_named(hue, value), {}, shade, "") for value, shade in shades.items()]
 
 
