@@ -109,15 +109,12 @@ def test_a_group_alone_is_its_help(group, capsys):
     assert err == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "left"),
-    [
-        (["train", "run.yaml"], f"; {RESUME}"),
-        (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
-        (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
-        (["bench", "memory"], ""),
-    ],
-)
+@pytest.mark.parametrize(("line", "left"), [
+    (["train", "run.yaml"], f"; {RESUME}"),
+    (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
+    (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
+    (["bench", "memory"], ""),
+])  # fmt: skip
 def test_an_interrupt_promises_what_is_left(monkeypatch, capsys, line, left):
     def interrupted(*arguments, **options):
         raise KeyboardInterrupt
@@ -127,18 +124,15 @@ def test_an_interrupt_promises_what_is_left(monkeypatch, capsys, line, left):
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: interrupted{left}"
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (TitansError("no"), 1),
-        (ValueError("no"), 1),
-        (UsageError("no"), 2),
-        (click.UsageError("no"), 2),
-        (ClusterError("no"), 3),
-        (KeyboardInterrupt(), 130),
-        (click.Abort(), 130),
-    ],
-)
+@pytest.mark.parametrize(("error", "code"), [
+    (TitansError("no"), 1),
+    (ValueError("no"), 1),
+    (UsageError("no"), 2),
+    (click.UsageError("no"), 2),
+    (ClusterError("no"), 3),
+    (KeyboardInterrupt(), 130),
+    (click.Abort(), 130),
+])  # fmt: skip
 @pytest.mark.parametrize("debug", [False, True])
 def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
     def fails(*arguments, **options):
@@ -152,28 +146,23 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
     assert debug or len(lines) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (["trian"], "trian"),
-        (["train"], "Missing argument 'CONFIG'"),
-        (["train", "none.yaml"], "none.yaml: no such file"),
-        (["train", "{yaml}", "--stes", "x"], "--stes"),
-        (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
-        (
-            ["train", "{yaml}", "--set", "model.variant=mac"],
-            "model.attention.segment_size: variant mac needs one",
-        ),
-        (["train", "{yaml}", "--workers", "-1"], "--workers"),
-        (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
-        (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
-        (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
-        (["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"], "optim.steps: should be less"),
-        (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
-        (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
-        (["eval", "abc123"], "abc123: no such run under"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    (["trian"], "trian"),
+    (["train"], "Missing argument 'CONFIG'"),
+    (["train", "none.yaml"], "none.yaml: no such file"),
+    (["train", "{yaml}", "--stes", "x"], "--stes"),
+    (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
+    (["train", "{yaml}", "--set", "model.variant=mac"],
+     "model.attention.segment_size: variant mac needs one"),
+    (["train", "{yaml}", "--workers", "-1"], "--workers"),
+    (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
+    (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
+    (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
+    (["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"], "optim.steps: should be less"),
+    (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
+    (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
+    (["eval", "abc123"], "abc123: no such run under"),
+])  # fmt: skip
 def test_bad_usage_is_one_line_and_nothing_is_written(line, says, tiny_yaml, tmp_path, refused, monkeypatch):
     root = tmp_path / "runs"
     monkeypatch.setenv("TITANS_HOME", str(root))

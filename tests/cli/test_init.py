@@ -70,15 +70,12 @@ def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
     assert load_config(path).data.sources[0].kind == "corpus"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["{there}"], "exists already; --force overwrites it"),
-        (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
-        (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
-        (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["{there}"], "exists already; --force overwrites it"),
+    (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
+    (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
+    (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
+])  # fmt: skip
 def test_what_cannot_be_written_is_one_line(arguments, says, book, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     assert says in refused("init", *(argument.format(there=book) for argument in arguments))

@@ -51,35 +51,25 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
     assert listed["local"]["state"] == "up"
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("kind: cloud", "kind: 'cloud' is not one of local, nodes, existing"),
-        ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
-        ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
-        ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
-        ("kind: existing", "address: missing"),
-        ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
-        ("kind: existing\naddress: http://h:8265\nstorage: runs", "storage: should be an absolute path"),
-        ("kind: existing\naddress: http://h:8265\nstorage: s3://b/x", "mount the bucket on every node"),
-        (
-            "kind: existing\naddress: http://h:8265\nmlflow: sqlite:///m.db",
-            "give the address of an `mlflow server`",
-        ),
-        ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
-        (
-            "kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}",
-            "env: the token does not belong",
-        ),
-        ("kind: ray-up\nray: {provider: {region: x}}", "provider: 'type' is a required property"),
-        (
-            "kind: ray-up\nray: {provider: {type: local, head_ip: a, worker_ips: []}, filemounts: {}}",
-            "filemounts",
-        ),
-        ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
-        ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line"), [
+    ("kind: cloud", "kind: 'cloud' is not one of local, nodes, existing"),
+    ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
+    ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
+    ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
+    ("kind: existing", "address: missing"),
+    ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
+    ("kind: existing\naddress: http://h:8265\nstorage: runs", "storage: should be an absolute path"),
+    ("kind: existing\naddress: http://h:8265\nstorage: s3://b/x", "mount the bucket on every node"),
+    ("kind: existing\naddress: http://h:8265\nmlflow: sqlite:///m.db",
+     "give the address of an `mlflow server`"),
+    ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
+    ("kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}", "env: the token does not belong"),
+    ("kind: ray-up\nray: {provider: {region: x}}", "provider: 'type' is a required property"),
+    ("kind: ray-up\nray: {provider: {type: local, head_ip: a, worker_ips: []}, filemounts: {}}",
+     "filemounts"),
+    ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
+    ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
+])  # fmt: skip
 def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, refused, text, line):
     error = refused("cluster", "up", write(tmp_path, text), "--dry-run")
     assert error.startswith("error: mine.yaml")
@@ -89,14 +79,11 @@ def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, refused, text,
 REMOTE = "kind: existing\naddress: http://head.invalid:8265\nstorage: /mnt/titans\nmlflow: http://head.invalid:5000\n"
 
 
-@pytest.mark.parametrize(
-    ("cut", "put", "line"),
-    [
-        ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
-        ("head.invalid:5000", "localhost:5000", "is a different machine on each node"),
-        ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "put", "line"), [
+    ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
+    ("head.invalid:5000", "localhost:5000", "is a different machine on each node"),
+    ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
+])  # fmt: skip
 def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, refused, cut, put, line):
     path = write(tmp_path, REMOTE.replace(cut, put))
     assert line in refused("sweep", "run", "ablation", "--scale", "smoke", "--cluster", path)
@@ -179,15 +166,12 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     assert "apply --validate=strict" in cluster.up_steps()[0].shown
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("ray:\n", "pools: []\nray:\n", "pools: unknown key; valid: kind"),
-        ("ray:\n", "ray:\n  authOptions: {mode: disabled}\n", "ray.authOptions: is set by titans"),
-        ("storage: /mnt/titans", "storage: /mnt/other", "ray.headGroupSpec: does not mount the storage"),
-        (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "line"), [
+    ("ray:\n", "pools: []\nray:\n", "pools: unknown key; valid: kind"),
+    ("ray:\n", "ray:\n  authOptions: {mode: disabled}\n", "ray.authOptions: is set by titans"),
+    ("storage: /mnt/titans", "storage: /mnt/other", "ray.headGroupSpec: does not mount the storage"),
+    (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
+])  # fmt: skip
 def test_what_kuberay_would_run_wrongly_is_refused(tmp_path, old, new, line):
     text = known_clusters()["kuberay"].read_text().replace(old, new, 1)
     with pytest.raises(UsageError, match=line.replace(".", "\\.")):

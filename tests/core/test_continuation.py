@@ -55,14 +55,11 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
     torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("variant", "switch"),
-    [
-        *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
-        *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation"]),
-        *product(["lmm", "mac"], ["memora_lag"]),
-    ],
-)
+@pytest.mark.parametrize(("variant", "switch"), [
+    *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
+    *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation"]),
+    *product(["lmm", "mac"], ["memora_lag"]),
+])  # fmt: skip
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):
         m = LanguageModel(config(variant, **SWITCHES[switch])).to(dtype)

@@ -163,14 +163,11 @@ def test_einfft_is_two_complex_layers_on_the_spectrum():
     torch.testing.assert_close(mixer(x), expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
-    [
-        ("dlinear", {"kernel": 4}, "kernel: 4 is not odd"),
-        ("patchtst", {}, "patch: 32 steps are more than the 24"),
-        ("simba", {"groups": 3}, "d_model: 3 groups of EinFFT do not divide 8"),
-    ],
-)
+@pytest.mark.parametrize(("name", "options", "says"), [
+    ("dlinear", {"kernel": 4}, "kernel: 4 is not odd"),
+    ("patchtst", {}, "patch: 32 steps are more than the 24"),
+    ("simba", {"groups": 3}, "d_model: 3 groups of EinFFT do not divide 8"),
+])  # fmt: skip
 def test_what_does_not_fit_is_refused(name, options, says):
     found = FORECASTERS[name]
     given = {"patch": 32, **options} if name == "patchtst" else options

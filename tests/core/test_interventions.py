@@ -35,13 +35,10 @@ def without_output(net: LanguageModel, kind: type) -> LanguageModel:
     return net
 
 
-@pytest.mark.parametrize(
-    ("variant", "part", "kind"),
-    [
-        *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
-        *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
-    ],
-)
+@pytest.mark.parametrize(("variant", "part", "kind"), [
+    *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
+    *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
+])  # fmt: skip
 def test_a_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
     x = tokens(2, 45)
     off, without = logits(model(variant), x, OFF[part]), without_output(model(variant), kind)
@@ -164,15 +161,12 @@ def test_nothing_is_left_of_an_intervention():
     assert torch.equal(logits(net, x), before)
 
 
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        ("lmm", {"memory", "decay"}),
-        ("mac", {"memory", "attention", "decay"}),
-        ("mag", set(OFF)),
-        ("transformer", {"attention", "cut"}),
-    ],
-)
+@pytest.mark.parametrize(("variant", "expected"), [
+    ("lmm", {"memory", "decay"}),
+    ("mac", {"memory", "attention", "decay"}),
+    ("mag", set(OFF)),
+    ("transformer", {"attention", "cut"}),
+])  # fmt: skip
 def test_which_interventions_have_an_effect(variant, expected):
     assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
 

@@ -13,15 +13,12 @@ from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfi
 
 # lmm is enough for `make test-fast`
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "switch"),
-    [
-        *((v, "default") for v in MEMORY_VARIANTS),
-        ("lmm", "later_version"),
-        ("lmm", "polynomial"),
-        ("lmm", "swiglu"),
-    ],
-)
+@pytest.mark.parametrize(("variant", "switch"), [
+    *((v, "default") for v in MEMORY_VARIANTS),
+    ("lmm", "later_version"),
+    ("lmm", "polynomial"),
+    ("lmm", "swiglu"),
+])  # fmt: skip
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
     m = model(variant, **SWITCHES[switch])
     x, y = tokens(2, 17), tokens(2, 17, seed=2)

@@ -119,24 +119,16 @@ def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
     assert all("a.memory: " in line and "\n" not in line for line in refused)
 
 
-@pytest.mark.parametrize(
-    ("spoil", "says"),
-    [
-        (lambda content: content[:-7], "cannot be read as a memory file: "),
-        (lambda content: b"", "cannot be read as a memory file: "),
-        (lambda content: rewritten(content, kind="x"), "a safetensors file, but not a memory file"),
-        (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 3"),
-        (
-            lambda content: rewritten(content, reading='{"tensor": "x"}'),
-            "damaged: its checksum does not match",
-        ),
-        (lambda content: rewritten(content, version="2"), "damaged: its checksum does not match"),
-        (
-            lambda content: older(content, reading='{"class": "os:system", "fields": {}}'),
-            "the state in the file cannot be restored: TypeError",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("spoil", "says"), [
+    (lambda content: content[:-7], "cannot be read as a memory file: "),
+    (lambda content: b"", "cannot be read as a memory file: "),
+    (lambda content: rewritten(content, kind="x"), "a safetensors file, but not a memory file"),
+    (lambda content: rewritten(content, version="9"), "written in format 9; this version reads format 3"),
+    (lambda content: rewritten(content, reading='{"tensor": "x"}'), "damaged: its checksum does not match"),
+    (lambda content: rewritten(content, version="2"), "damaged: its checksum does not match"),
+    (lambda content: older(content, reading='{"class": "os:system", "fields": {}}'),
+     "the state in the file cannot be restored: TypeError"),
+])  # fmt: skip
 def test_what_is_no_whole_memory_file_is_one_line(spoil, says, tmp_path):
     m, path = model("lmm"), tmp_path / "a.memory"
     save_memory(path, m.read(TEXT), m)

@@ -147,14 +147,11 @@ def shard_of(prepared) -> Path:
     return source.files.path / source.manifest.train.shards[0].file
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated shard"),
-        (lambda path: path.unlink(), "missing shard"),
-        (lambda path: path.write_bytes(bytes(255 - b for b in path.read_bytes())), "corrupted shard"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "says"), [
+    (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated shard"),
+    (lambda path: path.unlink(), "missing shard"),
+    (lambda path: path.write_bytes(bytes(255 - b for b in path.read_bytes())), "corrupted shard"),
+])  # fmt: skip
 def test_damaged_shard(texts, tmp_path, damage, says):
     made = prepare(config(texts), tmp_path)
     shard = shard_of(made)
@@ -167,15 +164,12 @@ def test_damaged_shard(texts, tmp_path, damage, says):
     assert repaired.fingerprint == made.fingerprint
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"documents": ', '"documents": 1'),
-        lambda text: "[]",
-        lambda text: "",
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda text: text[: len(text) // 2],
+    lambda text: text.replace('"documents": ', '"documents": 1'),
+    lambda text: "[]",
+    lambda text: "",
+])  # fmt: skip
 def test_corrupted_manifest(texts, tmp_path, change):
     path = shard_of(prepare(config(texts), tmp_path)).with_name("manifest.json")
     path.write_text(change(path.read_text()))

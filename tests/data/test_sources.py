@@ -116,16 +116,13 @@ def test_one_file_is_split_by_position(tmp_path):
     assert list(prepared.validation(4))
 
 
-@pytest.mark.parametrize(
-    ("text", "fraction", "kept"),
-    [
-        ("a" * 100, 0.2, "a" * 20),  # no border at all: by characters
-        ("one two three four five", 0.4, " five"),
-        ("short", 0.05, None),
-        ("text\n\n\n\n", 0.5, None),  # what would be kept is blank
-        ("one two three four five", 0.0, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "fraction", "kept"), [
+    ("a" * 100, 0.2, "a" * 20),  # no border at all: by characters
+    ("one two three four five", 0.4, " five"),
+    ("short", 0.05, None),
+    ("text\n\n\n\n", 0.5, None),  # what would be kept is blank
+    ("one two three four five", 0.0, None),
+])  # fmt: skip
 def test_where_one_document_is_cut(text, fraction, kept):
     placed = list(split_documents(iter([Document(text, text, None)]), fraction, seed=0))
     assert "".join(document.text for document, _ in placed) == text
@@ -277,27 +274,21 @@ def test_hub_dataset_that_is_not_there(tmp_path, monkeypatch):
         prepare(config({"kind": "hub", "dataset": "some/corpus"}), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
-        ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
-        ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, \.parquet"),
-        ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
-        ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),
-        ("other.jsonl", b'{"body": "x"}\n', r"^data\.sources\.0\.text_field: .*no field text; it has body"),
-        ("number.jsonl", b'{"text": 3}\n', r"^data\.sources\.0\.text_field: text of .* is not text"),
-        ("broken.jsonl", b'{"text": "a"}\n{"te', r"^data\.sources\.0: .*broken\.jsonl cannot be read"),
-        ("latin.txt", "é".encode("latin-1"), r"^data\.sources\.0: .*latin\.txt cannot be read"),
-        (
-            "broken.txt.gz",
-            gzip.compress(b"text" * 999, mtime=0)[:20],
-            r"^data\.sources\.0: .*broken\.txt\.gz cannot be read",
-        ),
-        ("broken.jsonl.xz", b"not xz", r"^data\.sources\.0: .*broken\.jsonl\.xz cannot be read"),
-        ("broken.parquet", b"PAR1", r"^data\.sources\.0: .*broken\.parquet cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
+    ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
+    ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, \.parquet"),
+    ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
+    ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),
+    ("other.jsonl", b'{"body": "x"}\n', r"^data\.sources\.0\.text_field: .*no field text; it has body"),
+    ("number.jsonl", b'{"text": 3}\n', r"^data\.sources\.0\.text_field: text of .* is not text"),
+    ("broken.jsonl", b'{"text": "a"}\n{"te', r"^data\.sources\.0: .*broken\.jsonl cannot be read"),
+    ("latin.txt", "é".encode("latin-1"), r"^data\.sources\.0: .*latin\.txt cannot be read"),
+    ("broken.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:20],
+     r"^data\.sources\.0: .*broken\.txt\.gz cannot be read"),
+    ("broken.jsonl.xz", b"not xz", r"^data\.sources\.0: .*broken\.jsonl\.xz cannot be read"),
+    ("broken.parquet", b"PAR1", r"^data\.sources\.0: .*broken\.parquet cannot be read"),
+])  # fmt: skip
 def test_bad_files_are_named_in_one_line(tmp_path, capfd, name, content, says):
     if content is not None:
         (tmp_path / name).write_bytes(content)

@@ -139,16 +139,13 @@ def test_fingerprint_is_of_the_content(tmp_path, sentencepiece_model):
     assert len({first.fingerprint, other.fingerprint, load_tokenizer("byte").fingerprint}) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("missing.model", None),
-        ("words.txt", b"hello"),
-        ("broken.model", b"not a model"),
-        ("broken.json", b"{"),
-        ("other.json", json.dumps({"a": 1}).encode()),
-    ],
-)
+@pytest.mark.parametrize(("name", "content"), [
+    ("missing.model", None),
+    ("words.txt", b"hello"),
+    ("broken.model", b"not a model"),
+    ("broken.json", b"{"),
+    ("other.json", json.dumps({"a": 1}).encode()),
+])  # fmt: skip
 def test_bad_tokenizer_is_one_line(tmp_path, name, content):
     path = tmp_path / name
     if content is not None:

@@ -159,15 +159,12 @@ def test_what_is_held_out_is_not_in_the_rest(files):
     assert set(made(files, part="last").floor_items(400, BYTE)) == set(last)
 
 
-@pytest.mark.parametrize(
-    ("options", "length", "message"),
-    [
-        ({"books": "absent.txt"}, 400, r"options\.books: cannot read absent\.txt"),
-        ({"part": "middle"}, 400, r"options\.part: should be"),
-        ({"kind": "qa3"}, 400, r"options\.kind: no qa3_"),
-        ({}, 60, r"lengths: no story of qa1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "length", "message"), [
+    ({"books": "absent.txt"}, 400, r"options\.books: cannot read absent\.txt"),
+    ({"part": "middle"}, 400, r"options\.part: should be"),
+    ({"kind": "qa3"}, 400, r"options\.kind: no qa3_"),
+    ({}, 60, r"lengths: no story of qa1"),
+])  # fmt: skip
 def test_mistakes_name_the_field(files, options, length, message):
     with pytest.raises(UsageError, match=message):
         made(files, **options).item(random.Random(0), length, BYTE)

@@ -152,15 +152,12 @@ def test_a_line_without_its_number_is_named(tmp_path):
 # --- text and JSON lines
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("{", r"p\.jsonl, line 1"),
-        ("[]", "not a JSON object"),
-        ("", "holds no records"),
-        ("{}", "holds no text"),
-    ],
-)
+@pytest.mark.parametrize(("content", "message"), [
+    ("{", r"p\.jsonl, line 1"),
+    ("[]", "not a JSON object"),
+    ("", "holds no records"),
+    ("{}", "holds no text"),
+])  # fmt: skip
 def test_bad_records_name_file_and_fault(content, message, tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text(content)
@@ -290,14 +287,11 @@ def test_the_adapter_is_the_harness_own_kind_of_model(fake_lm_eval):
     assert isinstance(model, sys.modules["lm_eval.api.model"].LM)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"names": ["piqa"], "metric": "f1", "chance": 0.5}, "piqa has no f1; it has acc"),
-        ({"names": ["mmlu"]}, "options.chance: give it for mmlu"),
-        ({"names": ["arc_esy"], "chance": 0.25}, "no task 'arc_esy'; did you mean arc_easy"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"names": ["piqa"], "metric": "f1", "chance": 0.5}, "piqa has no f1; it has acc"),
+    ({"names": ["mmlu"]}, "options.chance: give it for mmlu"),
+    ({"names": ["arc_esy"], "chance": 0.25}, "no task 'arc_esy'; did you mean arc_easy"),
+])  # fmt: skip
 def test_harness_options_that_do_not_fit_are_named(options, message, fake_lm_eval):
     with pytest.raises(UsageError, match=message):
         evaluate(Likes("q"), PREPARED, one("lm_eval", options), 50)

@@ -254,14 +254,11 @@ def test_perplexity_by_hand():
     assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
 
 
-@pytest.mark.parametrize(
-    ("options", "label", "sure", "tokens"),
-    [
-        ({"seen_from": 3}, "from-3", 1, 3),
-        ({"seen_from": 2, "seen_to": 3}, "2-3", 2, 4),
-        ({"seen_to": 1}, "1-1", 0, 2),
-    ],
-)
+@pytest.mark.parametrize(("options", "label", "sure", "tokens"), [
+    ({"seen_from": 3}, "from-3", 1, 3),
+    ({"seen_from": 2, "seen_to": 3}, "2-3", 2, 4),
+    ({"seen_to": 1}, "1-1", 0, 2),
+])  # fmt: skip
 def test_perplexity_of_the_predictions_that_saw_so_much(options, label, sure, tokens):
     data = prepared(batches=[text_batch("^xab^abcd")])
     # x a b | a b c d saw 1 2 3 | 1 2 3 4 tokens of their document; both b are sure

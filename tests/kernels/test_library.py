@@ -32,13 +32,10 @@ def operands(case: Case, borders: list[int] | None) -> tuple:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("given", "borders"),
-    [
-        ({"batch": 2}, None), ({"documents": 3}, BORDERS),
-        ({"documents": 3, "kind": "norm", "base": True}, BORDERS), ({"batch": 2, "kind": "silu"}, None),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("given", "borders"), [
+    ({"batch": 2}, None), ({"documents": 3}, BORDERS),
+    ({"documents": 3, "kind": "norm", "base": True}, BORDERS), ({"batch": 2, "kind": "silu"}, None),
+])  # fmt: skip
 def test_the_operators_keep_the_rules_of_the_library(given, borders):
     case = Case(20, 3, **given)
     torch.library.opcheck(memory_chunked, operands(case, borders))

@@ -90,13 +90,10 @@ def test_a_gpu_takes_it_too():
         assert (form.name == "online") == taken
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
-        (ONLINE | {"rule": "huber"}, "does not support the rule"),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
+    (ONLINE | {"rule": "huber"}, "does not support the rule"),
+])  # fmt: skip
 def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
         made(8).whole(backend="online", **options)

@@ -46,13 +46,10 @@ def test_every_form_is_the_recurrence(depth, kind, groups, base):
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
-@pytest.mark.parametrize(
-    ("kind", "groups", "base"),
-    [
-        *(("input", None, False), ("norm", None, False), ("none", 2, False), ("norm", 4, False)),
-        *(("silu", None, False), ("none", None, True), ("norm", None, True)),
-    ],
-)
+@pytest.mark.parametrize(("kind", "groups", "base"), [
+    *(("input", None, False), ("norm", None, False), ("none", 2, False), ("norm", 4, False)),
+    *(("silu", None, False), ("none", None, True), ("norm", None, True)),
+])  # fmt: skip
 def test_other_rules(rule, kind, groups, base):
     for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
         case = Case(T, depth, kind=kind, groups=groups, base=base)
@@ -188,13 +185,10 @@ def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, chunk_
             assert_same(expected, case.pieces(sizes, **rule), case.leaves)
 
 
-@pytest.mark.parametrize(
-    ("kind", "groups", "base"),
-    [
-        *(("none", None, False), ("input", None, False), ("norm", None, False), ("norm", 4, False)),
-        ("none", None, True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "groups", "base"), [
+    *(("none", None, False), ("input", None, False), ("norm", None, False), ("norm", 4, False)),
+    ("none", None, True),
+])  # fmt: skip
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
     case, single = (Case(130, depth, kind=kind, groups=groups, base=base) for _ in range(2))
@@ -294,17 +288,11 @@ def test_a_read_without_a_write(kind, base):
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])
-@pytest.mark.parametrize(
-    ("depth", "kind", "groups", "base"),
-    [
-        *(
-            (2, *case, False)
-            for case in (("norm", None), ("none", 2), ("norm", 4), ("silu", None), ("silu", 2))
-        ),
-        *((2, *case, True) for case in (("none", None), ("norm", None), ("norm", 4))),
-        (1, "none", None, True),
-    ],
-)
+@pytest.mark.parametrize(("depth", "kind", "groups", "base"), [
+    *((2, *case, False) for case in (("norm", None), ("none", 2), ("norm", 4), ("silu", None), ("silu", 2))),
+    *((2, *case, True) for case in (("none", None), ("norm", None), ("norm", 4))),
+    (1, "none", None, True),
+])  # fmt: skip
 @pytest.mark.slow
 def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, borders):
     rows = {"batch": 1 if borders else 2, "documents": borders and 3}

@@ -386,33 +386,18 @@ def test_a_form_that_does_not_take_a_rule_says_so():
         extend_memory(*case.tokens, opened, chunk_size=8)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("hubr", {}, f"rule: 'hubr' is not one of {', '.join(RULES)}; did you mean huber?"),
-        ("xyzzy", {}, f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
-        ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
-        ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
-        ("mdn", {"angle": -1.0}, "rule_options.angle: -1.0 must be finite, and 0 or more"),
-        (
-            "mdn",
-            {"angle": 1.0, "tied": 1.0},
-            "rule_options.tied: 1.0 and angle 1.0 both limit the write gate",
-        ),
-        ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),
-        (
-            "no_such_module:Rule",
-            {},
-            "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot",
-        ),
-        (
-            "titans_kernels:Rul",
-            {},
-            "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?",
-        ),
-        ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.base.Rule"),
-    ],
-)
+@pytest.mark.parametrize(("name", "parameters", "message"), [
+    ("hubr", {}, f"rule: 'hubr' is not one of {', '.join(RULES)}; did you mean huber?"),
+    ("xyzzy", {}, f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
+    ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
+    ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
+    ("mdn", {"angle": -1.0}, "rule_options.angle: -1.0 must be finite, and 0 or more"),
+    ("mdn", {"angle": 1.0, "tied": 1.0}, "rule_options.tied: 1.0 and angle 1.0 both limit the write gate"),
+    ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),
+    ("no_such_module:Rule", {}, "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot"),
+    ("titans_kernels:Rul", {}, "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?"),
+    ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.base.Rule"),
+])  # fmt: skip
 def test_a_rule_that_does_not_exist_is_named(name, parameters, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}[^\n]*$"):
         find_rule(name, **parameters)

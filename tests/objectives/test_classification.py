@@ -230,28 +230,23 @@ def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
         load_items(index)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"objective.options.path": None}, "objective.options.path: give a file of sequences and labels, or"),
-        ({"objective.options.path": "none.csv"}, "objective.options.path: none.csv cannot be read"),
-        ({"objective.options.path": "x.txt"}, "objective.options.path: x.txt is none of .csv, .jsonl"),
-        ({"objective.options.label_field": "kind"}, "motif.csv has no column kind; it has sequence, label"),
-        ({"objective.options.classes": 3}, r"objective.options.classes: 3 are not the 2 of the sequences"),
-        ({"data.sequence_length": 20}, "data.sequence_length: a row of 20 tokens .* set it to 25"),
-        ({"objective.options.pretrain_steps": 60}, "objective.options.pretrain_steps: all 60 of optim.steps"),
-        (
-            {"objective.options.network": "cnn", "objective.options.pretrain_steps": 1},
-            "pretrain_steps: network cnn predicts no next tokens",
-        ),
-        ({"objective.options.network": "cnn"}, "data.sequence_length: 25 tokens are too few for three"),
-        ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
-        ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
-        ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
-        ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
-        ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"objective.options.path": None}, "objective.options.path: give a file of sequences and labels, or"),
+    ({"objective.options.path": "none.csv"}, "objective.options.path: none.csv cannot be read"),
+    ({"objective.options.path": "x.txt"}, "objective.options.path: x.txt is none of .csv, .jsonl"),
+    ({"objective.options.label_field": "kind"}, "motif.csv has no column kind; it has sequence, label"),
+    ({"objective.options.classes": 3}, r"objective.options.classes: 3 are not the 2 of the sequences"),
+    ({"data.sequence_length": 20}, "data.sequence_length: a row of 20 tokens .* set it to 25"),
+    ({"objective.options.pretrain_steps": 60}, "objective.options.pretrain_steps: all 60 of optim.steps"),
+    ({"objective.options.network": "cnn", "objective.options.pretrain_steps": 1},
+     "pretrain_steps: network cnn predicts no next tokens"),
+    ({"objective.options.network": "cnn"}, "data.sequence_length: 25 tokens are too few for three"),
+    ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
+    ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
+    ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
+    ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
+    ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
+])  # fmt: skip
 def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
     (folder / "run.yaml").write_text(json.dumps(RUN))
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]

@@ -74,14 +74,11 @@ def test_what_is_tested_on_decides_no_number_of_training_or_validation():
     assert len(last.inputs) == 47
 
 
-@pytest.mark.parametrize(
-    ("split", "says"),
-    [
-        ((100, 50, 51), "split: 201 steps are more than the 200"),
-        ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
-        ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
-    ],
-)
+@pytest.mark.parametrize(("split", "says"), [
+    ((100, 50, 51), "split: 201 steps are more than the 200"),
+    ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
+    ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
+])  # fmt: skip
 def test_a_split_that_does_not_fit_is_refused(split, says):
     with pytest.raises(UsageError, match=says):
         SeriesData(line(200), 8, 4, 0.2, split)
@@ -207,23 +204,18 @@ def test_a_forecaster_is_not_asked_at_another_length(tiny):
         build_objective(cfg).check()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"dataset": "Tini"}, r"objective\.options\.dataset: 'Tini' is unknown; did you mean Tiny"),
-        ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
-        ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
-        ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
-        (
-            {"forecaster": "dlinear", "forecaster_options": {"kernel": 4}},
-            r"^objective\.options\.forecaster_options\.kernel: 4 is not odd",
-        ),
-        ({"patch": 2}, r"objective\.options\.patch: forecasters cut windows by themselves"),
-        ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
-        ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
-        ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    ({"dataset": "Tini"}, r"objective\.options\.dataset: 'Tini' is unknown; did you mean Tiny"),
+    ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
+    ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
+    ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
+    ({"forecaster": "dlinear", "forecaster_options": {"kernel": 4}},
+     r"^objective\.options\.forecaster_options\.kernel: 4 is not odd"),
+    ({"patch": 2}, r"objective\.options\.patch: forecasters cut windows by themselves"),
+    ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
+    ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
+    ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
+])  # fmt: skip
 def test_what_a_config_gets_wrong_is_named(tiny, options, says):
     with pytest.raises(UsageError, match=says):
         build_objective(config(tiny, **options)).check()

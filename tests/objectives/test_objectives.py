@@ -115,27 +115,20 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
     assert found["three steps", "mae"] > 0
 
 
-@pytest.mark.parametrize(
-    ("sets", "says"),
-    [
-        (
-            ["objective.kind=regresion"],
-            "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did",
-        ),
-        (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
-        (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
-        (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
-        (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
-        (["eval.columns.mse.0.task=perplexity"], "eval.columns.mse.0.task: perplexity is measured on tokens"),
-        (["eval.columns.mse.0.lengths=[20]"], "eval.columns.mse.0.lengths: 320 steps of input are more than"),
-        (["objective.options.sines=20"], "data.sequence_length: 16 training steps make no window of 16 + 3"),
-        (
-            ["objective.options.sines=null", "objective.options.path=none.csv"],
-            "objective.options.path: none.csv cannot be read: ",
-        ),
-        (["model.variant=lnm"], "model.variant: "),
-    ],
-)
+@pytest.mark.parametrize(("sets", "says"), [
+    (["objective.kind=regresion"],
+     "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did"),
+    (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
+    (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
+    (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
+    (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
+    (["eval.columns.mse.0.task=perplexity"], "eval.columns.mse.0.task: perplexity is measured on tokens"),
+    (["eval.columns.mse.0.lengths=[20]"], "eval.columns.mse.0.lengths: 320 steps of input are more than"),
+    (["objective.options.sines=20"], "data.sequence_length: 16 training steps make no window of 16 + 3"),
+    (["objective.options.sines=null", "objective.options.path=none.csv"],
+     "objective.options.path: none.csv cannot be read: "),
+    (["model.variant=lnm"], "model.variant: "),
+])  # fmt: skip
 def test_what_a_config_gets_wrong_is_one_line(run_yaml, refused, sets, says):
     words = (word for one in sets for word in ("--set", one))
     assert f"error: {says}" in refused("train", "run.yaml", "--root", "runs", *words)

@@ -82,21 +82,18 @@ def test_columns_of_numbers_are_read(tmp_path):
     assert read_series(str(tmp_path / "one.npy"), (), "f").values_NC.tolist() == [[3]]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "columns", "says"),
-    [
-        ("none.csv", None, (), r"f: .*none.csv cannot be read: .*No such file"),
-        ("s.txt", "1", (), "f: .*s.txt is none of .csv"),
-        ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
-        ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
-        ("s.csv", "a\nx\n", (), "has no numbers"),
-        ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
-        ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
-        ("s.csv.xz", "not xz", (), "cannot be read"),
-        ("s.npy", "not numpy", (), "cannot be read"),
-        ("s.parquet", "not parquet", (), "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "columns", "says"), [
+    ("none.csv", None, (), r"f: .*none.csv cannot be read: .*No such file"),
+    ("s.txt", "1", (), "f: .*s.txt is none of .csv"),
+    ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
+    ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
+    ("s.csv", "a\nx\n", (), "has no numbers"),
+    ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
+    ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
+    ("s.csv.xz", "not xz", (), "cannot be read"),
+    ("s.npy", "not numpy", (), "cannot be read"),
+    ("s.parquet", "not parquet", (), "cannot be read"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_one_line(tmp_path, name, content, columns, says):
     if content is not None:
         (tmp_path / name).write_text(content)

@@ -167,16 +167,13 @@ DEPTH, CHUNK = ("model.memory.depth", [1, 2, 3]), ("model.memory.chunk_size", [1
 LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
-        (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
-        (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
-        (grid(DEPTH, CHUNK, RATE), {"fields", "curves"}),
-        (grid(DEPTH), {"against-depth", "curves"}),
-    ],
-)
+@pytest.mark.parametrize(("rows", "expected"), [
+    ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
+    (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
+    (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
+    (grid(DEPTH, CHUNK, RATE), {"fields", "curves"}),
+    (grid(DEPTH), {"against-depth", "curves"}),
+])  # fmt: skip
 def test_figures_follow_from_the_axes(tmp_path, rows, expected):
     table = measured(tmp_path, study(rows))
     assert {picture.key for picture in pictures(figure_data(table, curves(table)))} == expected

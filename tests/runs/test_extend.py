@@ -60,16 +60,13 @@ def root(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "step"),
-    [
-        (run_of(8), run_of(60), 8),
-        # decays after step 12 of 15; the checkpoint before the decay is kept beside the last two
-        (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
-        # may also continue at a constant rate: only the learning rates so far have to agree
-        (run_of(15, schedule="wsd"), run_of(60), 12),
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "step"), [
+    (run_of(8), run_of(60), 8),
+    # decays after step 12 of 15; the checkpoint before the decay is kept beside the last two
+    (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
+    # may also continue at a constant rate: only the learning rates so far have to agree
+    (run_of(15, schedule="wsd"), run_of(60), 12),
+])  # fmt: skip
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
     spec = spec_of(then, root)
@@ -84,22 +81,13 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "why"),
-    [
-        (
-            run_of(8, schedule="cosine"),
-            run_of(60, schedule="cosine"),
-            "optim.schedule cosine falls over all steps, so that rates differ from",
-        ),
-        (
-            run_of(8, warmup_steps=None, warmup_fraction=0.25),
-            run_of(60, warmup_steps=None, warmup_fraction=0.25),
-            "its warm-up has 2 steps, this one's 15; optim.warmup_steps=2 makes them equal",
-        ),
-        (run_of(8), run_of(60, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "why"), [
+    (run_of(8, schedule="cosine"), run_of(60, schedule="cosine"),
+     "optim.schedule cosine falls over all steps, so that rates differ from"),
+    (run_of(8, warmup_steps=None, warmup_fraction=0.25), run_of(60, warmup_steps=None, warmup_fraction=0.25),
+     "its warm-up has 2 steps, this one's 15; optim.warmup_steps=2 makes them equal"),
+    (run_of(8), run_of(60, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
+])  # fmt: skip
 def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, then, why):
     train(spec_of(first, root))
     spec = spec_of(then, root)

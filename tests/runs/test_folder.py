@@ -129,15 +129,12 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
     assert todo(rerun_stale=True) == ["abc", "abe"]
 
 
-@pytest.mark.parametrize(
-    ("resources", "machine", "fit"),
-    [
-        (Resources(), Machine(2), 2),
-        (Resources(cpus_per_worker=2), Machine(5), 2),
-        (Resources(workers=2, gpus_per_worker=1), Machine(64, 4), 2),
-        (Resources(gpus_per_worker=0.5), Machine(3, 1), 2),
-    ],
-)
+@pytest.mark.parametrize(("resources", "machine", "fit"), [
+    (Resources(), Machine(2), 2),
+    (Resources(cpus_per_worker=2), Machine(5), 2),
+    (Resources(workers=2, gpus_per_worker=1), Machine(64, 4), 2),
+    (Resources(gpus_per_worker=0.5), Machine(3, 1), 2),
+])  # fmt: skip
 def test_concurrency_is_what_fits(resources, machine, fit):
     assert concurrency(resources, machine) == fit
     assert concurrency(resources, machine, requested=1) == 1
@@ -145,14 +142,11 @@ def test_concurrency_is_what_fits(resources, machine, fit):
         concurrency(resources, machine, requested=fit + 1)
 
 
-@pytest.mark.parametrize(
-    ("resources", "machine", "lack"),
-    [
-        (Resources(cpus_per_worker=4), Machine(2), "2 CPU missing"),
-        (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
-        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
-    ],
-)
+@pytest.mark.parametrize(("resources", "machine", "lack"), [
+    (Resources(cpus_per_worker=4), Machine(2), "2 CPU missing"),
+    (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
+    (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
+])  # fmt: skip
 def test_what_cannot_be_scheduled_is_refused_with_what_is_missing(resources, machine, lack):
     with pytest.raises(UsageError, match=f"a run takes .*: {lack}; choose a smaller scale"):
         concurrency(resources, machine)
@@ -162,17 +156,14 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
     return Machine(sum(cpus for cpus, _ in nodes), sum(g for _, g in nodes), tuple(Node(*n) for n in nodes))
 
 
-@pytest.mark.parametrize(
-    ("resources", "nodes", "fit"),
-    [
-        (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
-        # the driver reserves a small fraction of a CPU, which must exist on some node
-        (Resources(workers=2), [(2, 0), (2, 0)], 1),
-        (Resources(workers=2), [(2, 0), (3, 0)], 2),
-        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
-        (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
-    ],
-)
+@pytest.mark.parametrize(("resources", "nodes", "fit"), [
+    (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
+    # the driver reserves a small fraction of a CPU, which must exist on some node
+    (Resources(workers=2), [(2, 0), (2, 0)], 1),
+    (Resources(workers=2), [(2, 0), (3, 0)], 2),
+    (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
+    (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
+])  # fmt: skip
 def test_a_worker_is_not_split_over_nodes(resources, nodes, fit):
     assert concurrency(resources, cluster(*nodes)) == fit
 

@@ -102,17 +102,11 @@ def test_wandb_gets_the_config_and_resumes(spec, monkeypatch):
     assert logged == [(3, 3.0), (4, 4.0)]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("wandb", "log.loggers: wandb: wandb is not installed; pip install wandb"),
-        (
-            "tensorbord",
-            "log.loggers: 'tensorbord' is not one of tensorboard, wandb; did you mean tensorboard",
-        ),
-        ("json:JSONDecoder", "log.loggers: json:JSONDecoder is not a subclass"),
-    ],
-)
+@pytest.mark.parametrize(("name", "says"), [
+    ("wandb", "log.loggers: wandb: wandb is not installed; pip install wandb"),
+    ("tensorbord", "log.loggers: 'tensorbord' is not one of tensorboard, wandb; did you mean tensorboard"),
+    ("json:JSONDecoder", "log.loggers: json:JSONDecoder is not a subclass"),
+])  # fmt: skip
 def test_what_cannot_be_logged_to_is_refused(spec, name, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError) as error:

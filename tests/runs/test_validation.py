@@ -141,35 +141,24 @@ def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tm
         Mine(watched, Mine.Options()).check()
 
 
-@pytest.mark.parametrize(
-    ("data", "optim", "expected"),
-    [
-        ({}, {}, 64),
-        ({"rows": "streams"}, {}, 500 * 64),
-        ({"rows": "streams"}, {"carry_after": 450, "bptt_rows": 2}, 50 * 128),
-        # of 32 * 500 * 0.05 stretches the longest is about ln(800) / 0.05 rows
-        ({"rows": "streams"}, {"reset_probability": 0.05}, 134 * 64),
-    ],
-)
+@pytest.mark.parametrize(("data", "optim", "expected"), [
+    ({}, {}, 64),
+    ({"rows": "streams"}, {}, 500 * 64),
+    ({"rows": "streams"}, {"carry_after": 450, "bptt_rows": 2}, 50 * 128),
+    # of 32 * 500 * 0.05 stretches the longest is about ln(800) / 0.05 rows
+    ({"rows": "streams"}, {"reset_probability": 0.05}, 134 * 64),
+])  # fmt: skip
 def test_how_far_training_carries_a_state(data, optim, expected):
     config = {"data": {"sequence_length": 64} | data, "optim": {"steps": 500} | optim}
     assert RunConfig.model_validate_json(json.dumps(config)).trained_context == expected
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"variant": "transformer", "attention": {"heads": 2}},
-            "data.rows: the state of variant transformer",
-        ),
-        ({"variant": "hyena"}, None),
-        (
-            {"memory": {"heads": 2, "chunk_size": 24}},
-            "data.sequence_length: streams are reset between rows of 32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"variant": "transformer", "attention": {"heads": 2}}, "data.rows: the state of variant transformer"),
+    ({"variant": "hyena"}, None),
+    ({"memory": {"heads": 2, "chunk_size": 24}},
+     "data.sequence_length: streams are reset between rows of 32"),
+])  # fmt: skip
 def test_streams_need_a_state_that_can_be_carried(changed, message):
     cfg = RunConfig.model_validate_json(
         json.dumps(RUN | {"model": RUN["model"] | changed, "data": RUN["data"] | {"rows": "streams"}})

@@ -141,13 +141,10 @@ print(pages_asked_for())
 
 
 @GLIBC
-@pytest.mark.parametrize(
-    ("told", "kept"),
-    [
-        ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("told", "kept"), [
+    ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
+    ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
+])  # fmt: skip
 def test_a_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
     env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()}
     command = [sys.executable, "-c", QUIETED]

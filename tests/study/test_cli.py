@@ -69,35 +69,29 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys):
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("run", "tinny"), "did you mean tiny"),
-        (("run", "tiny", "--scale", "smal"), "did you mean small"),
-        (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
-        (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
-        (("run", "tiny", "--scale", "small", "--seeds", "x"), "--seeds x"),
-        (("run", "tiny", "--scale", "small", "--concurrency", "999"), "--concurrency 999"),
-        (("run", "tiny", "--scale", "huge"), "a run takes 100000 CPU"),
-        (("run", "tiny", "--scale", "small", "--seeds", "3-1"), "names no seed"),
-        (("run", "tiny", "--scale", "small", "--rows", ""), "give the name of a row"),
-        (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
-        (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("run", "tinny"), "did you mean tiny"),
+    (("run", "tiny", "--scale", "smal"), "did you mean small"),
+    (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
+    (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
+    (("run", "tiny", "--scale", "small", "--seeds", "x"), "--seeds x"),
+    (("run", "tiny", "--scale", "small", "--concurrency", "999"), "--concurrency 999"),
+    (("run", "tiny", "--scale", "huge"), "a run takes 100000 CPU"),
+    (("run", "tiny", "--scale", "small", "--seeds", "3-1"), "names no seed"),
+    (("run", "tiny", "--scale", "small", "--rows", ""), "give the name of a row"),
+    (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
+    (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_writes_nothing(tiny, refused, arguments, said):
     assert said in refused("sweep", *arguments)
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
-        ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
-        ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
+    ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
+    ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
+])  # fmt: skip
 def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, refused, change, said):
     assert said in refused("sweep", "run", "tiny", "--scale", "small", "--set", change)
     assert not (tiny / "runs" / "cells").exists()

@@ -87,42 +87,30 @@ def test_rows_are_selected_by_pattern(tmp_path, asked, count):
     assert len(expand(load_study(write(tmp_path)), "small", rows=[asked])) == count
 
 
-@pytest.mark.parametrize(
-    ("asked", "chosen"),
-    [
-        (["LMM"], {"LMM on a", "LMM on b"}),
-        (["LMM on a, MAC"], {"LMM on a", "MAC on a", "MAC on b"}),
-        (["lmm, twice"], {"LMM, twice on a", "LMM, twice on b"}),
-        (["LMM, LMM, twice on b"], {"LMM on a", "LMM on b", "LMM, twice on b"}),
-        (["MAC", "LMM* on a"], {"MAC on a", "MAC on b", "LMM on a", "LMM, twice on a"}),
-    ],
-)
+@pytest.mark.parametrize(("asked", "chosen"), [
+    (["LMM"], {"LMM on a", "LMM on b"}),
+    (["LMM on a, MAC"], {"LMM on a", "MAC on a", "MAC on b"}),
+    (["lmm, twice"], {"LMM, twice on a", "LMM, twice on b"}),
+    (["LMM, LMM, twice on b"], {"LMM on a", "LMM on b", "LMM, twice on b"}),
+    (["MAC", "LMM* on a"], {"MAC on a", "MAC on b", "LMM on a", "LMM, twice on a"}),
+])  # fmt: skip
 def test_a_name_may_contain_commas_and_a_line_selects_all_of_its_rows(asked, chosen):
     lines = ("LMM", "MAC", "LMM, twice")
     rows = [Row(name=f"{line} on {point}", line=line) for line in lines for point in ("a", "b")]
     assert chosen_rows(asked, rows, "tiny") == chosen
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (
-            {"axes": {"depth": {"field": "model.memory.depth"}}, "scales": SMALL},
-            "give either a field with values",
-        ),
-        (
-            {"axes": {"depth": {"field": "model.memory.depth", "values": [0]}}, "scales": SMALL},
-            "model.memory.depth",
-        ),
-        (
-            {"axes": {"depth": {"field": "model.memory.dept", "values": [1]}}, "scales": SMALL},
-            "did you mean depth",
-        ),
-        ({"axes": {"a": {"field": "seed", "values": [1], "label": "a"}}, "scales": SMALL}, "needs {}"),
-        ({"axes": {"lenght": GRID["axes"]["length"]}}, "axis (scale long) 'length'"),
-        ({"axes": {}, "scales": {"small": {}}}, "rows: a study needs rows"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"axes": {"depth": {"field": "model.memory.depth"}}, "scales": SMALL},
+     "give either a field with values"),
+    ({"axes": {"depth": {"field": "model.memory.depth", "values": [0]}}, "scales": SMALL},
+     "model.memory.depth"),
+    ({"axes": {"depth": {"field": "model.memory.dept", "values": [1]}}, "scales": SMALL},
+     "did you mean depth"),
+    ({"axes": {"a": {"field": "seed", "values": [1], "label": "a"}}, "scales": SMALL}, "needs {}"),
+    ({"axes": {"lenght": GRID["axes"]["length"]}}, "axis (scale long) 'length'"),
+    ({"axes": {}, "scales": {"small": {}}}, "rows: a study needs rows"),
+])  # fmt: skip
 def test_an_invalid_axis_is_a_one_line_error(tmp_path, changes, said):
     with pytest.raises(UsageError) as error:
         expand(load_study(write(tmp_path, **changes)), "small")

@@ -130,17 +130,14 @@ def test_it_is_a_row_of_a_study(lab):
     assert 0 <= float(line["mean"]) <= 1
 
 
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        (BLOCK.replace("def state_bytes", "def bytes"), "does not define state_bytes, which a block must"),
-        (BLOCK.replace("def mix", "def mixed"), "does not define mix, which a block must"),
-        (BLOCK.replace("(Block)", "(nn.Module)"), "is not a subclass of titans_core.blocks.base.Block"),
-        (BLOCK.replace("MovingAverage", "MovingMean"), "has no 'MovingAverage'; did you mean MovingMean?"),
-        (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("x = 1 +", "cannot be imported: SyntaxError"),
-    ],
-)
+@pytest.mark.parametrize(("source", "line"), [
+    (BLOCK.replace("def state_bytes", "def bytes"), "does not define state_bytes, which a block must"),
+    (BLOCK.replace("def mix", "def mixed"), "does not define mix, which a block must"),
+    (BLOCK.replace("(Block)", "(nn.Module)"), "is not a subclass of titans_core.blocks.base.Block"),
+    (BLOCK.replace("MovingAverage", "MovingMean"), "has no 'MovingAverage'; did you mean MovingMean?"),
+    (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ("x = 1 +", "cannot be imported: SyntaxError"),
+])  # fmt: skip
 def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line):
     (lab / "my_lab" / "blocks.py").write_text(source)
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
@@ -151,13 +148,10 @@ def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, li
     assert not (lab / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
-        ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "line"), [
+    ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
+    ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
+])  # fmt: skip
 def test_its_options_are_checked(lab, refused, options, line):
     model = {"variant": VARIANT, "vocab_size": 260, "options": options}
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))

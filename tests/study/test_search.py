@@ -106,17 +106,14 @@ def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys):
     assert status["overhead"]["overhead_seconds_a_cell"] > 0
 
 
-@pytest.mark.parametrize(
-    ("space", "said"),
-    [
-        ({"optim.lr": {"low": 1e-3}}, "needs low and high"),
-        ({"optim.lr": {"low": 2.0, "high": 1.0}}, "should be below"),
-        ({"optim.steps": {"choices": [1, 2]}}, "cannot be searched"),
-        ({"data.seed": {"choices": [1, 2]}}, "data.seed cannot be searched"),
-        ({"optim.lrr": {"low": 1e-3, "high": 1e-2}}, "did you mean lr?"),
-        ({"model.d_model": {"choices": [16, 15]}}, "search.space at model.d_model=15"),
-    ],
-)
+@pytest.mark.parametrize(("space", "said"), [
+    ({"optim.lr": {"low": 1e-3}}, "needs low and high"),
+    ({"optim.lr": {"low": 2.0, "high": 1.0}}, "should be below"),
+    ({"optim.steps": {"choices": [1, 2]}}, "cannot be searched"),
+    ({"data.seed": {"choices": [1, 2]}}, "data.seed cannot be searched"),
+    ({"optim.lrr": {"low": 1e-3, "high": 1e-2}}, "did you mean lr?"),
+    ({"model.d_model": {"choices": [16, 15]}}, "search.space at model.d_model=15"),
+])  # fmt: skip
 def test_the_corners_of_a_search_space_are_checked(hunt, space, said):
     (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "space": space}}))
     with pytest.raises(UsageError) as error:

@@ -90,20 +90,17 @@ def test_overlay_takes_dotted_keys_and_replaces_lists():
     assert below == {"a": {"b": [1, 2], "c": 1}, "d": 2}
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"rowz": []}, ["rowz", "rows"]),
-        ({"base": {"model": {"d_modle": 3}}}, ["small", "LMM", "model.d_modle", "d_model"]),
-        ({"base": {"model": {"memory": {"depth": 0}}}}, ["model.memory.depth", "0"]),
-        ({"base": {"optim": {"steps": "many"}}}, ["optim.steps", "many"]),
-        ({"rows": [{"name": "A", "set": {"model.memory.chunk_size": 0}}]}, ["'A'", "chunk_size"]),
-        ({"rows": [{"name": "A"}, {"name": "A"}]}, ["'A'", "twice"]),
-        ({"rows": [{"name": "A", "paper": {"lm_pl": 1.0}}]}, ["lm_pl", "lm_ppl"]),
-        ({"rows": [{"name": "A", "set": {"model.preset": "34M"}}]}, ["model.preset", "340M"]),
-        ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
-    ],
-)
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"rowz": []}, ["rowz", "rows"]),
+    ({"base": {"model": {"d_modle": 3}}}, ["small", "LMM", "model.d_modle", "d_model"]),
+    ({"base": {"model": {"memory": {"depth": 0}}}}, ["model.memory.depth", "0"]),
+    ({"base": {"optim": {"steps": "many"}}}, ["optim.steps", "many"]),
+    ({"rows": [{"name": "A", "set": {"model.memory.chunk_size": 0}}]}, ["'A'", "chunk_size"]),
+    ({"rows": [{"name": "A"}, {"name": "A"}]}, ["'A'", "twice"]),
+    ({"rows": [{"name": "A", "paper": {"lm_pl": 1.0}}]}, ["lm_pl", "lm_ppl"]),
+    ({"rows": [{"name": "A", "set": {"model.preset": "34M"}}]}, ["model.preset", "340M"]),
+    ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
+])  # fmt: skip
 def test_an_invalid_study_is_a_one_line_error(tmp_path, changes, said):
     with pytest.raises(UsageError) as error:
         expand(load_study(write(tmp_path, **changes)), "small", rows=[])

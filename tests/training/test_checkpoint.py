@@ -124,21 +124,18 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 FIRST_FORMAT = '{"schema": 1, "progress": {"step": 3}, "files": {"__0_0.distcp": 10}}'
 
 
-@pytest.mark.parametrize(
-    ("changes", "reason"),
-    [
-        *((text, r"manifest\.json (is not valid JSON|does not hold)") for text in ("[]", "7", "", "\x00")),
-        (FIRST_FORMAT, "written in format 1; this version reads format 2"),
-        ({"schema": "2"}, "written in format '2'; this version reads format 2"),
-        ({"schema": 3}, "written in format 3; this version reads format 2"),
-        ({"files": ["a"]}, "files: Input should be an object"),
-        ({"files": {"__0_0.distcp": 7}}, r"files\.__0_0\.distcp: Input should be a valid string"),
-        ({"files": None}, "files: Input should be an object"),
-        ({"progress": 3}, "progress: Input should be an object"),
-        ({"progress": {"step": "3"}}, r"progress\.step: Input should be a valid integer"),
-        ({"progress": {"telemetry": [1]}}, r"progress\.telemetry: Input should be an object"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "reason"), [
+    *((text, r"manifest\.json (is not valid JSON|does not hold)") for text in ("[]", "7", "", "\x00")),
+    (FIRST_FORMAT, "written in format 1; this version reads format 2"),
+    ({"schema": "2"}, "written in format '2'; this version reads format 2"),
+    ({"schema": 3}, "written in format 3; this version reads format 2"),
+    ({"files": ["a"]}, "files: Input should be an object"),
+    ({"files": {"__0_0.distcp": 7}}, r"files\.__0_0\.distcp: Input should be a valid string"),
+    ({"files": None}, "files: Input should be an object"),
+    ({"progress": 3}, "progress: Input should be an object"),
+    ({"progress": {"step": "3"}}, r"progress\.step: Input should be a valid integer"),
+    ({"progress": {"telemetry": [1]}}, r"progress\.telemetry: Input should be an object"),
+])  # fmt: skip
 def test_a_manifest_that_is_none_of_this_format_is_one_line(tmp_path, changes, reason):
     """Another text, or fields changed and the hash computed again."""
     interrupted(tmp_path, 3)
