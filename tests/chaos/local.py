@@ -37,14 +37,8 @@ class Line:
 
     def row(self) -> str:
         cells = (
-            self.fault,
-            self.runs,
-            self.hits,
-            self.equal,
-            self.lost,
-            self.repeated,
-            "; ".join(self.notes),
-        )
+            self.fault, self.runs, self.hits, self.equal, self.lost, self.repeated, "; ".join(self.notes),
+        )  # fmt: skip
         return "| " + " | ".join(map(str, cells)) + " |"
 
 

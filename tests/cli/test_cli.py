@@ -229,12 +229,9 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
 
 TOP = Path(__file__).parents[2]
 GIT = {
-    **os.environ,
-    "GIT_AUTHOR_NAME": "a",
-    "GIT_AUTHOR_EMAIL": "a@b",
-    "GIT_COMMITTER_NAME": "a",
+    **os.environ, "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a",
     "GIT_COMMITTER_EMAIL": "a@b",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -269,11 +266,9 @@ def test_commit_of_a_tree_and_its_changes(tree):
 def test_a_wheel_knows_its_commit(tree, tmp_path):
     head = provenance.commit_of_tree(tree)
     subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=tree,
-        check=True,
-        capture_output=True,
-    )
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)], cwd=tree,
+        check=True, capture_output=True,
+    )  # fmt: skip
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         archive.extractall(tmp_path / "site")

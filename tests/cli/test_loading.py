@@ -22,16 +22,11 @@ def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
 
 def test_file_then_overrides_then_defaults(tmp_path):
     cfg = load(
-        tmp_path,
-        "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + STDLIB,
-        "model.memory.depth=1",
-        "model.memory.momentum=false",
-        "data.sources.0.weight=0.5",
-        "data.sources.0.max_tokens=7",
-        "optim.grad_clip=null",
-        "eval.columns={x: [{task: recall, lengths: [1, 2]}]}",
+        tmp_path, "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + STDLIB, "model.memory.depth=1",
+        "model.memory.momentum=false", "data.sources.0.weight=0.5", "data.sources.0.max_tokens=7",
+        "optim.grad_clip=null", "eval.columns={x: [{task: recall, lengths: [1, 2]}]}",
         "optim.weight_decay=1e-2",
-    )
+    )  # fmt: skip
     assert (cfg.model.memory.depth, cfg.model.memory.momentum) == (1, False)
     assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.grad_clip) == (4e-4, 1e-2, None)
     assert (cfg.data.sources[0].weight, cfg.data.sources[0].max_tokens) == (0.5, 7)

@@ -49,11 +49,8 @@ def answers(tmp_path_factory):
     """Of each light command: its exit code, the large libraries that it imported, what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([[*LARGE, "pydantic"], LIGHT])],
-        cwd=tmp_path_factory.mktemp("start"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        cwd=tmp_path_factory.mktemp("start"), capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return {tuple(line[0]): line[1:] for line in map(json.loads, done.stdout.splitlines())}
 
 

@@ -44,12 +44,9 @@ def until(what: Any, process: subprocess.Popen[str], timeout: float = 300.0) -> 
 
 def titans(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "titans_platform", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
+        [sys.executable, "-m", "titans_platform", *arguments], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, **options,
+    )  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str]:

@@ -25,10 +25,8 @@ from titans_platform.text import count
 
 TOP = Path(__file__).parents[2]
 COLUMNS = {
-    "lm_ppl": "lm_ppl",
-    "reasoning_acc": "reasoning_acc (%)",
-    "long_context_acc": "long_context_acc (%)",
-}
+    "lm_ppl": "lm_ppl", "reasoning_acc": "reasoning_acc (%)", "long_context_acc": "long_context_acc (%)",
+}  # fmt: skip
 """The columns of the ablation, and what heads them in the file of its cells."""
 SECTIONS = {
     "workstation": ("docs/results.md", "The ablation's table"),

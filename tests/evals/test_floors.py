@@ -152,11 +152,9 @@ def test_items_are_drawn_once_for_all_runs_on_the_same_data(monkeypatch, fingerp
     for hashes in (frozenset(), frozenset()):
         data = SimpleNamespace(item_hashes=hashes, fingerprint=fingerprint)
         context = Context(
-            Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64),
-            data,
-            EvalConfig(items=2),
-            9,
-        )
+            Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64), data,
+            EvalConfig(items=2), 9,
+        )  # fmt: skip
         texts.append([one.text for one in Coin()._fresh_items(context)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 2

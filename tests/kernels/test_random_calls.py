@@ -75,13 +75,10 @@ class Drawn:
         norm = (1 + rand(H, D)).requires_grad_(), (rand(H, D) - 0.5).requires_grad_()
         self.residual = {"none": None, "input": Residual(), "norm": Residual(*norm)}[self.kind]
         self.options = {
-            "chunk_size": one([1, 2, 7, 16, 64]),
-            "surprise_bound": one([None, 0.3, 1.0]),
-            "activation": one(["silu", "gelu", "identity"]),
-            "write_budget": one([None, None, 0.7, 2.0]),
-            "residual": self.residual,
-            "base": self.base,
-        }
+            "chunk_size": one([1, 2, 7, 16, 64]), "surprise_bound": one([None, 0.3, 1.0]),
+            "activation": one(["silu", "gelu", "identity"]), "write_budget": one([None, None, 0.7, 2.0]),
+            "residual": self.residual, "base": self.base,
+        }  # fmt: skip
 
     @property
     def leaves(self) -> list[Tensor]:
@@ -90,13 +87,9 @@ class Drawn:
 
     def run(self, backend: str) -> list[Tensor]:
         y, state = neural_memory(
-            *self.tokens,
-            self.weights,
-            self.momentum,
-            cu_seqlens=self.borders,
-            backend=backend,
+            *self.tokens, self.weights, self.momentum, cu_seqlens=self.borders, backend=backend,
             **self.options,
-        )
+        )  # fmt: skip
         return [y, *state.weights, *state.momentum]
 
     def in_pieces(self) -> list[Tensor]:

@@ -20,13 +20,8 @@ from titans_platform.runs.execute import execute
 from titans_platform.study.grid import expand, load_study
 
 MEMORY = {
-    "depth": 1,
-    "heads": 1,
-    "chunk_size": 1,
-    "momentum": False,
-    "surprise_bound": None,
-    "max_theta": 1.0,
-}
+    "depth": 1, "heads": 1, "chunk_size": 1, "momentum": False, "surprise_bound": None, "max_theta": 1.0,
+}  # fmt: skip
 
 
 def options_of(d: int, drift: float = 1.0, turn: float = 0.0, noise: float = 0.0) -> DriftOptions:

@@ -39,12 +39,9 @@ def driver(folder: Path, *more: str) -> subprocess.Popen:
     command = "import sys; from titans_platform.cli import main; main(sys.argv[1:])"
     arguments = ["sweep", "run", "tiny.yaml", "--scale", "small", "--root", "runs", *more]
     return subprocess.Popen(
-        [sys.executable, "-c", command, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+        [sys.executable, "-c", command, *arguments], cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def until(what, timeout: float = 300.0):

@@ -56,11 +56,8 @@ def test_rows_are_the_product_of_the_axes(tmp_path):
 def test_an_axis_of_a_scale_replaces_the_studys(tmp_path):
     rows = load_study(write(tmp_path)).rows_at("long")
     assert [row.name for row in rows] == [
-        "LMM depth 1 128",
-        "LMM depth 3 128",
-        "MAG depth 1 128",
-        "MAG depth 3 128",
-    ]
+        "LMM depth 1 128", "LMM depth 3 128", "MAG depth 1 128", "MAG depth 3 128",
+    ]  # fmt: skip
 
 
 def test_listed_rows_are_run_at_every_point(tmp_path):
@@ -72,11 +69,8 @@ def test_listed_rows_are_run_at_every_point(tmp_path):
     path = write(tmp_path, rows=rows, axes=axes, scales=SMALL)
     found = load_study(path).rows_at("small")
     assert [row.name for row in found] == [
-        "with depth 1",
-        "with depth 3",
-        "without depth 1",
-        "without depth 3",
-    ]
+        "with depth 1", "with depth 3", "without depth 1", "without depth 3",
+    ]  # fmt: skip
     assert expand(load_study(path), "small")[3].config.model.memory.conv is False
 
 

@@ -60,11 +60,9 @@ def differences(variant: str, window: int = 24) -> dict[str, float]:
     pairs = zip(tree_leaves(state), tree_leaves(state_of_one), strict=True)
     carried = [(a - b).abs().max().item() for a, b in pairs if isinstance(a, Tensor) and a.numel()]
     return {
-        "losses": (losses - expected).abs().max().item(),
-        "gradients": max(relative),
-        "state": max(carried),
+        "losses": (losses - expected).abs().max().item(), "gradients": max(relative), "state": max(carried),
         "position": abs(state.position - state_of_one.position),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:

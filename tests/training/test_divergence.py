@@ -61,12 +61,9 @@ def hooks(saver: Saver, folder: Path, **more) -> Hooks:
         return checkpoint.rewind(saver.folder, t, EVERY) is not None
 
     return Hooks(
-        on_checkpoint=saver.save,
-        checkpoint_every=EVERY,
-        on_divergence=lambda batch, error: save_batch(folder, batch, t.progress.step + 1, 0, error),
-        rewind=rewind,
-        **more,
-    )
+        on_checkpoint=saver.save, checkpoint_every=EVERY, on_divergence=lambda batch,
+        error: save_batch(folder, batch, t.progress.step + 1, 0, error), rewind=rewind, **more,
+    )  # fmt: skip
 
 
 def train(t: Trainer, folder: Path, until: int | None = None, **more) -> Trainer:

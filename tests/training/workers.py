@@ -29,13 +29,9 @@ from titans_platform.training.loop import Hooks, Trainer, deterministic
 LENGTH, ROWS, STEPS = 16, 8, 20
 BYTE = load_tokenizer("byte")
 MODEL = ModelConfig(
-    variant="lmm",
-    vocab_size=BYTE.vocab_size,
-    d_model=16,
-    n_layers=2,
-    memory=MemoryConfig(heads=2, chunk_size=8),
-    attention=AttentionConfig(heads=2),
-)
+    variant="lmm", vocab_size=BYTE.vocab_size, d_model=16, n_layers=2,
+    memory=MemoryConfig(heads=2, chunk_size=8), attention=AttentionConfig(heads=2),
+)  # fmt: skip
 
 
 def rows(key: str, count: int) -> Batch:
