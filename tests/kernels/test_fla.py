@@ -47,9 +47,12 @@ def leaves(*shapes: Sequence[int]) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def agree(
-    ours: Sequence[Tensor], other: Sequence[Tensor], given: Sequence[Tensor], within: float = 1e-5
-) -> None:
+def recurrent(T: int, E: int, V: int, channels: int) -> list[Tensor]:
+    """q, k, v, gates of so many channels and the first state."""
+    return leaves((B, T, H, E), (B, T, H, E), (B, T, H, V), (B, T, H, channels), (B, H, E, V))
+
+
+def agree(ours: Sequence, other: Sequence, given: Sequence, within: float = 1e-5) -> None:
     """Outputs, and the gradients of a sum of them with fixed weights."""
     found = []
     for outputs in (ours, other):
@@ -65,9 +68,7 @@ def heads_first(*xs: Tensor) -> list[Tensor]:
 
 
 def test_a_decay_of_each_channel_is_gla():
-    given = q, k, v, gate, state = leaves(
-        (B, T, H, E), (B, T, H, E), (B, T, H, V), (B, T, H, E), (B, H, E, V)
-    )
+    given = q, k, v, gate, state = recurrent(T, E, V, E)
     log_decay = F.logsigmoid(gate) / 4
     ours = linear_attention(q * E**-0.5, k, v, log_decay, state)
     agree(ours, theirs("gla", "naive_recurrent_gla")(q, k, v, log_decay, state, True), given)
@@ -104,10 +105,8 @@ def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
         chunk_size=1, rule="gated_delta" if gated else "paper", backend=backend,
     )  # fmt: skip
     if gated:
-        name, inputs, also = "naive_recurrent_gated_delta_rule", (q, k, v, beta), {"g": log_decay}
-        other, last = theirs("gated_delta_rule", name)(
-            *inputs, **also, initial_state=state, output_final_state=True
-        )
+        form = theirs("gated_delta_rule", "naive_recurrent_gated_delta_rule")
+        other, last = form(q, k, v, beta, g=log_decay, initial_state=state, output_final_state=True)
     else:
         o, last = theirs("delta_rule", "delta_rule_recurrence")(*heads_first(q, k, v, beta), state)
         (other,) = heads_first(o)
@@ -152,9 +151,7 @@ def packed(T: int) -> Tensor:
 @pytest.mark.parametrize("channels", [1, 16])
 @pytest.mark.parametrize("T", [17, pytest.param(70, marks=pytest.mark.slow)])
 def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
-    given = q, k, v, gate, state = leaves(
-        (B, T, H, 16), (B, T, H, 16), (B, T, H, 32), (B, T, H, channels), (B, H, 16, 32)
-    )
+    given = q, k, v, gate, state = recurrent(T, 16, 32, channels)
     tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
     found, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
     agree(found, expected, given)
@@ -170,9 +167,7 @@ def overflowing(test: Callable[..., None]) -> Callable[..., None]:
 @overflowing
 @pytest.mark.parametrize("channels", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
-    given = q, k, v, gate, state = leaves(
-        (B, 70, H, 16), (B, 70, H, 16), (B, 70, H, 32), (B, 70, H, channels), (B, H, 16, 32)
-    )
+    given = q, k, v, gate, state = recurrent(70, 16, 32, channels)
     for decay in (-1e6, -torch.inf):
         log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, 41]), decay)
         tokens = q, k / 4, v, log_decay, state
@@ -185,9 +180,7 @@ def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, ch
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch):
     serve(monkeypatch)
-    given = q, k, v, gate, state = leaves(
-        (B, 40, H, 16), (B, 40, H, 16), (B, 40, H, 32), (B, 40, H, 1), (B, H, 16, 32)
-    )
+    given = q, k, v, gate, state = recurrent(40, 16, 32, 1)
 
     def block(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> list[Tensor]:
         return [y / 2 for y in linear_attention(q / 4, k, v, F.logsigmoid(gate), state)]
@@ -202,14 +195,12 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
 
 @overflowing
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "kernel"),
-    [("retnet", "simple_gla"), ("gla", "gla"), ("hgrn2", "gla"), ("mamba2", "simple_gla")],
-)
-def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant, kernel):
+@pytest.mark.parametrize("variant", ["retnet", "gla", "hgrn2", "mamba2"])
+def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
     # the kernels' tests are collected with torch alone
     from titans_core import LanguageModel, presets
 
+    kernel = "gla" if variant in ("gla", "hgrn2") else "simple_gla"
     options = {"heads": 2} if variant != "mamba2" else {"state": 16}
     config = presets.preset("laptop", variant=variant, options=options)
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.kernels.cases import Case, assert_same, needs_compiler
-from titans_kernels import MemoryState, Residual, Rule, decode_step, find_rule, neural_memory, read_memory
+from titans_kernels import MemoryState, Residual, Rule, find_rule, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 
@@ -38,11 +38,9 @@ every_case = pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_every_form_is_the_recurrence(depth, kind, groups, base):
     for T, chunk_size, bound in CALLS:
-        case, options = Case(T, depth, kind=kind, groups=groups, base=base), {"chunk_size": chunk_size}
-        options["surprise_bound"] = bound
-        expected = case.whole(backend="reference", **options)
-        for backend in (*parallel(groups), "auto", *(["autograd"] if T < 20 else [])):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        forms = (*parallel(groups), "auto", *(["autograd"] if T < 20 else []))
+        case = Case(T, depth, kind=kind, groups=groups, base=base)
+        case.check(*forms, chunk_size=chunk_size, surprise_bound=bound)
 
 
 @pytest.mark.parametrize("rule", ["gated_delta", "huber", "e2_ttt"])
@@ -52,12 +50,9 @@ def test_every_form_is_the_recurrence(depth, kind, groups, base):
 ])  # fmt: skip
 def test_other_rules(rule, kind, groups, base):
     for depth, (T, chunk_size) in product((1, 3), ((5, 1), (11, 4))):
-        case = Case(T, depth, kind=kind, groups=groups, base=base)
         # `gated_delta` takes a gradient at weights that have forgotten all, where that of LN is without bound
         options = {"chunk_size": chunk_size, "surprise_bound": 0.5, "rule": find_rule(rule)}
-        expected = case.whole(backend="reference", **options)
-        for backend in ("autograd", "auto"):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        Case(T, depth, kind=kind, groups=groups, base=base).check("autograd", "auto", **options)
 
 
 @needs_compiler
@@ -99,10 +94,7 @@ def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, base
 def test_activations_widths_and_rows(kind, groups, base):
     case = Case(21, widths=[4, 12, 8, 4], batch=3, kind=kind, groups=groups, base=base)
     for activation in ("gelu", "identity"):
-        options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation}
-        expected = case.whole(backend="reference", **options)
-        for backend in parallel(groups):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        case.check(*parallel(groups), chunk_size=8, surprise_bound=0.5, activation=activation)
 
 
 @pytest.mark.parametrize("bound", [None, 0.3])
@@ -177,12 +169,8 @@ def test_packed_documents_are_separate_calls(depth, kind, groups, base, backend)
 @every_case
 def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, chunk_size, bound):
     for depth in (1, 3):
-        case, rule = Case(13, depth, kind=kind, groups=groups, base=base), {"chunk_size": chunk_size}
-        rule["surprise_bound"] = bound
-        expected = case.whole(backend="reference", **rule)
-        assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
-        for sizes in ([3, 2, 3, 5], [1, 11, 1]):
-            assert_same(expected, case.pieces(sizes, **rule), case.leaves)
+        case, cuts = Case(13, depth, kind=kind, groups=groups, base=base), ([3, 2, 3, 5], [1, 11, 1])
+        case.check(cuts=cuts, decoded=True, chunk_size=chunk_size, surprise_bound=bound)
 
 
 @pytest.mark.parametrize(("kind", "groups", "base"), [
@@ -320,10 +308,7 @@ def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
 
 @pytest.mark.parametrize("backend", ["native", "online"])
 def test_a_plain_residual_is_for_every_form(backend):
-    case, options = Case(8, 1, kind="input"), {"chunk_size": 1}
-    assert_same(
-        case.whole(backend="reference", **options), case.whole(backend=backend, **options), case.leaves
-    )
+    Case(8, 1, kind="input").check(backend, chunk_size=1)
 
 
 HEADS = torch.ones(2, 4, dtype=torch.float64)
