@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -99,6 +99,20 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("error: ")
         return line
+
+    return run
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a line of the command line that must succeed, and returns the JSON it prints."""
+
+    def run(*words: object) -> Any:
+        from titans_platform import cli
+
+        capsys.readouterr()
+        assert cli.run([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
 
     return run
 

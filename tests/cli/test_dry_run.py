@@ -48,12 +48,9 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
     tokens = {}
     for parallel, micro in product(("ddp", "sequence"), (None, 1)):
         optim = {"parallel": parallel, "micro_batch_size": micro, "global_batch_size": 4}
-        config = tiny_run.model_copy(
-            update={
-                "optim": tiny_run.optim.model_copy(update=optim),
-                "data": tiny_run.data.model_copy(update={"sequence_length": 2**24, "rows": "streams"}),
-            }
-        )
+        data = tiny_run.data.model_copy(update={"sequence_length": 2**24, "rows": "streams"})
+        parts = {"optim": tiny_run.optim.model_copy(update=optim), "data": data}
+        config = tiny_run.model_copy(update=parts)
         with pytest.raises(UsageError) as caught:
             check.check_resources(config, Resources(workers=2), shared=True)
         found = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))
