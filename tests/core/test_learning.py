@@ -15,9 +15,7 @@ from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfi
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "switch"), [
     *((v, "default") for v in MEMORY_VARIANTS),
-    ("lmm", "later_version"),
-    ("lmm", "polynomial"),
-    ("lmm", "swiglu"),
+    *(("lmm", switch) for switch in ("later_version", "polynomial", "swiglu")),
 ])  # fmt: skip
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
     m = model(variant, **SWITCHES[switch])
@@ -94,7 +92,6 @@ def test_weight_decay_leaves_memory_norms_and_embeddings_alone():
     names = {id(p): n for n, p in m.named_parameters()}
     matrices = ("w_", "mlp", "output_gate", "alpha.weight", "eta.weight", "theta.weight")
     assert all(any(part in names[id(p)] for part in matrices) for p in decayed["params"])
-    assert {"initial_weights", "persistent_PD", "embedding"} <= {
-        part for p in rest["params"] for part in names[id(p)].split(".")
-    }
+    parts = {part for p in rest["params"] for part in names[id(p)].split(".")}
+    assert {"initial_weights", "persistent_PD", "embedding"} <= parts
     assert len(decayed["params"]) + len(rest["params"]) == len(names)

@@ -74,9 +74,10 @@ def test_losses_and_gradients_are_those_of_single_segments(monkeypatch, name):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["default", "no_conv", "write_budget", "forget_to_initial", "short_convolution"]
-)
+PACKED = ["default", "no_conv", "write_budget", "forget_to_initial", "short_convolution"]
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_of_any_length(monkeypatch, name):
     net, x = model(**CASES[name]), tokens(2, 48)
     starts = torch.zeros(2, 47, dtype=torch.bool)

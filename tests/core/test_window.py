@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -17,11 +17,8 @@ from titans_kernels.attention import MAX_SPAN
 
 pytestmark = needs_compiler
 D, HEADS, BATCH = 20, 2, 3
-CASES = {
-    "default": {},
-    "plain": {"silu": False, "conv": False, "qk_norm": False},
-    "no_positions": {"positions": "none"},
-}
+CASES = {"default": {}, "plain": dict.fromkeys(("silu", "conv", "qk_norm"), False)}
+CASES["no_positions"] = {"positions": "none"}
 
 
 def layer(window: int | None, **options) -> Attention:
@@ -56,8 +53,12 @@ def assert_both_are_equal(monkeypatch, run, calls: int = 1) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("window", "persistent"), list(itertools.product([1, 5, 32, None], [0, 4])))
+each_kind = pytest.mark.parametrize("name", CASES)
+each_span = pytest.mark.parametrize(("window", "persistent"), list(product([1, 5, 32, None], [0, 4])))
+
+
+@each_kind
+@each_span
 def test_rows_of_any_length(monkeypatch, name, window, persistent):
     m = layer(window, **CASES[name])
     for T in (2, 33):
@@ -70,8 +71,8 @@ def test_rows_of_any_length(monkeypatch, name, window, persistent):
         assert_both_are_equal(monkeypatch, run)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("window", "persistent"), list(itertools.product([1, 5, 32, None], [0, 4])))
+@each_kind
+@each_span
 def test_packed_documents_of_any_length(monkeypatch, name, window, persistent):
     m, T = layer(window, **CASES[name]), 40
     x, *prefix = leaves = inputs(T, persistent)
@@ -85,7 +86,7 @@ def test_packed_documents_of_any_length(monkeypatch, name, window, persistent):
     assert_both_are_equal(monkeypatch, run)
 
 
-@pytest.mark.parametrize(("window", "persistent"), list(itertools.product([6, None], [0, 4])))
+@pytest.mark.parametrize(("window", "persistent"), list(product([6, None], [0, 4])))
 @pytest.mark.parametrize("cuts", [[17, 3, 20], [2, 2, 1, 35]])
 def test_the_keys_and_their_gradients_are_carried_and_reset(monkeypatch, window, persistent, cuts):
     m, T = layer(window), sum(cuts)
