@@ -165,10 +165,8 @@ def test_damaged_shard(texts, tmp_path, damage, says):
 
 
 @pytest.mark.parametrize("change", [
-    lambda text: text[: len(text) // 2],
-    lambda text: text.replace('"documents": ', '"documents": 1'),
-    lambda text: "[]",
-    lambda text: "",
+    lambda text: text[: len(text) // 2], lambda text: text.replace('"documents": ', '"documents": 1'),
+    lambda text: "[]", lambda text: "",
 ])  # fmt: skip
 def test_corrupted_manifest(texts, tmp_path, change):
     path = shard_of(prepare(config(texts), tmp_path)).with_name("manifest.json")
@@ -179,17 +177,13 @@ def test_corrupted_manifest(texts, tmp_path, change):
     open_prepared(config(texts), tmp_path)
 
 
-def test_root_that_cannot_be_written(texts, tmp_path):
+def test_a_root_or_a_disk_that_cannot_be_written_is_one_line(texts, tmp_path):
+    """`/dev/full` is a disk without room."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--root: .*file"):
         prepare(config(texts), tmp_path / "file")
-
-
-def test_a_full_disk_is_one_line_with_the_file():
-    """`/dev/full` is a disk without room."""
-    with pytest.raises(
-        TitansError, match=r"^/dev/full: cannot be written: No space left on device; free space"
-    ):
+    said = r"^/dev/full: cannot be written: No space left on device; free space"
+    with pytest.raises(TitansError, match=said):
         write_table(Path("/dev/full"), {"token": np.arange(100_000)})
 
 

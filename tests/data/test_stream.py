@@ -104,10 +104,7 @@ def test_every_row_once_an_epoch_in_a_new_order(mixed):
 
 
 @pytest.mark.parametrize(("weights", "counts"), [
-    ([1.0], [1]),
-    ([1.0, 3.0], [1, 3]),
-    ([0.7, 0.3], [7, 3]),
-    ([0.1, 0.2, 0.7], [1, 2, 7]),
+    ([1.0], [1]), ([1.0, 3.0], [1, 3]), ([0.7, 0.3], [7, 3]), ([0.1, 0.2, 0.7], [1, 2, 7]),
     ([2.0, 0.0], [1, 0]),
 ])  # fmt: skip
 def test_interleave_counts(weights, counts):

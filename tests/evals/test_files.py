@@ -126,26 +126,21 @@ def test_babi_pads_short_stories_and_leaves_out_long_ones(tmp_path):
 
 
 def test_babi_evaluates_with_fewer_items_than_asked(tmp_path):
-    found = evaluate(
-        Likes("q"), PREPARED, one("babi", {"path": str(babi_at("file", tmp_path))}, items=100), 200
-    )
+    config = one("babi", {"path": str(babi_at("file", tmp_path))}, items=100)
+    found = evaluate(Likes("q"), PREPARED, config, 200)
     assert found["tasks"]["col/babi-qa1@200"]["items"] == 3
 
 
-@pytest.mark.parametrize(
-    ("options", "message"), [({"kind": "qa9"}, "no qa9_"), ({"path": "absent.zip"}, "cannot read absent.zip")]
-)
+@pytest.mark.parametrize(("options", "message"), [
+    ({"kind": "qa9"}, "no qa9_"),
+    ({"path": "absent.zip"}, "cannot read absent.zip"),
+    ({"path": "{}/qa1_train.txt"}, "qa1_train.txt, line 2"),
+])  # fmt: skip
 def test_babi_names_what_is_missing(options, message, tmp_path):
-    task = build_task(TaskConfig(task="babi", options={"path": str(babi_at("zip", tmp_path)), **options}))
+    (tmp_path / "qa1_train.txt").write_text("1 A went.\nWhere?\n")
+    given = {key: value.format(tmp_path) for key, value in options.items()}
+    task = build_task(TaskConfig(task="babi", options={"path": str(babi_at("zip", tmp_path)), **given}))
     with pytest.raises(UsageError, match=message):
-        _ = task.chance
-
-
-def test_a_line_without_its_number_is_named(tmp_path):
-    path = tmp_path / "qa1_train.txt"
-    path.write_text("1 A went.\nWhere?\n")
-    task = build_task(TaskConfig(task="babi", options={"path": str(path)}))
-    with pytest.raises(UsageError, match=r"qa1_train.txt, line 2"):
         _ = task.chance
 
 
@@ -189,9 +184,8 @@ def harness(model, max_length=50):
 
 
 def test_harness_loglikelihood():
-    (first, greedy), (second, not_greedy) = harness(Parrot("the cat")).loglikelihood(
-        instances(("the", " cat"), ("the", " dog"))
-    )
+    asked = instances(("the", " cat"), ("the", " dog"))
+    (first, greedy), (second, not_greedy) = harness(Parrot("the cat")).loglikelihood(asked)
     assert (greedy, not_greedy) == (True, False)
     assert first == pytest.approx(0, abs=1e-4)
     assert second < -20
@@ -263,9 +257,8 @@ def fake_lm_eval(monkeypatch):
 
     modules["lm_eval"].simple_evaluate = simple_evaluate
     modules["lm_eval.api.model"].LM = type("LM", (), {})
-    modules["lm_eval.tasks"].TaskManager = lambda include_path: SimpleNamespace(
-        all_tasks=["piqa", "arc_easy"]
-    )
+    manager = SimpleNamespace(all_tasks=["piqa", "arc_easy"])
+    modules["lm_eval.tasks"].TaskManager = lambda include_path: manager
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return asked
