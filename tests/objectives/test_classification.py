@@ -32,21 +32,16 @@ from titans_platform.training.checkpoint import newest
 
 RUN: dict[str, Any] = {
     "model": {
-        "variant": "hyena",
-        "vocab_size": 8,
-        "d_model": 16,
-        "n_layers": 1,
+        "variant": "hyena", "vocab_size": 8, "d_model": 16, "n_layers": 1, "mlp_expansion": 1.0,
         "options": {"length": 32, "filter_width": 8},
-        "mlp_expansion": 1.0,
     },
     "data": {"tokenizer": "dna", "sequence_length": 25},
     "objective": {"kind": "classification", "options": {"path": "motif.csv"}},
     "optim": {"steps": 60, "global_batch_size": 16, "lr": 1e-2},
     "eval": {
-        "items": 1000,
-        "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]},
+        "items": 1000, "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]},
     },
-}
+}  # fmt: skip
 
 
 def items(n: int = 300, seed: int = 0, motif: str = "AAAAAAA") -> list[tuple[str, int]]:
@@ -253,15 +248,14 @@ def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
     assert re.search(says, refused("train", "run.yaml", "--root", "runs", *sets))
 
 
-def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys):
+def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys, answer):
     write(folder / "motif.csv", items(600, motif="GATTACA"))
     data = build_objective(config()).prepare(Path("runs"))
     best = kmer_regression(data, 4)
     assert best.k >= 3
     assert best.test > 0.85
     (folder / "run.yaml").write_text(json.dumps(RUN))
-    assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "2", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = answer("data", "info", "run.yaml", "--root", "runs", "--kmer", "2")
     assert sum(shown["items"]["train"].values()) == 480
     assert shown["kmer"]["k"] in (1, 2)
     assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "1"]) == 0

@@ -19,9 +19,8 @@ from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.study.grid import expand, load_study
 
-MEMORY = {
-    "depth": 1, "heads": 1, "chunk_size": 1, "momentum": False, "surprise_bound": None, "max_theta": 1.0,
-}  # fmt: skip
+MEMORY = dict.fromkeys(("depth", "heads", "chunk_size", "max_theta"), 1)
+MEMORY |= {"momentum": False, "surprise_bound": None}
 
 
 def options_of(d: int, drift: float = 1.0, turn: float = 0.0, noise: float = 0.0) -> DriftOptions:
@@ -60,9 +59,10 @@ def test_the_risk_is_that_of_a_simulation(A, B, eta, options):
     assert steady_risk(A, B, eta, options) == pytest.approx(simulated(A, B, eta, options), rel=0.015)
 
 
-@pytest.mark.parametrize(
-    ("d", "drift", "noise"), [(8, 1.0, 0.0), (32, 1.0, 0.1), (64, 0.3, 0.1), (64, 1.0, 1.0)]
-)
+CASES = [(8, 1.0, 0.0), (32, 1.0, 0.1), (64, 0.3, 0.1), (64, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize(("d", "drift", "noise"), CASES)
 def test_the_best_gates_have_the_closed_form(d, drift, noise):
     """A = a and R* as derived without a turn or momentum (`best_gates` searches)."""
     q, options = drift / d, options_of(d, drift, noise=noise)
@@ -70,9 +70,8 @@ def test_the_best_gates_have_the_closed_form(d, drift, noise):
     a, s, b = math.sqrt(1 - q), noise / d, q * (1 + noise)
     step = (math.sqrt(b**2 + 4 * a**2 * s * q) - b) / (2 * a**2 * s) if noise else 1.0  # before the decay
     assert (best.kept, best.step) == pytest.approx((a, a * step), abs=1e-5)
-    assert best.risk == pytest.approx(
-        noise * step / (1 - step) if noise else drift / (1 + drift - q), rel=1e-9
-    )
+    risk = noise * step / (1 - step) if noise else drift / (1 + drift - q)
+    assert best.risk == pytest.approx(risk, rel=1e-9)
 
 
 @pytest.mark.parametrize("turn", [0.5, 2.0])
@@ -81,10 +80,8 @@ def test_no_other_gates_have_a_lower_risk(turn):
     best = best_gates(options, momentum=True)
     others = np.random.default_rng(0).uniform([0, 0, 0], [1, 2, 1], (2000, 3))
     near = np.array(best[:3]) + np.random.default_rng(1).normal(0, 0.01, (500, 3))
-    assert all(
-        steady_risk(A, B, eta, options) >= best.risk - 1e-9
-        for A, B, eta in [*others, *np.clip(near, 0, [1, 2, 1])]
-    )
+    every = [*others, *np.clip(near, 0, [1, 2, 1])]
+    assert all(steady_risk(*gates, options) >= best.risk - 1e-9 for gates in every)
 
 
 def test_momentum_pays_where_the_vector_turns_and_nowhere_else():

@@ -45,10 +45,9 @@ def test_the_parts_of_ett_are_months_of_thirty_days():
     assert Parts.of(69_680, DATASETS["ETTm1"].split) == (34_560, 11_520, 11_520)
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508))],
-)
+@pytest.mark.parametrize(("name", "parts"), [
+    ("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508)),
+])  # fmt: skip
 def test_other_parts_are_shares_rounded_down(name, parts):
     assert Parts.of(DATASETS[name].steps, DATASETS[name].split) == parts
     assert sum(parts) == DATASETS[name].steps
@@ -98,37 +97,27 @@ def tiny(tmp_path, monkeypatch) -> Path:
     rows = "\n".join(f"2020-01-01 {t // 24:02}:00:00,{t % 7},{t % 5 + t / 30}" for t in range(60))
     text = f"date,a,b\n{rows}\n"
     checksum = hashlib.sha256(text.encode()).hexdigest()
-    monkeypatch.setitem(
-        files.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
-    )
+    dataset = Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
+    monkeypatch.setitem(files.DATASETS, "Tiny", dataset)
     (tmp_path / "tiny.csv").write_text(text)
     return tmp_path
 
 
 def config(folder: Path | None, **options: Any) -> RunConfig:
     given = OPTIONS | {"folder": folder and str(folder)} | options
-    return RunConfig.model_validate_json(
-        json.dumps(
-            {
-                "data": {"sequence_length": 8},
-                "objective": {"kind": "regression", "options": given},
-                "optim": {"steps": 12, "global_batch_size": 8, "lr": 1e-2},
-                "eval": {
-                    "items": 500,
-                    "every": 3,
-                    "at": "best",
-                    "columns": {"mse": [{"task": "mse", "options": {"part": "test"}}]},
-                },
-            }
-        )
-    )
+    columns = {"mse": [{"task": "mse", "options": {"part": "test"}}]}
+    run = {
+        "data": {"sequence_length": 8}, "objective": {"kind": "regression", "options": given},
+        "optim": {"steps": 12, "global_batch_size": 8, "lr": 1e-2},
+        "eval": {"items": 500, "every": 3, "at": "best", "columns": columns},
+    }  # fmt: skip
+    return RunConfig.model_validate_json(json.dumps(run))
 
 
 def test_a_benchmark_is_found_by_name_and_checked(tiny):
     assert read_dataset("Tiny", str(tiny)).channels == ("a", "b")
-    with pytest.raises(
-        UsageError, match=r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from"
-    ):
+    said = r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from"
+    with pytest.raises(UsageError, match=said):
         read_dataset("Tiny", None)
     with pytest.raises(UsageError, match=r"no tiny\.csv \(or \.gz, \.xz\) in .*; it is from its authors"):
         read_dataset("Tiny", str(tiny / "elsewhere"))

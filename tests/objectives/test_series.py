@@ -60,9 +60,8 @@ def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():
 
 
 def test_a_part_without_a_window_is_refused():
-    with pytest.raises(
-        UsageError, match=r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
-    ):
+    said = r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
+    with pytest.raises(UsageError, match=said):
         SeriesData(line(), 29, 2, 0.25)
     with pytest.raises(UsageError, match=r"validation_fraction: 2 validation steps make no horizon of 3"):
         SeriesData(line(), 6, 3, 0.05)

@@ -143,21 +143,13 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
     train(parent)
     weights, _, _ = load_run(parent.name, root)
     plain = run_of(1, lr=1e-12, weight_decay=0.0)
-    names = {spec_of(plain, root).name}
-    for given in (
-        parent.name,
-        str(parent.folder.path),
-        str(parent.folder.path / "checkpoints/step-00000008"),
-    ):
-        child = spec_of(plain.model_copy(update={"start_from": given}), root)
+    names, points = {spec_of(plain, root).name}, parent.folder.path / "checkpoints"
+    for given in (points / "step-00000007", parent.name, parent.folder.path, points / "step-00000008"):
+        child = spec_of(plain.model_copy(update={"start_from": str(given)}), root)
         names.add(child.name)
-    before = plain.model_copy(
-        update={"start_from": str(parent.folder.path / "checkpoints" / "step-00000007")}
-    )
-    names.add(spec_of(before, root).name)
     assert len(names) == 3
     check_start(child.config)
-    assert train(child).config["start_from"] == str(parent.folder.path / "checkpoints" / "step-00000008")
+    assert train(child).config["start_from"] == str(points / "step-00000008")
     begun, _, _ = load_run(child.name, root)
     for ours, theirs in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
@@ -169,12 +161,10 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
 def test_a_start_that_does_not_fit_is_one_line(root):
     parent = spec_of(run_of(1), root)
     train(parent)
-    wider = run_of(1).model_copy(
-        update={"model": run_of().model.model_copy(update={"d_model": 32}), "start_from": parent.name}
-    )
-    with pytest.raises(
-        UsageError, match=r"^start_from: .*embedding\.weight is \(260, 16\) in the checkpoint"
-    ):
+    model = run_of().model.model_copy(update={"d_model": 32})
+    wider = run_of(1).model_copy(update={"model": model, "start_from": parent.name})
+    said = r"^start_from: .*embedding\.weight is \(260, 16\) in the checkpoint"
+    with pytest.raises(UsageError, match=said):
         check_start(located(wider, root))
     with pytest.raises(UsageError, match=r"^start_from: nobody: no such run under"):
         located(run_of().model_copy(update={"start_from": "nobody"}), root)

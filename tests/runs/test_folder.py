@@ -63,10 +63,8 @@ def test_a_result_of_another_cell_or_cut_short_is_none(folder):
 
 
 def test_a_killed_process_lets_go(folder):
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE, text=True
-    )
-    with child:
+    command = [sys.executable, "-c", HOLD, str(folder.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "held\n"
         assert folder.is_held()
         with pytest.raises(Busy), folder.hold(wait=0.3):
@@ -209,11 +207,9 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     assert view.news() == []
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "?"), (0, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7800, "2h10m")]
-)
-def test_clock(seconds, text):
-    assert clock(seconds) == text
+def test_clock():
+    said = {None: "?", 0: "0s", 59.6: "1m00s", 185: "3m05s", 7800: "2h10m"}
+    assert {seconds: clock(seconds) for seconds in said} == said
 
 
 @pytest.mark.parametrize("root", ["file", "/proc/titans"])
@@ -236,11 +232,10 @@ def database(root: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [lock, database])
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(errno.EROFS, NotWritable), (errno.EACCES, NotWritable), (errno.ENOSPC, StorageError)],
-)
-def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number, kind):
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number):
+    kind = StorageError if number == errno.ENOSPC else NotWritable
+
     def fail(*arguments, **options):
         raise OSError(number, os.strerror(number))
 

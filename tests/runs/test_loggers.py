@@ -37,9 +37,8 @@ class Broken(Recorder):
 
 @pytest.fixture
 def spec(tiny_run, tmp_path):
-    return lambda *names: RunSpec(
-        tiny_run.model_copy(update={"log": LogConfig(loggers=list(names))}), tmp_path, "run", "c0ffee"
-    )
+    logged = lambda names: tiny_run.model_copy(update={"log": LogConfig(loggers=[*names])})  # noqa: E731
+    return lambda *names: RunSpec(logged(names), tmp_path, "run", "c0ffee")
 
 
 def trained(spec: RunSpec, steps: range) -> None:
@@ -93,9 +92,8 @@ def test_tensorboard_replaces_what_came_after_the_checkpoint(spec):
 
 def test_wandb_gets_the_config_and_resumes(spec, monkeypatch):
     asked, logged = {}, []
-    run = SimpleNamespace(
-        log=lambda values, step: logged.append((step, values["loss"])), finish=lambda: None, summary={}
-    )
+    log = lambda values, step: logged.append((step, values["loss"]))  # noqa: E731
+    run = SimpleNamespace(log=log, finish=lambda: None, summary={})
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: asked.update(how) or run))
     trained(spec("wandb"), range(3, 5))
     assert (asked["id"], asked["resume"], asked["config"]["optim"]["steps"]) == ("run", "allow", 20)

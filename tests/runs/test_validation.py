@@ -160,9 +160,8 @@ def test_how_far_training_carries_a_state(data, optim, expected):
      "data.sequence_length: streams are reset between rows of 32"),
 ])  # fmt: skip
 def test_streams_need_a_state_that_can_be_carried(changed, message):
-    cfg = RunConfig.model_validate_json(
-        json.dumps(RUN | {"model": RUN["model"] | changed, "data": RUN["data"] | {"rows": "streams"}})
-    )
+    fields = {"model": RUN["model"] | changed, "data": RUN["data"] | {"rows": "streams"}}
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
     if message is None:
         return build_objective(cfg).check()
     with pytest.raises(UsageError, match=f"^{message}"):

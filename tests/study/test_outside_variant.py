@@ -79,7 +79,7 @@ def test_a_preset_gives_it_the_parameters_of_the_size():
     assert config.options == {"width": 9}
 
 
-def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch):
+def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, answer, monkeypatch):
     model = preset("smoke", VARIANT, vocab_size=260, options={"width": 3}).model_dump(mode="json")
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
     assert train("--json") == 0
@@ -104,8 +104,7 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch
     assert 20 <= len(steps) < 35, "it resumed from a checkpoint"
     for key in ("cell", "columns", "final_train_loss", "parameters", "state_bytes"):
         assert resumed[key] == straight[key]
-    assert cli.run(["eval", resumed["cell"], "--root", "runs", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["columns"] == straight["columns"]
+    assert answer("eval", resumed["cell"], "--root", "runs")["columns"] == straight["columns"]
 
 
 @pytest.mark.nightly
@@ -159,11 +158,9 @@ def test_its_options_are_checked(lab, refused, options, line):
 
 
 def test_a_mixer_larger_than_the_size_is_refused(lab):
-    source = BLOCK.replace(
-        "nn.Linear(config.d_model, config.d_model", "nn.Linear(config.d_model, 64 * config.d_model"
-    )
+    linear = "nn.Linear(config.d_model, {}config.d_model"
+    source = BLOCK.replace(linear.format(""), linear.format("64 * "))
     (lab / "my_lab" / "blocks.py").write_text(source)
-    with pytest.raises(
-        ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward layer"
-    ):
+    said = r"preset: my_lab.* parameters a block before its feed-forward layer"
+    with pytest.raises(ValueError, match=said):
         preset("smoke", VARIANT)

@@ -10,12 +10,8 @@ from titans_platform.study.grid import expand, known_studies, load_study
 from titans_platform.study.spec import Printed, Row, read_paper
 
 PAPER = read_paper()
-ROWS = [
-    (key, size, row)
-    for key, table in PAPER.tables.items()
-    for size, rows in table.by_size().items()
-    for row in rows
-]
+SIZES = [(key, *sized) for key, table in PAPER.tables.items() for sized in table.by_size().items()]
+ROWS = [(key, size, row) for key, size, rows in SIZES for row in rows]
 
 
 @pytest.fixture(scope="module")

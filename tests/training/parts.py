@@ -67,9 +67,8 @@ def differences(variant: str, window: int = 24) -> dict[str, float]:
 
 def main() -> None:
     folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world_size
-    )
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     found = {variant: differences(variant) for variant in BLOCKS}
     # a window of one token keeps no keys

@@ -50,9 +50,8 @@ def losses(variant: str) -> list[float]:
         attention=AttentionConfig(heads=2, window=16, segment_size=16),
     )  # fmt: skip
     with deterministic(seed=0, threads=1):
-        trainer = Trainer(
-            LanguageModel(config), OptimConfig(steps=20, lr=1e-3), Stream(), sequence_length=LENGTH
-        )
+        optim = OptimConfig(steps=20, lr=1e-3)
+        trainer = Trainer(LanguageModel(config), optim, Stream(), sequence_length=LENGTH)
         return [trainer.step()["loss"] for _ in range(20)]
 
 

@@ -64,9 +64,7 @@ class CarriedStream(Stream):
         return StreamBatch(*(part[self.share] for part in (tokens, loss, reset)))
 
 
-def trainer(
-    parallel: str, rank: int = 0, world_size: int = 1, stream: type[Stream] = Stream, **optim: Any
-) -> Trainer:
+def trainer(parallel: str, rank: int = 0, world_size: int = 1, stream=Stream, **optim: Any) -> Trainer:
     cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
     groups = {"stream_groups": 2} if stream is CarriedStream else {}
     cfg = cfg.model_copy(update={"parallel": parallel} | groups | optim)
@@ -113,9 +111,7 @@ def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     return {"hsdp": found, "placements": [type(p).__name__ for p in weight.placements]}
 
 
-def carry(
-    folder: Path, rank: int, world_size: int, kinds: tuple[str, ...] = ("ddp", "fsdp", "sequence")
-) -> dict[str, Any]:
+def carry(folder: Path, rank: int, world_size: int, kinds=("ddp", "fsdp", "sequence")) -> dict[str, Any]:
     """Streams, resumed from the checkpoint in the folder, or writing one there for other world sizes."""
     found: dict[str, Any] = {}
     for kind in kinds:
