@@ -181,12 +181,9 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {}
 TWINS: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
-    "delta": (Delta, delta),
-    "chunked": (Chunked, delta),
-    "attention": (Attention, attention),
-    "blocks": (Blocks, plain),
-    "tokens": (Tokens, plain),
-}
+    "delta": (Delta, delta), "chunked": (Chunked, delta), "attention": (Attention, attention),
+    "blocks": (Blocks, plain), "tokens": (Tokens, plain),
+}  # fmt: skip
 
 
 def fault(check: str) -> Callable[[type[nn.Module]], type[nn.Module]]:

@@ -92,9 +92,8 @@ def test_the_scan_is_that_of_hgrn():
 @pytest.mark.parametrize("backend", ["reference", "auto", "online"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
-    given = q, k, v, write, keep, state = leaves(
-        (B, T, H, E), (B, T, H, E), (B, T, H, V), (B, T, H), (B, T, H), (B, H, E, V)
-    )
+    keys = (B, T, H, E)
+    given = q, k, v, write, keep, state = leaves(keys, keys, (B, T, H, V), keys[:3], keys[:3], (B, H, E, V))
     if not gated:
         given = [x for x in given if x is not keep]
     zeros = torch.zeros(B, T, H)
