@@ -70,6 +70,14 @@ def own_modules() -> Iterator[None]:
 
 
 @pytest.fixture
+def torch_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads; the number before is restored after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def tiny_run() -> RunConfig:
     """A real run of a second: recall in 32 tokens by a memory of one layer."""
     # here, because the kernels' tests also run where the platform's packages are not installed

@@ -1,7 +1,5 @@
 """Config of a run that takes a second, and a study of such runs."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

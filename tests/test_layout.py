@@ -1,7 +1,5 @@
 """Two pitfalls of the layout: source roots that become packages, and names that shadow others."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Correct layers, and the register of layers with one known fault that are made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

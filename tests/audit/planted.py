@@ -1,7 +1,5 @@
 """Planted faults: training, pieces, decoding, documents and lengths; `leaks` has the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

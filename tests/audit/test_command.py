@@ -1,7 +1,5 @@
 """`titans audit` and the tests that somebody's own repository makes of the checks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`titans bench fit`: the order of linear and deep memories over passes, what is tuned, and the command."""
 
-from __future__ import annotations
-
 import csv
 import math
 from statistics import fmean

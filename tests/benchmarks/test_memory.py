@@ -1,7 +1,5 @@
 """`titans bench memory`: it runs, reports its measurements, and rejects invalid options."""
 
-from __future__ import annotations
-
 import tomllib
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`titans bench stream`: each variant reads a long text, up to its end or a resource limit."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

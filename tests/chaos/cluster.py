@@ -1,7 +1,5 @@
 """Runs of two workers on several Ray nodes of one machine: a worker killed, a node lost, a driver killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

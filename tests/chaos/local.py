@@ -1,7 +1,5 @@
 """Runs in a local process, killed repeatedly and compared with an undisturbed run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing as mp

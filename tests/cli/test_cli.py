@@ -1,7 +1,5 @@
 """The command-line interface: options, exit codes, one-line errors, and response time."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """`--dry-run` reports the errors of a run at once, in one line that names the field."""
 
-from __future__ import annotations
-
 import json
 import re
 import time

@@ -1,7 +1,5 @@
 """`titans generate`: text on stdout, rates on stderr, memory files between two calls."""
 
-from __future__ import annotations
-
 import io
 import json
 import re

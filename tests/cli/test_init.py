@@ -1,7 +1,5 @@
 """`titans init`: its run file is valid, explains every field, and the reference page is up to date."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

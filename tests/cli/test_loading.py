@@ -1,7 +1,5 @@
 """A config's mistakes, each one line that names the field and the fix."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_core.config import ModelConfig

@@ -1,7 +1,5 @@
 """`titans runs` and `titans clean`: what is listed, tagged, deleted and kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

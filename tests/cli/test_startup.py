@@ -1,7 +1,5 @@
 """Commands that do not train start fast: they import none of the large libraries."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Cluster files: the actions of each kind, and errors that are raised before any action."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Slurm and Kubernetes with fake commands on the PATH: how they are called, and how a job ends."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os

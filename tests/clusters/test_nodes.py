@@ -1,7 +1,5 @@
 """Two real Ray nodes: a study is their job, a node and the driver are killed, the numbers stay the same."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

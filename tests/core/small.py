@@ -1,7 +1,5 @@
 """Small models shared by the tests in this folder, and the options they are parametrized over."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch

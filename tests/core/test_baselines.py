@@ -1,7 +1,5 @@
 """Language baselines: step-by-step decoding, agreement with other implementations, parameter counts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from typing import Any

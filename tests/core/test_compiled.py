@@ -1,20 +1,10 @@
 """Models under torch.compile and on the meta device: no graph breaks, and the same result as eager."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
 from tests.core.small import BASELINE_OPTIONS, MEMORY_VARIANTS, config, tokens
-from titans_core import (
-    BLOCKS,
-    Documents,
-    LanguageModel,
-    MemoryConfig,
-    ModelConfig,
-    NeuralMemory,
-    record,
-)
+from titans_core import BLOCKS, Documents, LanguageModel, MemoryConfig, ModelConfig, NeuralMemory, record
 from titans_kernels.memory.parts import layout
 
 pytestmark = pytest.mark.slow

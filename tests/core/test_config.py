@@ -1,7 +1,5 @@
 """Configs: size presets, parameter counts without building a model, rejected values."""
 
-from __future__ import annotations
-
 import time
 
 import pytest

@@ -1,7 +1,5 @@
 """Results do not depend on how a sequence is split or packed, and `state_bytes` is exact."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

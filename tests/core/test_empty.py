@@ -1,7 +1,5 @@
 """Empty inputs: a one-line error or an empty result, for every model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

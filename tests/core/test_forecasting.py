@@ -1,7 +1,5 @@
 """Forecasters: shapes, gradients, determinism, and agreement with their equations."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Generation does not depend on how prompts are split, nor on their lengths within a batch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

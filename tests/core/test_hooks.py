@@ -1,7 +1,5 @@
 """Compiled products leave hooks, wrappers and parametrisations of linear layers in force."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

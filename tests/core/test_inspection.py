@@ -1,7 +1,5 @@
 """Per-token traces of a watched memory, against a token-by-token run."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,7 +1,5 @@
 """Interventions: each is exactly the model without the part, and nothing is left of it afterwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Gradients reach every parameter and are exact; training works in float32 and bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

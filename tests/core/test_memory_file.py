@@ -1,7 +1,5 @@
 """A memory file restores the state bit for bit, and only into the model that wrote it."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """`NeuralMemory` as a standalone layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """Hugging Face export: logits survive the round trip, and `generate` of transformers works."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

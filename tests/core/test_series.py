@@ -1,7 +1,5 @@
 """Models of real-valued series: the blocks of every variant on continuous inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """TNT against its equations token by token, and its speed against fine chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Attention in one compiled call: equal to PyTorch's form of it, with every gradient."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -113,15 +111,12 @@ def test_the_keys_and_their_gradients_are_carried_and_reset(monkeypatch, window,
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_nothing(threads):
-    before, m, (x, prefix) = torch.get_num_threads(), layer(7), inputs(33, 4)
+def test_the_number_of_threads_changes_nothing(threads, torch_threads):
+    m, (x, prefix) = layer(7), inputs(33, 4)
     run = lambda: gradients([m(x, torch.arange(33)[None], None, prefix)[0]], [x, prefix])  # noqa: E731
     expected = run()
-    try:
-        torch.set_num_threads(threads)
-        torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
-    finally:
-        torch.set_num_threads(before)
+    torch_threads(threads)
+    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_not_supported_is_left_to_pytorch(monkeypatch):

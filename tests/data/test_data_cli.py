@@ -1,7 +1,5 @@
 """`titans data prepare` and `titans data info`."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Every row exactly once per epoch, for any reader and across kills and resumes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter

@@ -1,7 +1,5 @@
 """`titans data prepare` as a job on several Ray nodes: its driver is killed, and then one of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

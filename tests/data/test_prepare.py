@@ -1,7 +1,5 @@
 """Preparing data: once, atomically, by any number of processes; and errors on corruption."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

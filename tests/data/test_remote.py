@@ -1,7 +1,5 @@
 """Shards in a bucket: a real S3 server on loopback, behind a proxy with intermittent failures."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time

@@ -1,7 +1,5 @@
 """Sources: their documents, how they are split, and error messages."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -81,25 +79,26 @@ def write_many(folder: Path, n: int) -> str:
     return str(folder)
 
 
+def splits(source: dict, root: Path, **fields) -> tuple[list[str], list[str]]:
+    """The texts of both sides, of which none is on both."""
+    prepared = prepare(config(source, **fields), root)
+    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
+    assert not set(train) & set(validation)
+    return train, validation
+
+
 def test_no_document_in_both_splits(tmp_path):
     source = {"kind": "files", "path": write_many(tmp_path / "many", 50), "validation_fraction": 0.2}
-    prepared = prepare(config(source), tmp_path / "root")
-    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
-    assert len(validation) == 10
-    assert len(train) == 40
-    assert not set(train) & set(validation)
-    other = documents_of(prepare(config(source, seed=1), tmp_path / "root"), "validation")
-    assert set(other) != set(validation)
+    train, validation = splits(source, tmp_path / "root")
+    assert (len(train), len(validation)) == (40, 10)
+    assert set(splits(source, tmp_path / "root", seed=1)[1]) != set(validation)
 
 
 def test_repeated_documents_go_to_one_side(tmp_path):
     (tmp_path / "t.jsonl").write_text(jsonl(*(f"document {i % 10}" for i in range(100))))
     source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "validation_fraction": 0.3}
-    prepared = prepare(config(source), tmp_path / "root")
-    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
-    assert len(train) + len(validation) == 100
-    assert len(validation) == 30
-    assert not set(train) & set(validation)
+    train, validation = splits(source, tmp_path / "root")
+    assert (len(train), len(validation)) == (70, 30)
 
 
 def one_file(path: Path, text: str, fraction: float = 0.1, **more) -> dict:

@@ -1,7 +1,5 @@
 """The order of rows: exact weights, one counter, the same for any world size."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Continuous streams: the tokens of each step and the resets, for any world size."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

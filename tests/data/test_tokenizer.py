@@ -1,7 +1,5 @@
 """Tokenizers: ids, special tokens, fingerprints, and errors on a corrupt file."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Answers are correct: solvers that read only an item's text reproduce them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

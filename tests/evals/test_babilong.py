@@ -1,7 +1,5 @@
 """BABILong: facts of bAbI in the text of a book; an oracle scores 1, a guesser chance."""
 
-from __future__ import annotations
-
 import json
 import random
 import re

@@ -1,7 +1,5 @@
 """Loss by position: every way of reading equals reading token by token; the gain has the right sign."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics

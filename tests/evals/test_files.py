@@ -1,7 +1,5 @@
 """Tasks that read files: bAbI, and the adapter to lm-evaluation-harness."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import math

@@ -1,7 +1,5 @@
 """Floors: the best of each task's heuristics, computed by code on a fixed sample and pinned here."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace

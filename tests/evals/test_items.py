@@ -1,7 +1,5 @@
 """Items: exact lengths, answer tokens, padding, and errors that name the fix."""
 
-from __future__ import annotations
-
 import random
 import re
 

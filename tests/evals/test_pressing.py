@@ -1,7 +1,5 @@
 """Tasks that stress a memory: solvers that read the text are right, guessers get chance and the floor."""
 
-from __future__ import annotations
-
 import math
 import random
 import re

@@ -1,7 +1,5 @@
 """`evaluate`: an oracle scores 1, a guesser chance; items are unseen, the same for every model."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

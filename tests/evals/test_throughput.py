@@ -1,7 +1,5 @@
 """Throughput and the held-out loss, measured on a real model."""
 
-from __future__ import annotations
-
 import json
 import math
 

@@ -1,7 +1,5 @@
 """Shared by tests of the memory's forms: run a call in several forms, compare results and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 

@@ -1,22 +1,12 @@
 """Decay towards base weights instead of zero; test_residual.py has every form, packed and cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.kernels import cases
 from tests.kernels.cases import NATIVE, assert_same, needs_compiler
-from titans_kernels import (
-    DecodeState,
-    MemoryState,
-    decode_step,
-    extend_memory,
-    find_rule,
-    neural_memory,
-    read_memory,
-)
+from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory, neural_memory, read_memory
 from titans_kernels.memory.forms.triton import pieces
 
 FAST = ["chunked", NATIVE, "auto"]
@@ -36,7 +26,7 @@ def test_the_online_form_of_a_linear_memory(rule):
 
 @pytest.mark.parametrize("rule", ["huber", "gated_delta", "e2_ttt"])
 def test_cuts_of_another_rule_are_the_recurrence(rule):
-    Case(13).check(cuts=[[3, 2, 3, 5]], chunk_size=5, surprise_bound=0.5, rule=find_rule(rule))
+    Case(13).check(cuts=[[3, 2, 3, 5]], chunk_size=5, surprise_bound=0.5, rule=rule)
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: the kernels run on it")

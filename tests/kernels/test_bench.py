@@ -1,7 +1,5 @@
 """The kernel benchmark: its counts, its errors, its requirements."""
 
-from __future__ import annotations
-
 import json
 import math
 import subprocess

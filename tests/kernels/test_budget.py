@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, H heads, D key width.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 

@@ -1,7 +1,5 @@
 """The memory continued from any position, by one token, a few, or many, against the recurrence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

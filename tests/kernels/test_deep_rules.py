@@ -1,7 +1,5 @@
 """Rules of deep memories against loops over their published equations, with torch's own gradients."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

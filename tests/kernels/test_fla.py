@@ -5,8 +5,6 @@ Outputs, final states and every gradient, in float32 as theirs are. Their q is s
 the key width; ours is scaled by the caller.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import warnings
@@ -18,16 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import (
-    forms_used,
-    linear_attention,
-    native,
-    neural_memory,
-    recurrence,
-    recurrent_linear_attention,
-)
+from titans_kernels import forms_used, linear_attention, native, neural_memory, recurrence
 from titans_kernels.memory.forms.triton import pieces
-from titans_kernels.recurrence import scan
+from titans_kernels.recurrence import recurrent_linear_attention, scan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="fla-core is not installed: pip install -e '.[dev]'"

@@ -3,8 +3,6 @@
 `make test-gpu` runs the tests marked gpu. The unmarked ones show on a CPU that these tests can fail.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """`DeltaTTT`, a delta rule in each layer: the published equations, and every form against the recurrence."""
 
-from __future__ import annotations
-
 import re
 from itertools import pairwise
 

@@ -1,7 +1,5 @@
 """The memory as an operator of torch's library, and what a call keeps and reads from the device."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import product

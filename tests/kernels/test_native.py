@@ -1,7 +1,5 @@
 """The compiled CPU kernels match the recurrence and PyTorch's operators; they are optional."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
@@ -30,14 +28,11 @@ def test_native_is_the_parallel_form(depth, chunk_size):
 
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
-def test_packed_documents_in_any_number_of_threads(threads):
-    borders, before = torch.tensor([0, 5, 5, 40, 41, 73, 90, 90]), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders}
-        Case(90, 2, documents=7).check("native", **options)
-    finally:
-        torch.set_num_threads(before)
+def test_packed_documents_in_any_number_of_threads(threads, torch_threads):
+    torch_threads(threads)
+    options = {"chunk_size": 7, "surprise_bound": 0.5}
+    options["cu_seqlens"] = torch.tensor([0, 5, 5, 40, 41, 73, 90, 90])
+    Case(90, 2, documents=7).check("native", **options)
 
 
 @needs_compiler

@@ -1,7 +1,5 @@
 """The memory operator: its parallel form against the recurrence, and that against first principles."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

@@ -1,7 +1,5 @@
 """How far a NaN or an inf of one token reaches: later tokens, and earlier ones of its chunk at most."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """The online rule of a linear memory in blocks: the recurrence, whatever the length and the gates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -4,8 +4,6 @@ With a C++ compiler, the default form is the compiled one; the default without a
 same cases.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import pairwise

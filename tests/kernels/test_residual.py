@@ -1,7 +1,5 @@
 """A residual, LN, an alpha by column, a base to decay to: every form against the recurrence."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 

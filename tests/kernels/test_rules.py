@@ -1,7 +1,5 @@
 """Rules of the memory: each against the recurrence and against its published equations, in every form."""
 
-from __future__ import annotations
-
 import re
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,15 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import Call, assert_same
-from titans_kernels import (
-    RULES,
-    DecodeState,
-    MemoryState,
-    Rule,
-    extend_memory,
-    find_rule,
-    neural_memory,
-)
+from titans_kernels import RULES, DecodeState, MemoryState, Rule, extend_memory, find_rule, neural_memory
 from titans_kernels.memory.activations import ACTIVATIONS, layer_shapes
 from titans_kernels.memory.forms import reference
 from titans_kernels.memory.rules import PAPER

@@ -1,7 +1,5 @@
 """The Triton kernels in Triton's interpreter, against the token-by-token reference in float64."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
 from itertools import pairwise

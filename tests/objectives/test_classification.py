@@ -1,7 +1,5 @@
 """Sequence classification: reading, splitting, invariance to padding, and where a run starts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -18,14 +16,7 @@ from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.labelled import (
-    Items,
-    Labelled,
-    divide,
-    kmer_regression,
-    load_items,
-    read_file,
-)
+from titans_platform.objectives.labelled import Items, divide, kmer_regression, load_items, read_file
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest
@@ -108,7 +99,7 @@ def test_steps_of_pretraining_are_next_tokens_of_the_training_part():
     losses = objective.losses(model, before)
     assert losses.mean().item() == pytest.approx(2.3, abs=1.5)
     row = before.tokens[0, : before.lengths[0]][None]
-    alone = Labelled(row, before.lengths[:1], before.labels[:1])
+    alone = type(before)(row, before.lengths[:1], before.labels[:1])
     torch.testing.assert_close(objective.losses(model, alone), losses[:1])
     losses.sum().backward()
     # every weight has a gradient, as workers that exchange them need

@@ -1,7 +1,5 @@
 """Drifting regression: the known risk against a simulation, the operator against it, what is learnt."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

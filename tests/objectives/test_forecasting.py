@@ -1,7 +1,5 @@
 """The protocol of long-term forecasting: splits by hand, scaling, leaks, every test window, files by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

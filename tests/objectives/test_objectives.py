@@ -1,7 +1,5 @@
 """Objectives through the CLI: a series is trained, resumed, evaluated and reported like tokens."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

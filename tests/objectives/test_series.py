@@ -1,7 +1,5 @@
 """Series as data: reading, splitting, and the windows of a run."""
 
-from __future__ import annotations
-
 import lzma
 
 import numpy as np

@@ -1,7 +1,5 @@
 """`titans inspect`: the numbers of a text as Arrow, and the page that shows them."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

@@ -1,7 +1,5 @@
 """The page of the paper's tables, and the list of their completed runs."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """Published MLflow views: units, links, and a store that was moved."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """The report: a self-contained page, figures derived from a study's axes, LaTeX."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

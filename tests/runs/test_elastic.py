@@ -1,7 +1,5 @@
 """Elastic resources (min_workers, max_workers): validation, placement, and the MIN:MAX syntax."""
 
-from __future__ import annotations
-
 import json
 
 import click

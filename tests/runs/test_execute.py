@@ -1,7 +1,5 @@
 """A cell with a real model and data: its files, its errors, and a kill that changes no number."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import signal

@@ -1,7 +1,5 @@
 """Runs started from another run's weights, and runs extended by more steps: exact, or a one-line error."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy

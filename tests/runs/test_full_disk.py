@@ -2,8 +2,6 @@
 found are also tested separately, for users who may not mount a file system.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`load_run`: load a trained model by any name of its run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,7 +1,5 @@
 """Loggers beside MLflow: TensorBoard, W&B, and somebody's own class."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections.abc import Iterator

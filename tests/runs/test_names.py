@@ -1,7 +1,5 @@
 """Cell names, pinned so that no change silently renames finished cells."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any

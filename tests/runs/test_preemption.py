@@ -1,8 +1,6 @@
 """Ctrl-C, SIGTERM and preempted workers: a checkpoint is written first, and no number changes."""
 
 # ruff: noqa: PT012  what raises is a signal, at any of a block's statements
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """The MLflow store: one run across restarts, each step logged once, one-line error if it cannot be opened."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

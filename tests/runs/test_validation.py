@@ -1,7 +1,5 @@
 """Validation loss during training: logged, displayed, and without effect on the numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from copy import deepcopy
@@ -20,7 +18,7 @@ from titans_platform.objectives.next_token import NextToken
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
-from titans_platform.runs.spec import Tracking
+from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import saved, step_of
 
@@ -85,8 +83,11 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, 
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
     assert (result.best_step, result.best_validation_loss) == ((2, 2.0) if best else (None, None))
-    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
-    assert steps == ({2, 5} if best else {5})
+    assert kept_steps(spec) == ({2, 5} if best else {5})
+
+
+def kept_steps(spec: RunSpec) -> set[int]:
+    return {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
 
 
 def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
@@ -96,8 +97,7 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
-    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
-    assert steps == {result.best_step, 5}
+    assert kept_steps(spec) == {result.best_step, 5}
 
 
 def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):

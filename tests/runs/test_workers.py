@@ -1,7 +1,5 @@
 """A run under Ray Train: in-process, on two workers, and with a killed worker."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform

@@ -1,7 +1,5 @@
 """A study end to end: killed twice, it has the numbers of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

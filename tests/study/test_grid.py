@@ -1,7 +1,5 @@
 """Studies whose rows are a product of axes, and the files the project ships."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

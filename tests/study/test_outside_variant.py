@@ -1,7 +1,5 @@
 """A variant in a user's own file: preset, training, resume, evaluation, table."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil

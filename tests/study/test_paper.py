@@ -1,7 +1,5 @@
 """Every row of the paper's tables is run by a study or is a reference with a source."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_platform.errors import UsageError

@@ -1,7 +1,5 @@
 """Estimates: how long a plan takes, and how many cells fit into memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_platform.config import RunConfig

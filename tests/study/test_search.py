@@ -1,7 +1,5 @@
 """A search: no trial runs twice, and the best trial becomes a row."""
 
-from __future__ import annotations
-
 import json
 import shutil
 

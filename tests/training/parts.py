@@ -5,8 +5,6 @@ workers together against those of one. Rank 0 writes the largest differences of 
 FOLDER/differences.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """A trainer with millisecond steps: a model of two matrices on random rows seeded by the step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Checkpoints: resume is bitwise exact, corruption is detected, and writes are asynchronous."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """Divergence (NaN, inf or a loss spike): the run stops, skips the batch, or rewinds to a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

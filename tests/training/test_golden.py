@@ -1,7 +1,5 @@
 """Golden losses: twenty steps of every variant, to detect any change in the arithmetic."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest

@@ -1,7 +1,5 @@
 """The training loop: loss, learning rate, batches, and non-finite losses."""
 
-from __future__ import annotations
-
 import threading
 import time
 from types import SimpleNamespace

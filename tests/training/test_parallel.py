@@ -1,7 +1,5 @@
 """One worker, two with DDP or FSDP2, four with HSDP: same losses, bitwise equal evaluation."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """Recipes for hybrids: the window of each step, the auxiliary pass, and resuming in the middle of both."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

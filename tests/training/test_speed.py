@@ -1,7 +1,5 @@
 """Step speed: FLOP counts, model FLOPs utilisation, profiler traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time

@@ -4,8 +4,6 @@ Writes its results to FOLDER/worker-RANK.json. The test that starts it also impo
 a run without a process group.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
