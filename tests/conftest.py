@@ -9,7 +9,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -70,6 +70,14 @@ def own_modules() -> Iterator[None]:
 
 
 @pytest.fixture
+def torch_threads() -> Iterator[Callable[[int], None]]:
+    """Sets the number of threads; the number before is restored after the test."""
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
 def tiny_run() -> RunConfig:
     """A real run of a second: recall in 32 tokens by a memory of one layer."""
     # here, because the kernels' tests also run where the platform's packages are not installed
@@ -99,6 +107,20 @@ def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
         (line,) = capsys.readouterr().err.strip().splitlines()
         assert line.startswith("error: ")
         return line
+
+    return run
+
+
+@pytest.fixture
+def answer(capsys: pytest.CaptureFixture[str]) -> Callable[..., Any]:
+    """Runs a line of the command line that must succeed, and returns the JSON it prints."""
+
+    def run(*words: object) -> Any:
+        from titans_platform import cli
+
+        capsys.readouterr()
+        assert cli.run([*map(str, words), "--json"]) == 0
+        return json.loads(capsys.readouterr().out)
 
     return run
 

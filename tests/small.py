@@ -1,8 +1,9 @@
 """Config of a run that takes a second, and a study of such runs."""
 
-from __future__ import annotations
-
 import json
+import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +49,13 @@ def trained(root: Path, **fields: Any) -> Path:
     spec = spec_for(cfg, root)
     execute(spec)
     return spec.folder.path
+
+
+def until(what: Callable[[], Any], process: subprocess.Popen | None = None, timeout: float = 300.0) -> Any:
+    """What ``what`` finds, while ``process`` lives."""
+    deadline = time.monotonic() + timeout
+    while not (found := what()):
+        assert process is None or process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, "timed out"
+        time.sleep(0.02)
+    return found

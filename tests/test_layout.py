@@ -1,7 +1,5 @@
 """Two pitfalls of the layout: source roots that become packages, and names that shadow others."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -23,22 +21,17 @@ def test_source_roots_are_no_packages(folder):
 
 def test_the_standard_library_s_platform_is_found_from_the_repository_root():
     code = "import platform, uuid, asyncio; print(platform.python_implementation())"
-    result = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    assert result.stdout.strip() == sys.implementation.name.replace("cpython", "CPython")
+    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert found.strip() == sys.implementation.name.replace("cpython", "CPython")
 
 
 @pytest.mark.slow
-def test_the_models_import_without_the_platform():
-    blocked = ["ray", "mlflow", "pyarrow", "datasets", "titans_platform"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); {ALL}"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-@pytest.mark.slow
-def test_the_operators_import_without_the_models():
-    code = f"import sys; sys.modules.update(titans_core=None, pydantic=None); {OPERATORS}"
+@pytest.mark.parametrize(("imports", "blocked"), [
+    (ALL, ["ray", "mlflow", "pyarrow", "datasets", "titans_platform"]),
+    (OPERATORS, ["titans_core", "pydantic"]),
+], ids=["models", "operators"])  # fmt: skip
+def test_a_package_imports_without_those_above_it(imports, blocked):
+    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); {imports}"
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -1,7 +1,5 @@
 """Correct layers, and the register of layers with one known fault that are made from them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -181,12 +179,9 @@ class Fault:
 
 FAULTS: dict[str, Fault] = {}
 TWINS: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
-    "delta": (Delta, delta),
-    "chunked": (Chunked, delta),
-    "attention": (Attention, attention),
-    "blocks": (Blocks, plain),
-    "tokens": (Tokens, plain),
-}
+    "delta": (Delta, delta), "chunked": (Chunked, delta), "attention": (Attention, attention),
+    "blocks": (Blocks, plain), "tokens": (Tokens, plain),
+}  # fmt: skip
 
 
 def fault(check: str) -> Callable[[type[nn.Module]], type[nn.Module]]:

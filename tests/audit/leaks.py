@@ -1,7 +1,5 @@
 """Planted faults: outputs that depend on later tokens, other rows, other calls, or the size of the batch."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F

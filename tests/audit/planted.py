@@ -1,7 +1,5 @@
 """Planted faults: training, pieces, decoding, documents and lengths; `leaks` has the others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch
@@ -270,10 +268,9 @@ class CancelledVariance(Blocks):
 
     def normalize(self, x: Tensor) -> Tensor:
         x = x + 300
-        variance = x.square().mean(-1, keepdim=True) - x.mean(-1, keepdim=True).square()
-        return (x - x.mean(-1, keepdim=True)) / (
-            variance.abs() + 1e-5
-        ).sqrt() * self.norm.weight + self.norm.bias
+        mean = x.mean(-1, keepdim=True)
+        variance = x.square().mean(-1, keepdim=True) - mean.square()
+        return (x - mean) / (variance.abs() + 1e-5).sqrt() * self.norm.weight + self.norm.bias
 
 
 @fault("bfloat16")
@@ -281,13 +278,7 @@ class CountsInBfloat(Blocks):
     """A position counted by adding ones, which bfloat16 cannot beyond 256."""
 
     def prepare(self, x: Tensor) -> Tensor:
-        steps = 8 * torch.ones_like(x)
-        position = torch.stack(_running(steps), 1)
-        return x + (position * 0.1).sin() * 8
-
-
-def _running(steps: Tensor) -> list[Tensor]:
-    totals = [steps[:, 0]]
-    for t in range(1, steps.shape[1]):
-        totals.append(totals[-1] + steps[:, t] * 1.01)
-    return totals
+        totals = [8 * torch.ones_like(x[:, 0])]
+        for _ in range(1, x.shape[1]):
+            totals.append(totals[-1] + 8 * torch.ones_like(x[:, 0]) * 1.01)
+        return x + (torch.stack(totals, 1) * 0.1).sin() * 8

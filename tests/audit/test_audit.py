@@ -1,7 +1,5 @@
 """The audit finds every planted fault by the check that is meant to, and accuses no correct twin."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """`titans audit` and the tests that somebody's own repository makes of the checks."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -78,21 +76,18 @@ def test_a_finding_is_exit_code_1_with_the_smallest_example(capsys):
     assert {r["verdict"] for r in json.loads(capsys.readouterr().out)["results"]} == {"pass"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "audit: give either TARGET, package.module:Class, or --variant NAME"),
-        (["no_module:Layer"], "TARGET: no_module:Layer: ModuleNotFoundError: No module named 'no_module'"),
-        ([f"{LAYERS}:Block"], "has no attribute 'Block'"),
-        (["torch.nn:Linear"], "torch.nn:Linear: cannot be built: TypeError"),
-        ([f"{LAYERS}:Blocks", "--kwargs", "{"], "--kwargs: not JSON"),
-        ([f"{LAYERS}:Blocks", "--kwargs", "[1]"], "--kwargs: [1] is not an object of names and values"),
-        ([f"{LAYERS}:Blocks", "--dim", "8", "--only", "causal"], "'causal' is not one of causal_gradient, "),
-        ([f"{LAYERS}:Blocks", "--dim", "5"], "cannot be called without an adapter"),
-        (["--variant", "mca"], "did you mean mac?"),
-        (["--variant", "mac", "--kwargs", '{"memory": {"rule": "yad"}}'], "did you mean yaad?"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "message"), [
+    ([], "audit: give either TARGET, package.module:Class, or --variant NAME"),
+    (["no_module:Layer"], "TARGET: no_module:Layer: ModuleNotFoundError: No module named 'no_module'"),
+    ([f"{LAYERS}:Block"], "has no attribute 'Block'"),
+    (["torch.nn:Linear"], "torch.nn:Linear: cannot be built: TypeError"),
+    ([f"{LAYERS}:Blocks", "--kwargs", "{"], "--kwargs: not JSON"),
+    ([f"{LAYERS}:Blocks", "--kwargs", "[1]"], "--kwargs: [1] is not an object of names and values"),
+    ([f"{LAYERS}:Blocks", "--dim", "8", "--only", "causal"], "'causal' is not one of causal_gradient, "),
+    ([f"{LAYERS}:Blocks", "--dim", "5"], "cannot be called without an adapter"),
+    (["--variant", "mca"], "did you mean mac?"),
+    (["--variant", "mac", "--kwargs", '{"memory": {"rule": "yad"}}'], "did you mean yaad?"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, refused):
     assert message in refused("audit", *arguments)
 

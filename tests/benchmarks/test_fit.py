@@ -1,7 +1,5 @@
 """`titans bench fit`: the order of linear and deep memories over passes, what is tuned, and the command."""
 
-from __future__ import annotations
-
 import csv
 import math
 from statistics import fmean
@@ -119,15 +117,12 @@ def test_pairs_of_a_run_are_what_its_memory_writes(tmp_path):
         trained(str(folder), 3, 32, tmp_path, seed=0)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["--memory", "depth 9"], "'depth 9' is not one of 'linear'"),
-        (["--memory", "nobody/2"], "nobody"),
-        (["--kind", "trained"], "--kind: trained needs --run"),
-        (["--run", "nowhere", "--kind", "trained"], "nowhere"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["--memory", "depth 9"], "'depth 9' is not one of 'linear'"),
+    (["--memory", "nobody/2"], "nobody"),
+    (["--kind", "trained"], "--kind: trained needs --run"),
+    (["--run", "nowhere", "--kind", "trained"], "nowhere"),
+])  # fmt: skip
 def test_what_cannot_be_is_refused(arguments, says, refused, tmp_path):
     assert says in refused("bench", "fit", "--root", tmp_path, *arguments)
 

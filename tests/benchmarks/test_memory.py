@@ -1,8 +1,5 @@
 """`titans bench memory`: it runs, reports its measurements, and rejects invalid options."""
 
-from __future__ import annotations
-
-import json
 import tomllib
 from dataclasses import replace
 from pathlib import Path
@@ -22,9 +19,8 @@ from titans_platform.errors import TitansError, UsageError
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_prints_json_of_every_length(capsys):
-    assert run(["bench", "memory", "--quick", "--pairs", "2", "--threads", "1", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+def test_the_command_prints_json_of_every_length(answer):
+    result = answer("bench", "memory", "--quick", "--pairs", "2", "--threads", "1")
     assert [row["length"] for row in result["rows"]] == [32, 64]
     for row in result["rows"]:
         assert len(row["ours"]["samples"]) == 2
@@ -38,11 +34,7 @@ def test_the_command_prints_json_of_every_length(capsys):
 
 def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
     right = chunked.coefficients
-
-    def wrong(*gates):
-        found = right(*gates)
-        return found._replace(C=found.C * 1.001)
-
+    wrong = lambda *gates: (found := right(*gates))._replace(C=found.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
     monkeypatch.setattr(native, "library", lambda dtype: None)
     monkeypatch.setattr(memory, "Worker", None)  # nothing may be started

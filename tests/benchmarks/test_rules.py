@@ -1,7 +1,5 @@
 """`titans bench rules`: every rule of the registry within 1e-9 of the reference, with a row on its page."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """`titans bench step`: it times every row, and rejects a source tree with different results."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`make chaos`: kill runs at random moments, compare them with undisturbed ones, print a table."""
 
-from __future__ import annotations
-
 import argparse
 import random
 import sys

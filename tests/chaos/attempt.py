@@ -4,8 +4,6 @@ Fault injection inside the process is configured by the environment and the run'
 code works in a local process and in Ray workers.
 """
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """Runs of two workers on several Ray nodes of one machine: a worker killed, a node lost, a driver killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -19,10 +17,8 @@ from titans_platform.training.checkpoint import step_of
 
 ELASTIC = {"elastic shrink": [2, 1], "elastic growth": [1, 2]}
 """Faults that change the number of workers, and from which to which."""
-FAULTS = (
-    *("worker killed", "node lost", "driver of workers killed", "worker told to end", "node taken away"),
-    *ELASTIC,
-)
+KILLED = ("worker killed", "node lost", "driver of workers killed", "worker told to end", "node taken away")
+FAULTS = (*KILLED, *ELASTIC)
 STEPS = 150
 LOOKS_FOR_MORE = 60.0
 """Seconds between two looks of Ray Train's for nodes that have been added."""
@@ -157,9 +153,7 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
     return struck
 
 
-def strike(
-    root: Path, fault: str, process: subprocess.Popen, pid: int, draw: random.Random, made: Nodes
-) -> int:
+def strike(root: Path, fault: str, process: Any, pid: int, draw: random.Random, made: Nodes) -> int:
     """One fault; whether it met a run."""
     if "driver" in fault:
         process.kill()

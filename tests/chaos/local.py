@@ -1,7 +1,5 @@
 """Runs in a local process, killed repeatedly and compared with an undisturbed run."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import multiprocessing as mp
@@ -36,16 +34,8 @@ class Line:
     notes: list[str] = field(default_factory=list)
 
     def row(self) -> str:
-        cells = (
-            self.fault,
-            self.runs,
-            self.hits,
-            self.equal,
-            self.lost,
-            self.repeated,
-            "; ".join(self.notes),
-        )
-        return "| " + " | ".join(map(str, cells)) + " |"
+        counts = (self.runs, self.hits, self.equal, self.lost, self.repeated)
+        return "| " + " | ".join(map(str, (self.fault, *counts, "; ".join(self.notes)))) + " |"
 
 
 HEAD = """| fault | runs | faults that struck | bit-equal runs | samples lost | repeated | notes |
@@ -94,9 +84,8 @@ def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
 def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], seconds: float = 0.01) -> Any:
     """A process that trains from where the run is; forked from one that has imported everything."""
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tests.chaos.attempt"]
-    )
+    modules = ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tests.chaos.attempt"]
+    context.set_forkserver_preload(modules)
     options = {"poisoned": poisoned, "seconds": seconds}
     process = context.Process(target=attempt, args=(text, str(root), uri, options))
     process.start()

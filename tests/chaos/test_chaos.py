@@ -1,7 +1,5 @@
 """A short `make chaos`: each kind of fault once, with the numbers of an undisturbed run."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,8 +1,5 @@
 """The command-line interface: options, exit codes, one-line errors, and response time."""
 
-from __future__ import annotations
-
-import json
 import os
 import shutil
 import subprocess
@@ -64,9 +61,7 @@ FROZEN = {
 }
 
 
-def walk(
-    command: click.Command, ctx: click.Context, path: tuple[str, ...] = ()
-) -> Iterator[tuple[str, click.Command]]:
+def walk(command: click.Command, ctx: click.Context, path: tuple[str, ...] = ()) -> Iterator[tuple]:
     if not isinstance(command, click.Group):
         yield " ".join(path), command
         return
@@ -83,9 +78,7 @@ def signature(command: click.Command) -> str:
 
 
 def test_options_are_frozen():
-    assert {
-        name: signature(command) for name, command in dict(walk(cli, click.Context(cli))).items()
-    } == FROZEN
+    assert {name: signature(command) for name, command in walk(cli, click.Context(cli))} == FROZEN
 
 
 @pytest.mark.parametrize("name", FROZEN)
@@ -109,42 +102,38 @@ def test_a_group_alone_is_its_help(group, capsys):
     assert err == ""
 
 
-@pytest.mark.parametrize(
-    ("line", "left"),
-    [
-        (["train", "run.yaml"], f"; {RESUME}"),
-        (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
-        (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
-        (["bench", "memory"], ""),
-    ],
-)
-def test_an_interrupt_promises_what_is_left(monkeypatch, capsys, line, left):
-    def interrupted(*arguments, **options):
-        raise KeyboardInterrupt
+@pytest.fixture
+def failing(monkeypatch):
+    """Lets every command end with an error."""
 
-    monkeypatch.setattr(cli, "main", interrupted)
+    def ends_with(error: BaseException) -> None:
+        def fails(*arguments, **options):
+            raise error
+
+        monkeypatch.setattr(cli, "main", fails)
+
+    return ends_with
+
+
+@pytest.mark.parametrize(("line", "left"), [
+    (["train", "run.yaml"], f"; {RESUME}"),
+    (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
+    (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
+    (["bench", "memory"], ""),
+])  # fmt: skip
+def test_an_interrupt_promises_what_is_left(failing, capsys, line, left):
+    failing(KeyboardInterrupt())
     assert run(line) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: interrupted{left}"
 
 
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (TitansError("no"), 1),
-        (ValueError("no"), 1),
-        (UsageError("no"), 2),
-        (click.UsageError("no"), 2),
-        (ClusterError("no"), 3),
-        (KeyboardInterrupt(), 130),
-        (click.Abort(), 130),
-    ],
-)
+@pytest.mark.parametrize(("error", "code"), [
+    (TitansError("no"), 1), (ValueError("no"), 1), (UsageError("no"), 2), (click.UsageError("no"), 2),
+    (ClusterError("no"), 3), (KeyboardInterrupt(), 130), (click.Abort(), 130),
+])  # fmt: skip
 @pytest.mark.parametrize("debug", [False, True])
-def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
-    def fails(*arguments, **options):
-        raise error
-
-    monkeypatch.setattr(cli, "main", fails)
+def test_exit_codes_and_one_line(failing, capsys, error, code, debug):
+    failing(error)
     assert run(["--debug"] * debug) == code
     lines = capsys.readouterr().err.strip().splitlines()
     assert lines[-1].startswith("error: ")
@@ -152,28 +141,23 @@ def test_exit_codes_and_one_line(monkeypatch, capsys, error, code, debug):
     assert debug or len(lines) == 1
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (["trian"], "trian"),
-        (["train"], "Missing argument 'CONFIG'"),
-        (["train", "none.yaml"], "none.yaml: no such file"),
-        (["train", "{yaml}", "--stes", "x"], "--stes"),
-        (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
-        (
-            ["train", "{yaml}", "--set", "model.variant=mac"],
-            "model.attention.segment_size: variant mac needs one",
-        ),
-        (["train", "{yaml}", "--workers", "-1"], "--workers"),
-        (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
-        (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
-        (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
-        (["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"], "optim.steps: should be less"),
-        (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
-        (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
-        (["eval", "abc123"], "abc123: no such run under"),
-    ],
-)
+@pytest.mark.parametrize(("line", "says"), [
+    (["trian"], "trian"),
+    (["train"], "Missing argument 'CONFIG'"),
+    (["train", "none.yaml"], "none.yaml: no such file"),
+    (["train", "{yaml}", "--stes", "x"], "--stes"),
+    (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
+    (["train", "{yaml}", "--set", "model.variant=mac"],
+     "model.attention.segment_size: variant mac needs one"),
+    (["train", "{yaml}", "--workers", "-1"], "--workers"),
+    (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
+    (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
+    (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
+    (["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"], "optim.steps: should be less"),
+    (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
+    (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
+    (["eval", "abc123"], "abc123: no such run under"),
+])  # fmt: skip
 def test_bad_usage_is_one_line_and_nothing_is_written(line, says, tiny_yaml, tmp_path, refused, monkeypatch):
     root = tmp_path / "runs"
     monkeypatch.setenv("TITANS_HOME", str(root))
@@ -187,13 +171,11 @@ def test_a_store_that_cannot_be_opened_stops_train_before_it_begins(tiny_yaml, t
     assert not (tmp_path / "cells").exists()
 
 
-def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys, refused):
+def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys, answer, refused):
     root = ["--root", str(tmp_path)]
-    assert run(["train", str(tiny_yaml), *root, "--dry-run", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = answer("train", tiny_yaml, *root, "--dry-run")
     assert (plan["state"], plan["tokens"]) == ("missing", 20 * 4 * 32)
-    assert run(["train", str(tiny_yaml), *root, "--json"]) == 0
-    result = json.loads(capsys.readouterr().out)
+    result = answer("train", tiny_yaml, *root)
     assert plan["parameters"] == result["parameters"]
     assert run(["train", str(tiny_yaml), *root]) == 0
     table = capsys.readouterr().out
@@ -201,16 +183,13 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys, refused):
     assert "recall@32" in table
     assert "0.062" in table, "chance stands beside the value"
     for name in (result["cell"][:6], str(tmp_path / "cells" / result["cell"]), result["mlflow_run_id"]):
-        assert run(["eval", name, *root, "--json"]) == 0
-        measured = json.loads(capsys.readouterr().out)
+        measured = answer("eval", name, *root)
         assert measured["columns"] == result["columns"]
     assert measured["step"] == 20
     point = str(next((tmp_path / "cells").glob("*/checkpoints/step-00000018")))
-    assert run(["eval", point, *root, "--set", "eval.items=4", "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)
+    measured = answer("eval", point, *root, "--set", "eval.items=4")
     assert (measured["step"], measured["tasks"]["reasoning/recall@32"]["items"]) == (18, 4)
-    assert run(["eval", point, *root, "--pathways", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["pathways"].keys() == {"memory", "decay"}
+    assert answer("eval", point, *root, "--pathways")["pathways"].keys() == {"memory", "decay"}
     assert run(["eval", point, *root, "--pathways"]) == 0
     assert "memory's output off" in capsys.readouterr().out
     assert "only eval.* may be set" in refused("eval", point, *root, "--set", "seed=4")
@@ -224,9 +203,8 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
     def cell(*more: str) -> tuple[str, str]:
         assert run([*line, *more]) == 0
         shown = capsys.readouterr().out
-        return shown, next(
-            words[1][:12] for row in shown.splitlines() if (words := row.split())[:1] == ["run"]
-        )
+        words = next(row.split() for row in shown.splitlines() if row.split()[:1] == ["run"])
+        return shown, words[1][:12]
 
     _, first = cell("optim.steps=4")
     assert run([*line, "optim.steps=60", "--resume-from", first, "--dry-run"]) == 0
@@ -240,12 +218,9 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
 
 TOP = Path(__file__).parents[2]
 GIT = {
-    **os.environ,
-    "GIT_AUTHOR_NAME": "a",
-    "GIT_AUTHOR_EMAIL": "a@b",
-    "GIT_COMMITTER_NAME": "a",
+    **os.environ, "GIT_AUTHOR_NAME": "a", "GIT_AUTHOR_EMAIL": "a@b", "GIT_COMMITTER_NAME": "a",
     "GIT_COMMITTER_EMAIL": "a@b",
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -263,10 +238,17 @@ def tree(tmp_path: Path) -> Path:
     return tree
 
 
+def install(tree: Path, site: Path) -> None:
+    """Build the tree's wheel, and unpack it as an installation does."""
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tree.parent)]
+    subprocess.run(build, cwd=tree, check=True, capture_output=True)
+    (wheel,) = tree.parent.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+
+
 def test_commit_of_a_tree_and_its_changes(tree):
-    head = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=tree, capture_output=True, text=True
-    ).stdout.strip()
+    head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tree, text=True).strip()
     assert provenance.commit_of_tree(tree) == head
     (tree / "README.md").write_text("new")
     (tree / "platform" / "untracked.py").write_text("")
@@ -279,32 +261,20 @@ def test_commit_of_a_tree_and_its_changes(tree):
 
 def test_a_wheel_knows_its_commit(tree, tmp_path):
     head = provenance.commit_of_tree(tree)
-    subprocess.run(
-        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)],
-        cwd=tree,
-        check=True,
-        capture_output=True,
-    )
-    (wheel,) = tmp_path.glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(tmp_path / "site")
+    install(tree, tmp_path / "site")
     code = "from titans_platform.provenance import commit; print(commit())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    told = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
-    assert told.stdout.strip() == head
+    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert told.strip() == head
     assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
 
 
 @pytest.mark.nightly
 def test_a_wheel_runs_a_study_without_a_clone(tree, tmp_path):
     """As after `pip install`: an environment with the dependencies and the wheel, in an empty folder."""
-    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
-    subprocess.run(build, cwd=tree, check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("*.whl")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    install(tree, site)
     # a path file of a path file is not read, so this does not bring the checkout itself
     (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
     empty = tmp_path / "empty"
@@ -313,13 +283,10 @@ def test_a_wheel_runs_a_study_without_a_clone(tree, tmp_path):
     env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TITANS_HOME")}
     code = "import titans_platform; print(titans_platform.__file__)"
     python = str(tmp_path / "venv" / "bin" / "python")
-    where = subprocess.run(
-        [python, "-c", code], env=env, cwd=empty, capture_output=True, text=True, check=True
-    )
-    assert Path(where.stdout.strip()).is_relative_to(site)
-    done = subprocess.run(
-        [python, "-m", "titans_platform", *words], env=env, cwd=empty, capture_output=True, text=True
-    )
+    where = subprocess.check_output([python, "-c", code], env=env, cwd=empty, text=True)
+    assert Path(where.strip()).is_relative_to(site)
+    line = [python, "-m", "titans_platform", *words]
+    done = subprocess.run(line, env=env, cwd=empty, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     (table,) = empty.glob("titans-runs/studies/*/table.csv")
     assert "LMM" in table.read_text()

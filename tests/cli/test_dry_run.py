@@ -1,7 +1,5 @@
 """`--dry-run` reports the errors of a run at once, in one line that names the field."""
 
-from __future__ import annotations
-
 import json
 import re
 import time
@@ -17,26 +15,23 @@ from titans_platform.runs import check
 from titans_platform.runs.spec import Resources
 
 
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--set", "data.sources=[{kind: files, path: nowhere/*.txt}]"], "data.sources.0"),
-        (["--set", "data.tokenizer=none.model"], "none.model"),
-        (["--set", "eval.columns.x=[{task: recal}]"], "eval.columns.x.0.task: "),
-        (["--set", "optim.micro_batch_size=3"], "optim.micro_batch_size: 3 does not divide the 4 rows"),
-        (["--set", "optim.global_batch_size=1", "--workers", "2"], "optim.global_batch_size: 1 rows"),
-        (["--gpus", "1"], "1 GPU missing"),
-        (["--workers", "1000", "--set", "optim.global_batch_size=1000"], "workers: "),
-        (["--workers", "3", "--set", "optim.parallel=fsdp"], "optim.global_batch_size: 4 rows do not divide"),
-        (["--set", "model.memory.depth=10000"], "model.memory.depth"),
-        (["--set", "model.d_model=1000000", "--set", "model.n_layers=100"], "model: "),
-        (["--set", "model.n_layers=1000000000"], "model.n_layers"),
-        (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),
-        (["--set", "start_from=nobody"], "start_from: nobody: no such run under"),
-        (["--set", "model.variant=lm"], "model.variant: 'lm' is not one of"),
-        (["--set", "log.loggers=[tensorbord]"], "log.loggers: 'tensorbord' is not one of"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "line"), [
+    (["--set", "data.sources=[{kind: files, path: nowhere/*.txt}]"], "data.sources.0"),
+    (["--set", "data.tokenizer=none.model"], "none.model"),
+    (["--set", "eval.columns.x=[{task: recal}]"], "eval.columns.x.0.task: "),
+    (["--set", "optim.micro_batch_size=3"], "optim.micro_batch_size: 3 does not divide the 4 rows"),
+    (["--set", "optim.global_batch_size=1", "--workers", "2"], "optim.global_batch_size: 1 rows"),
+    (["--gpus", "1"], "1 GPU missing"),
+    (["--workers", "1000", "--set", "optim.global_batch_size=1000"], "workers: "),
+    (["--workers", "3", "--set", "optim.parallel=fsdp"], "optim.global_batch_size: 4 rows do not divide"),
+    (["--set", "model.memory.depth=10000"], "model.memory.depth"),
+    (["--set", "model.d_model=1000000", "--set", "model.n_layers=100"], "model: "),
+    (["--set", "model.n_layers=1000000000"], "model.n_layers"),
+    (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),
+    (["--set", "start_from=nobody"], "start_from: nobody: no such run under"),
+    (["--set", "model.variant=lm"], "model.variant: 'lm' is not one of"),
+    (["--set", "log.loggers=[tensorbord]"], "log.loggers: 'tensorbord' is not one of"),
+])  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path, refused, arguments, line):
     root = tmp_path / "runs"
     began = time.monotonic()
@@ -51,12 +46,9 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
     tokens = {}
     for parallel, micro in product(("ddp", "sequence"), (None, 1)):
         optim = {"parallel": parallel, "micro_batch_size": micro, "global_batch_size": 4}
-        config = tiny_run.model_copy(
-            update={
-                "optim": tiny_run.optim.model_copy(update=optim),
-                "data": tiny_run.data.model_copy(update={"sequence_length": 2**24, "rows": "streams"}),
-            }
-        )
+        data = tiny_run.data.model_copy(update={"sequence_length": 2**24, "rows": "streams"})
+        parts = {"optim": tiny_run.optim.model_copy(update=optim), "data": data}
+        config = tiny_run.model_copy(update=parts)
         with pytest.raises(UsageError) as caught:
             check.check_resources(config, Resources(workers=2), shared=True)
         found = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))

@@ -1,7 +1,5 @@
 """`titans generate`: text on stdout, rates on stderr, memory files between two calls."""
 
-from __future__ import annotations
-
 import io
 import json
 import re
@@ -82,21 +80,18 @@ def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys, refus
     assert said.startswith(f"error: --memory-in {memory}: written by another model")
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--read", "nobody.txt"], "--read nobody.txt: No such file"),
-        (["--read", "."], "--read .: Is a directory"),
-        (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
-        (["--memory-in", "nobody"], "--memory-in nobody: cannot be read as a memory file: No such file"),
-        (["--memory-in", "latin"], "--memory-in latin: cannot be read as a memory file: "),
-        (["--temperature", "nan"], "--temperature: Input should be a finite number"),
-        (["--temperature", "-1"], "'--temperature'"),
-        (["--top-p", "0"], "'--top-p'"),
-        (["--max-new-tokens", "many"], "'--max-new-tokens'"),
-        (["--seed", str(2**63)], "--seed: "),
-    ],
-)
+@pytest.mark.parametrize(("words", "says"), [
+    (["--read", "nobody.txt"], "--read nobody.txt: No such file"),
+    (["--read", "."], "--read .: Is a directory"),
+    (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
+    (["--memory-in", "nobody"], "--memory-in nobody: cannot be read as a memory file: No such file"),
+    (["--memory-in", "latin"], "--memory-in latin: cannot be read as a memory file: "),
+    (["--temperature", "nan"], "--temperature: Input should be a finite number"),
+    (["--temperature", "-1"], "'--temperature'"),
+    (["--top-p", "0"], "'--top-p'"),
+    (["--max-new-tokens", "many"], "'--max-new-tokens'"),
+    (["--seed", str(2**63)], "--seed: "),
+])  # fmt: skip
 def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     Path("latin").write_bytes(b"a\xe9b")

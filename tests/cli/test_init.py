@@ -1,8 +1,5 @@
 """`titans init`: its run file is valid, explains every field, and the reference page is up to date."""
 
-from __future__ import annotations
-
-import json
 from pathlib import Path
 
 import pytest
@@ -30,18 +27,16 @@ def test_comments_hold_no_marks_of_docstrings(book):
     assert "``" not in reference_page()
 
 
-def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys):
+def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys, answer):
     path = tmp_path / "run.yaml"
     assert run(["init", str(path), "--data", str(book), "--preset", "smoke"]) == 0
     capsys.readouterr()
     cfg = load_config(path)
     assert cfg.data.sources[0].path == str(book)
     assert (cfg.model.variant, cfg.model.vocab_size, cfg.model.d_model) == ("mac", 260, 32)
-    assert run(["data", "prepare", str(path), "--root", str(tmp_path / "root"), "--json"]) == 0
-    (source,) = json.loads(capsys.readouterr().out)["sources"].values()
+    (source,) = answer("data", "prepare", path, "--root", str(tmp_path / "root"))["sources"].values()
     assert source["validation_rows"] > 0
-    assert run(["train", str(path), "--root", str(tmp_path / "root"), "--dry-run", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["parameters"] < 100_000
+    assert answer("train", path, "--root", str(tmp_path / "root"), "--dry-run")["parameters"] < 100_000
 
 
 def test_every_field_stands_in_it_with_its_default(book, tmp_path):
@@ -70,15 +65,12 @@ def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
     assert load_config(path).data.sources[0].kind == "corpus"
 
 
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["{there}"], "exists already; --force overwrites it"),
-        (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
-        (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
-        (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "says"), [
+    (["{there}"], "exists already; --force overwrites it"),
+    (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
+    (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
+    (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
+])  # fmt: skip
 def test_what_cannot_be_written_is_one_line(arguments, says, book, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
     assert says in refused("init", *(argument.format(there=book) for argument in arguments))

@@ -1,7 +1,5 @@
 """A config's mistakes, each one line that names the field and the fix."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_core.config import ModelConfig
@@ -22,16 +20,11 @@ def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
 
 def test_file_then_overrides_then_defaults(tmp_path):
     cfg = load(
-        tmp_path,
-        "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + STDLIB,
-        "model.memory.depth=1",
-        "model.memory.momentum=false",
-        "data.sources.0.weight=0.5",
-        "data.sources.0.max_tokens=7",
-        "optim.grad_clip=null",
-        "eval.columns={x: [{task: recall, lengths: [1, 2]}]}",
+        tmp_path, "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + STDLIB, "model.memory.depth=1",
+        "model.memory.momentum=false", "data.sources.0.weight=0.5", "data.sources.0.max_tokens=7",
+        "optim.grad_clip=null", "eval.columns={x: [{task: recall, lengths: [1, 2]}]}",
         "optim.weight_decay=1e-2",
-    )
+    )  # fmt: skip
     assert (cfg.model.memory.depth, cfg.model.memory.momentum) == (1, False)
     assert (cfg.optim.lr, cfg.optim.weight_decay, cfg.optim.grad_clip) == (4e-4, 1e-2, None)
     assert (cfg.data.sources[0].weight, cfg.data.sources[0].max_tokens) == (0.5, 7)
@@ -73,60 +66,45 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
         load(tmp_path, text)
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("model: {memory: {dept: 2}}", "model.memory.dept: unknown key; did you mean depth?"),
-        ("modle: {}", "modle: unknown key; did you mean model?"),
-        (
-            "data: {sources: [{kind: stdlib, taks: []}]}",
-            "data.sources.0.taks: unknown key; did you mean tasks?",
-        ),
-        (
-            "eval: {columns: {a: [{task: x, lenghts: [1]}]}}",
-            "eval.columns.a.0.lenghts: unknown key; did you mean lengths?",
-        ),
-        ("model: {memory: {depth: 0}}", "model.memory.depth: should be greater than or equal to 1, got 0"),
-        ("model: {memory: {depth: '2'}}", 'model.memory.depth: should be a valid integer, got "2"'),
-        ("model: {memory: {conv: maybe}}", 'model.memory.conv: should be a valid boolean, got "maybe"'),
-        ("model: 3", "model: should be an object, got 3"),
-        ("seed: 1.5\nthreads: 0", "seed: should be a valid integer, got 1.5 (and 1 more)"),
-        ("data: {sources: [{kind: files}]}", "data.sources.0.path: missing; a source of kind files needs it"),
-        (
-            "data: {sources: [{kind: web}]}",
-            "data.sources.0.kind: should be 'corpus', 'stdlib', 'files', 'hub' or 'task', got \"web\"",
-        ),
-        ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config must set it"),
-        ("data: {sources: [{knd: stdlib}]}", "data.sources.0.knd: unknown key; did you mean kind?"),
-        ("eval: {columns: {a: [{tsk: x}]}}", "eval.columns.a.0.tsk: unknown key; did you mean task?"),
-        ("optim: {lr: .nan}", "optim.lr: .nan and .inf are not allowed; give a finite number"),
-        ("a: [", "{path}: line 1 not valid YAML: did not find expected node content"),
-        ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
-        ("- 1", "{path}: should hold a mapping of keys to values, found a list"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line"), [
+    ("model: {memory: {dept: 2}}", "model.memory.dept: unknown key; did you mean depth?"),
+    ("modle: {}", "modle: unknown key; did you mean model?"),
+    ("data: {sources: [{kind: stdlib, taks: []}]}", "data.sources.0.taks: unknown key; did you mean tasks?"),
+    ("eval: {columns: {a: [{task: x, lenghts: [1]}]}}",
+     "eval.columns.a.0.lenghts: unknown key; did you mean lengths?"),
+    ("model: {memory: {depth: 0}}", "model.memory.depth: should be greater than or equal to 1, got 0"),
+    ("model: {memory: {depth: '2'}}", 'model.memory.depth: should be a valid integer, got "2"'),
+    ("model: {memory: {conv: maybe}}", 'model.memory.conv: should be a valid boolean, got "maybe"'),
+    ("model: 3", "model: should be an object, got 3"),
+    ("seed: 1.5\nthreads: 0", "seed: should be a valid integer, got 1.5 (and 1 more)"),
+    ("data: {sources: [{kind: files}]}", "data.sources.0.path: missing; a source of kind files needs it"),
+    ("data: {sources: [{kind: web}]}",
+     "data.sources.0.kind: should be 'corpus', 'stdlib', 'files', 'hub' or 'task', got \"web\""),
+    ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config must set it"),
+    ("data: {sources: [{knd: stdlib}]}", "data.sources.0.knd: unknown key; did you mean kind?"),
+    ("eval: {columns: {a: [{tsk: x}]}}", "eval.columns.a.0.tsk: unknown key; did you mean task?"),
+    ("optim: {lr: .nan}", "optim.lr: .nan and .inf are not allowed; give a finite number"),
+    ("a: [", "{path}: line 1 not valid YAML: did not find expected node content"),
+    ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
+    ("- 1", "{path}: should hold a mapping of keys to values, found a list"),
+])  # fmt: skip
 def test_a_mistake_is_one_line(tmp_path, text, line):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, text)
     assert str(caught.value) == line.replace("{path}", str(tmp_path / "run.yaml"))
 
 
-@pytest.mark.parametrize(
-    ("override", "line"),
-    [
-        ("model.memory.dept=2", "model.memory.dept: unknown key; did you mean depth?"),
-        ("model", "--set model: should be key=value"),
-        ("model..d_model=2", "--set model..d_model=2: should be key=value"),
-        ("seed.x=1", "--set seed.x: seed is a value, not a section"),
-        (
-            "data.sources.1.rows=3",
-            "--set data.sources.1.rows: data.sources is a list of length 1; give an index from 0",
-        ),
-        ("data.sources.first=3", "data.sources is a list of length 1"),
-        ("eval.columns.0.task=x", "--set eval.columns.0.task: the config file has no list at eval.columns"),
-        ("seed=[1", "--set seed: line 1 not valid YAML"),
-    ],
-)
+@pytest.mark.parametrize(("override", "line"), [
+    ("model.memory.dept=2", "model.memory.dept: unknown key; did you mean depth?"),
+    ("model", "--set model: should be key=value"),
+    ("model..d_model=2", "--set model..d_model=2: should be key=value"),
+    ("seed.x=1", "--set seed.x: seed is a value, not a section"),
+    ("data.sources.1.rows=3",
+     "--set data.sources.1.rows: data.sources is a list of length 1; give an index from 0"),
+    ("data.sources.first=3", "data.sources is a list of length 1"),
+    ("eval.columns.0.task=x", "--set eval.columns.0.task: the config file has no list at eval.columns"),
+    ("seed=[1", "--set seed: line 1 not valid YAML"),
+])  # fmt: skip
 def test_a_wrong_override_is_one_line(tmp_path, override, line):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, "seed: 1\n" + STDLIB, override)

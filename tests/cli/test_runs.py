@@ -1,7 +1,5 @@
 """`titans runs` and `titans clean`: what is listed, tagged, deleted and kept."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -51,13 +49,10 @@ def test_runs_are_listed_and_filtered_by_state_study_and_tag(root, capsys):
     assert titans(root, "runs", "tag", cell.name[:5], "other", "--dry-run") == 0
     capsys.readouterr()
     for filters, count in (
-        (["--tag", "baseline"], 1),
-        (["--tag", "baseline", "--tag", "other"], 0),
-        (["--state", "failed"], 0),
-        (["--study", "tiny"], 1),
-        (["--study", "tin"], 0),
-    ):
-        assert len(listed(root, capsys, *filters)) == count, filters
+        ("--tag baseline", 1), ("--tag baseline --tag other", 0), ("--state failed", 0),
+        ("--study tiny", 1), ("--study tin", 0),
+    ):  # fmt: skip
+        assert len(listed(root, capsys, *filters.split())) == count, filters
     assert titans(root, "runs", "tag", cell.name, "baseline", "--remove") == 0
     capsys.readouterr()
     (run,) = listed(root, capsys)
@@ -109,14 +104,11 @@ def test_sessions_of_ray_are_deleted_when_old_and_dead(root, tmp_path, capsys, m
     for name in ("session_2026-01-01_old", "session_2026-01-02_new", "session_2026-01-03_alive"):
         (place / name / "logs").mkdir(parents=True)
         (place / name / "logs" / "x.log").write_text("x" * 1000)
-        age = 0 if name.endswith("new") else 2 * 24 * 3600
+        then = time.time() - (0 if name.endswith("new") else 2 * 24 * 3600)
         for path in (place / name / "logs" / "x.log", place / name / "logs", place / name):
-            os.utime(path, (time.time() - age, time.time() - age))
+            os.utime(path, (then, then))
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     (tmp_path / "ps").write_text(f"#!/bin/sh\necho raylet --session_dir={place}/session_2026-01-03_alive\n")
     (tmp_path / "ps").chmod(0o755)
     assert titans(root, "clean") == 0
-    assert sorted(path.name for path in place.iterdir()) == [
-        "session_2026-01-02_new",
-        "session_2026-01-03_alive",
-    ]
+    assert {path.name.rpartition("_")[2] for path in place.iterdir()} == {"new", "alive"}

@@ -1,7 +1,5 @@
 """Commands that do not train start fast: they import none of the large libraries."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -12,18 +10,11 @@ from titans_platform.cli import COMMANDS
 
 LARGE = ["torch", "numpy", "pandas", "pyarrow", "datasets", "ray", "mlflow", "scipy", "matplotlib"]
 LIGHT = [
-    ["--help"],
-    ["--version"],
-    *([name, "--help"] for name in COMMANDS),
-    ["init", "run.yaml"],
-    ["init", "own.yaml", "--data", "run.yaml", "--preset", "smoke"],
-    ["cluster", "list"],
-    ["cluster", "up", "local", "--dry-run"],
-    ["cluster", "up", "kuberay", "--dry-run"],
-    ["runs", "list"],
-    ["sweep", "list"],
-    ["sweep", "status"],
-]
+    ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["init", "run.yaml"],
+    ["init", "own.yaml", "--data", "run.yaml", "--preset", "smoke"], ["cluster", "list"],
+    ["cluster", "up", "local", "--dry-run"], ["cluster", "up", "kuberay", "--dry-run"],
+    ["runs", "list"], ["sweep", "list"], ["sweep", "status"],
+]  # fmt: skip
 # one process for all: what one command imported would be seen again, so each is asked for what is new
 SCRIPT = """
 import contextlib, io, json, sys
@@ -49,11 +40,8 @@ def answers(tmp_path_factory):
     """Of each light command: its exit code, the large libraries that it imported, what it printed."""
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps([[*LARGE, "pydantic"], LIGHT])],
-        cwd=tmp_path_factory.mktemp("start"),
-        capture_output=True,
-        text=True,
-        check=True,
-    )
+        cwd=tmp_path_factory.mktemp("start"), capture_output=True, text=True, check=True,
+    )  # fmt: skip
     return {tuple(line[0]): line[1:] for line in map(json.loads, done.stdout.splitlines())}
 
 

@@ -1,7 +1,5 @@
 """Cluster files: the actions of each kind, and errors that are raised before any action."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -36,7 +34,7 @@ def write(tmp_path: Path, text: str, name: str = "mine.yaml") -> str:
     return str(tmp_path / name)
 
 
-def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
+def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
     shipped = known_clusters()
     assert {load_cluster(str(path)).kind for path in shipped.values()} == set(KINDS)
     for name in shipped:
@@ -45,41 +43,30 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys):
             out = capsys.readouterr().out
             assert out.strip()
             assert SECRET not in out
-    assert run(["cluster", "list", "--json"]) == 0
-    listed = {row["name"]: row for row in json.loads(capsys.readouterr().out)}
+    listed = {row["name"]: row for row in answer("cluster", "list")}
     assert set(listed) == set(shipped)
     assert listed["local"]["state"] == "up"
 
 
-@pytest.mark.parametrize(
-    ("text", "line"),
-    [
-        ("kind: cloud", "kind: 'cloud' is not one of local, nodes, existing"),
-        ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
-        ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
-        ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
-        ("kind: existing", "address: missing"),
-        ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
-        ("kind: existing\naddress: http://h:8265\nstorage: runs", "storage: should be an absolute path"),
-        ("kind: existing\naddress: http://h:8265\nstorage: s3://b/x", "mount the bucket on every node"),
-        (
-            "kind: existing\naddress: http://h:8265\nmlflow: sqlite:///m.db",
-            "give the address of an `mlflow server`",
-        ),
-        ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
-        (
-            "kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}",
-            "env: the token does not belong",
-        ),
-        ("kind: ray-up\nray: {provider: {region: x}}", "provider: 'type' is a required property"),
-        (
-            "kind: ray-up\nray: {provider: {type: local, head_ip: a, worker_ips: []}, filemounts: {}}",
-            "filemounts",
-        ),
-        ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
-        ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line"), [
+    ("kind: cloud", "kind: 'cloud' is not one of local, nodes, existing"),
+    ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
+    ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
+    ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
+    ("kind: existing", "address: missing"),
+    ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
+    ("kind: existing\naddress: http://h:8265\nstorage: runs", "storage: should be an absolute path"),
+    ("kind: existing\naddress: http://h:8265\nstorage: s3://b/x", "mount the bucket on every node"),
+    ("kind: existing\naddress: http://h:8265\nmlflow: sqlite:///m.db",
+     "give the address of an `mlflow server`"),
+    ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
+    ("kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}", "env: the token does not belong"),
+    ("kind: ray-up\nray: {provider: {region: x}}", "provider: 'type' is a required property"),
+    ("kind: ray-up\nray: {provider: {type: local, head_ip: a, worker_ips: []}, filemounts: {}}",
+     "filemounts"),
+    ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
+    ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
+])  # fmt: skip
 def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, refused, text, line):
     error = refused("cluster", "up", write(tmp_path, text), "--dry-run")
     assert error.startswith("error: mine.yaml")
@@ -89,14 +76,11 @@ def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, refused, text,
 REMOTE = "kind: existing\naddress: http://head.invalid:8265\nstorage: /mnt/titans\nmlflow: http://head.invalid:5000\n"
 
 
-@pytest.mark.parametrize(
-    ("cut", "put", "line"),
-    [
-        ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
-        ("head.invalid:5000", "localhost:5000", "is a different machine on each node"),
-        ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "put", "line"), [
+    ("mlflow: http://head.invalid:5000", "", "mlflow: missing: metrics would go to an SQLite file"),
+    ("head.invalid:5000", "localhost:5000", "is a different machine on each node"),
+    ("storage: /mnt/titans", "", "storage: missing: the nodes do not see"),
+])  # fmt: skip
 def test_what_workers_elsewhere_cannot_reach_is_refused_first(tmp_path, refused, cut, put, line):
     path = write(tmp_path, REMOTE.replace(cut, put))
     assert line in refused("sweep", "run", "ablation", "--scale", "smoke", "--cluster", path)
@@ -142,9 +126,8 @@ def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch)
     assert set(job.files) == {"sweeps/mine.yaml", "near.yaml", "sweeps/base.yaml"}
     (tmp_path / "sweeps" / "mine.yaml").write_text("name: mine\nlike: ../near.yaml\n")
     monkeypatch.chdir(tmp_path / "sweeps")
-    with pytest.raises(
-        UsageError, match=r"like: \.\./near\.yaml: a path with \.\. cannot be shipped with a job"
-    ):
+    said = r"like: \.\./near\.yaml: a path with \.\. cannot be shipped with a job"
+    with pytest.raises(UsageError, match=said):
         packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
 
 
@@ -179,15 +162,12 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     assert "apply --validate=strict" in cluster.up_steps()[0].shown
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("ray:\n", "pools: []\nray:\n", "pools: unknown key; valid: kind"),
-        ("ray:\n", "ray:\n  authOptions: {mode: disabled}\n", "ray.authOptions: is set by titans"),
-        ("storage: /mnt/titans", "storage: /mnt/other", "ray.headGroupSpec: does not mount the storage"),
-        (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
-    ],
-)
+@pytest.mark.parametrize(("old", "new", "line"), [
+    ("ray:\n", "pools: []\nray:\n", "pools: unknown key; valid: kind"),
+    ("ray:\n", "ray:\n  authOptions: {mode: disabled}\n", "ray.authOptions: is set by titans"),
+    ("storage: /mnt/titans", "storage: /mnt/other", "ray.headGroupSpec: does not mount the storage"),
+    (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
+])  # fmt: skip
 def test_what_kuberay_would_run_wrongly_is_refused(tmp_path, old, new, line):
     text = known_clusters()["kuberay"].read_text().replace(old, new, 1)
     with pytest.raises(UsageError, match=line.replace(".", "\\.")):
@@ -227,13 +207,8 @@ def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     code = "import titans_platform as t; print(t.__file__); "
     code += "from titans_platform.clusters import packaging as p; "
     code += "import pathlib, sys; p.put_code(pathlib.Path(sys.argv[1])); print(p.checkout())"
-    printed = subprocess.run(
-        [sys.executable, "-c", code, str(tmp_path / "again")],
-        env={"PYTHONPATH": str(site)},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()
+    command = [sys.executable, "-c", code, str(tmp_path / "again")]
+    printed = subprocess.check_output(command, env={"PYTHONPATH": str(site)}, text=True).split()
     assert printed == [f"{site}/titans_platform/__init__.py", "None"]
     assert held(tmp_path / "again") == files
 
@@ -248,12 +223,11 @@ def test_an_answer_is_separated_from_the_log():
     assert Answer(rest.append).text() == ""
 
 
-@pytest.mark.parametrize(
-    ("code", "state", "expected"),
-    [(0, "succeeded", 0), (4, "failed", 4), (-9, "failed", 137), (None, "failed", 1), (None, "stopped", 130)],
-)
-def test_exit_codes_as_a_shell_has_them(code, state, expected):
-    assert JobInfo("a-1", "a", state, code=code).shell_code == expected
+def test_exit_codes_as_a_shell_has_them():
+    for state, codes in (
+        ("succeeded", {0: 0}), ("failed", {4: 4, -9: 137, None: 1}), ("stopped", {None: 130}),
+    ):  # fmt: skip
+        assert {code: JobInfo("a-1", "a", state, code=code).shell_code for code in codes} == codes
 
 
 def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):

@@ -1,7 +1,5 @@
 """Slurm and Kubernetes with fake commands on the PATH: how they are called, and how a job ends."""
 
-from __future__ import annotations
-
 import base64
 import json
 import os
@@ -48,19 +46,15 @@ def calls(tmp_path: Path) -> list[str]:
 @pytest.fixture
 def slurm(fake, tmp_path):
     """A scheduler that runs a job at once; its Ray only runs what it is given."""
-    fake(
-        "sbatch",
-        "export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1 SLURM_CPUS_PER_TASK=2\n"
-        'log=$(sed -n "s/^#SBATCH --output=//p" "$2")\nbash "$2" > "$log" 2>&1\necho 77\nexit 0',
-    )
+    given = "export SLURM_JOB_ID=77 SLURM_JOB_NODELIST=n1 SLURM_JOB_NUM_NODES=1 SLURM_CPUS_PER_TASK=2\n"
+    log = 'log=$(sed -n "s/^#SBATCH --output=//p" "$2")\nbash "$2" > "$log" 2>&1\necho 77\nexit 0'
+    fake("sbatch", given + log)
     fake("squeue", 'cat "$FAKE/queue" 2>/dev/null; exit 0')
     fake("scancel", 'rm "$FAKE/queue"')
     fake("scontrol", "echo n1")
     fake("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
-    fake(
-        "ray",
-        'env | grep -E "^(RAY_AUTH|TITANS)" > "$FAKE/env"; while [[ $1 != -- ]]; do shift; done; shift; "$@"',
-    )
+    rest = 'while [[ $1 != -- ]]; do shift; done; shift; "$@"'
+    fake("ray", f'env | grep -E "^(RAY_AUTH|TITANS)" > "$FAKE/env"; {rest}')
     fake("python", f'exec {sys.executable} "$@"')
     text = f"kind: slurm\nstorage: {tmp_path}/shared\ncpus_per_node: 2\noptions: [--constraint=h100]\n"
     path = tmp_path / "hpc.yaml"
@@ -83,9 +77,8 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert token.stat().st_mode & 0o777 == 0o600
     for text in (*calls(tmp_path), (job / "job.sbatch").read_text(), out):
         assert token.read_text() not in text
-    assert any(
-        call.startswith("ray symmetric-run --address n1:20077 --min-nodes 1") for call in calls(tmp_path)
-    )
+    started = "ray symmetric-run --address n1:20077 --min-nodes 1"
+    assert any(call.startswith(started) for call in calls(tmp_path))
     assert "#SBATCH --constraint=h100" in (job / "job.sbatch").read_text()
     subprocess.run(["bash", "-n", str(job / "job.sbatch")], check=True)
     assert run(["cluster", "logs", slurm, job.name, "--no-follow"]) == 0
@@ -146,11 +139,8 @@ def test_a_rayjob_is_followed_to_its_exit_code(fake, tmp_path, capfd):
 
 def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     coded = base64.b64encode(SECRET.encode()).decode()
-    fake(
-        "kubectl",
-        f'case "$*" in *"get secret"*) printf {coded};; *port-forward*) echo refused >&2; exit 1;; '
-        "*apply*) cat > /dev/null;; esac",
-    )
+    answers = f'*"get secret"*) printf {coded};; *port-forward*) echo refused >&2; exit 1;;'
+    fake("kubectl", f'case "$*" in {answers} *apply*) cat > /dev/null;; esac')
     assert run(["cluster", "up", "kuberay"]) == 0
     assert run(["cluster", "up", "kuberay"]) == 3
     # no way in: one line, and nothing of the token
@@ -236,24 +226,15 @@ def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd
     assert load_cluster(str(path)).where().startswith("gate:")
 
 
-@pytest.mark.parametrize(
-    ("cut", "put", "why"),
-    [
-        (
-            "my_lab:Gateway",
-            "my_lab:Gatewy",
-            "gate.yaml.kind: my_lab:Gatewy: my_lab has no 'Gatewy'; did you mean Gateway?",
-        ),
-        ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway: 'no_lab' cannot be imported"),
-        ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note is not a subclass"),
-        (
-            "my_lab:Gateway",
-            "my_lab:Unfinished",
-            "does not define down_steps, jobs, up_steps, where, which a cluster",
-        ),
-        ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
-    ],
-)
+@pytest.mark.parametrize(("cut", "put", "why"), [
+    ("my_lab:Gateway", "my_lab:Gatewy",
+     "gate.yaml.kind: my_lab:Gatewy: my_lab has no 'Gatewy'; did you mean Gateway?"),
+    ("my_lab:Gateway", "no_lab:Gateway", "gate.yaml.kind: no_lab:Gateway: 'no_lab' cannot be imported"),
+    ("my_lab:Gateway", "my_lab:Note", "kind: my_lab:Note is not a subclass"),
+    ("my_lab:Gateway", "my_lab:Unfinished",
+     "does not define down_steps, jobs, up_steps, where, which a cluster"),
+    ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
+])  # fmt: skip
 def test_a_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
     path = tmp_path / "gate.yaml"
     path.write_text(gateway.replace(cut, put))

@@ -1,21 +1,18 @@
 """Two real Ray nodes: a study is their job, a node and the driver are killed, the numbers stay the same."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.small import study
+from tests.small import study, until
 from titans_platform.clusters.local import family, find
 from titans_platform.data import prepare
 from titans_platform.files import read_json
@@ -27,29 +24,15 @@ from titans_platform.study.grid import expand, load_study
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
 # three long cells: when the second node starts, the first must not be through with all of them
-STUDY = study(
-    steps=2500, items=20, more_rows=({"name": "w/o Momentum", "set": {"model.memory.momentum": False}},)
-)
-
-
-def until(what: Any, process: subprocess.Popen[str], timeout: float = 300.0) -> Any:
-    """What ``what`` finds while ``process`` lives."""
-    deadline = time.monotonic() + timeout
-    while not (found := what()):
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.05)
-    return found
+THIRD = {"name": "w/o Momentum", "set": {"model.memory.momentum": False}}
+STUDY = study(steps=2500, items=20, more_rows=(THIRD,))
 
 
 def titans(*arguments: str, **options: Any) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "titans_platform", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        **options,
-    )
+        [sys.executable, "-m", "titans_platform", *arguments], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, **options,
+    )  # fmt: skip
 
 
 def ended(process: subprocess.Popen[str], timeout: float = 400) -> tuple[int, str]:

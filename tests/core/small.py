@@ -1,7 +1,5 @@
 """Small models shared by the tests in this folder, and the options they are parametrized over."""
 
-from __future__ import annotations
-
 from typing import get_args
 
 import torch
@@ -24,6 +22,7 @@ BASELINE_OPTIONS: dict[str, dict] = {
     "samba": {"state": 4},
     "tnt": {"global_chunk": 8, "local_chunks": [2, 4], "shard": 8},
 }
+ONLINE = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
 SWITCHES: dict[str, dict] = {
     "default": {},
     "linear": {"depth": 1},
@@ -38,15 +37,8 @@ SWITCHES: dict[str, dict] = {
     "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
     "gated_delta": {"rule": "gated_delta"},
     "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
-    "mdn": {"rule": "mdn", "depth": 1, "chunk_size": 1, "surprise_bound": None},
-    "mdn_published": {
-        "rule": "mdn",
-        "rule_options": {"angle": 2.0},
-        "depth": 1,
-        "chunk_size": 1,
-        "surprise_bound": None,
-        "query_correction": True,
-    },
+    "mdn": ONLINE | {"rule": "mdn"},
+    "mdn_published": ONLINE | {"rule": "mdn", "rule_options": {"angle": 2.0}, "query_correction": True},
     "mdn_angle_per_channel": {"rule": "mdn", "rule_options": {"angle": 2.0}, "decay_per": "channel"},
     "theta_per_matrix": {"theta_per": "matrix", "depth": 3},
     "theta_per_matrix_gated": {"theta_per": "matrix", "activation": "swiglu", "gates_per": "chunk"},
@@ -55,18 +47,13 @@ SWITCHES: dict[str, dict] = {
     "mdn_per_chunk": {"rule": "mdn", "gates_per": "chunk"},
     "delta_ttt": {"rule": "delta_ttt", "chunk_size": 1, "surprise_bound": None, "start_rank": 3},
     "delta_ttt_published": {
-        "rule": "delta_ttt",
-        "rule_options": {"post": 1.0},
-        "chunk_size": 1,
-        "surprise_bound": None,
-        "momentum": False,
-        "decay": False,
-        "forget_to": "initial",
+        "rule": "delta_ttt", "rule_options": {"post": 1.0}, "chunk_size": 1, "surprise_bound": None,
+        "momentum": False, "decay": False, "forget_to": "initial",
     },
     "last_layer": {"written": "last", "depth": 3, "expansion": 2},
     "last_layer_online": {"written": "last", "chunk_size": 1, "surprise_bound": None},
     "polynomial": {"feature_degree": 2},
-    "polynomial_online": {"feature_degree": 2, "depth": 1, "chunk_size": 1, "surprise_bound": None},
+    "polynomial_online": ONLINE | {"feature_degree": 2},
     "polynomial_last_layer": {"feature_degree": 2, "written": "last"},
     "atlas": {"rule": "atlas", "feature_degree": 2, "activation": "geglu", "max_theta": 0.01},
     "swiglu": {"activation": "swiglu", "expansion": 2, "depth": 3, "residual": "norm"},
@@ -82,32 +69,21 @@ SWITCHES: dict[str, dict] = {
     "forget_to_initial": {"forget_to": "initial"},
     "linear_to_initial": {"forget_to": "initial", "depth": 1},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
-}
+}  # fmt: skip
 
 
 def config(
-    variant: str = "lmm",
-    persistent: int = 3,
-    window: int | None = 12,
-    options: dict | None = None,
-    attention: dict | None = None,
-    segment: int = 16,
-    **memory,
-) -> ModelConfig:
+    variant: str = "lmm", persistent: int = 3, window: int | None = 12, options: dict | None = None,
+    attention: dict | None = None, segment: int = 16, **memory,
+) -> ModelConfig:  # fmt: skip
+    # MAC attends within whole segments
+    spans = {"window": None if variant == "mac" else window, "segment_size": segment}
     return ModelConfig(
-        variant=variant,
-        options=BASELINE_OPTIONS.get(variant, {}) if options is None else options,
-        vocab_size=40,
-        d_model=16,
-        n_layers=2,
-        persistent_tokens=persistent,
-        mlp_expansion=1.0,
+        variant=variant, options=BASELINE_OPTIONS.get(variant, {}) if options is None else options,
+        vocab_size=40, d_model=16, n_layers=2, persistent_tokens=persistent, mlp_expansion=1.0,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory, **BLOCKS[variant].preset_memory}),
-        # MAC attends within whole segments
-        attention=AttentionConfig(
-            heads=2, window=None if variant == "mac" else window, segment_size=segment, **(attention or {})
-        ),
-    )
+        attention=AttentionConfig(heads=2, **spans, **(attention or {})),
+    )  # fmt: skip
 
 
 def model(*args, **kwargs) -> LanguageModel:
@@ -119,9 +95,8 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
-CASES = [(v, "default") for v in VARIANTS] + [
-    (v, s) for v in ("lmm", "mac") for s in SWITCHES if s != "default"
-]
+CASES = [(v, "default") for v in VARIANTS]
+CASES += [(v, s) for v in ("lmm", "mac") for s in SWITCHES if s != "default"]
 SWITCHES["full_window"] = {"window": None}
 CASES += [(v, s) for v in ("mag", "mal", "transformer") for s in ("smallest", "full_window")]
 SWITCHES |= {gating: {"options": {"gating": gating}} for gating in get_args(Gating)}

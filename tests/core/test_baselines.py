@@ -1,7 +1,5 @@
 """Language baselines: step-by-step decoding, agreement with other implementations, parameter counts."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 from typing import Any
@@ -163,8 +161,7 @@ def test_heads_that_do_not_fit_are_named(variant, heads):
 
 
 oracle = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None,
-    reason="transformers is not installed: pip install -e '.[dev]'",
+    importlib.util.find_spec("transformers") is None, reason="no transformers: pip install -e '.[dev]'"
 )
 
 
@@ -238,10 +235,9 @@ def test_mamba2_is_that_of_transformers():
 def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
     set_of = config(variant)
     for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
+        other = set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
         with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but variant {variant} requires"):
-            LanguageModel(
-                set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
-            )
+            LanguageModel(other)
 
 
 def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):
@@ -263,9 +259,8 @@ def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_pas
 def test_the_filter_of_a_float64_hyena_has_frequencies_of_float64():
     block, t = model("hyena").blocks[0].double(), torch.arange(50, dtype=torch.float64)[:, None]
     layer, length, bands = block.filter, block.options.length, block.options.bands
-    angle = (
-        2 * math.pi / length * t * (1e-4 + (bands - 1 - 1e-4) * torch.arange(bands).double() / (bands - 1))
-    )
+    frequencies = 1e-4 + (bands - 1 - 1e-4) * torch.arange(bands).double() / (bands - 1)
+    angle = 2 * math.pi / length * t * frequencies
     h = torch.cat([t / (length - 1), angle.cos(), -angle.sin()], -1)
     for weight, bias in zip(layer.weights, layer.biases, strict=True):
         h = torch.sin(layer.frequency * (h @ weight + bias))
@@ -278,13 +273,10 @@ def test_the_filter_of_a_float64_hyena_has_frequencies_of_float64():
 def test_based_attends_by_the_taylor_series_of_exp():
     layer = perturbed("based").stack[1]
     z = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    q, k, v = (w(z).unflatten(-1, (2, -1)).transpose(1, 2) for w in (layer.w_q, layer.w_k, layer.w_v))
+    projected = [w(z) for w in (layer.w_q, layer.w_k, layer.w_v)]
+    q, k, v = (y.unflatten(-1, (2, -1)).transpose(1, 2) for y in projected)
     s = q @ k.mT / q.shape[-1] ** 0.5
     p = (1 + s + s.square() / 2).tril()
     expected = layer.w_o(((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2))
-    features, weights = (
-        layer.tokens([w(z) for w in (layer.w_q, layer.w_k, layer.w_v)], z, None),
-        layer.start(2),
-    )
-    found = layer.output(linear_attention(*features, weights)[0], z)
+    found = layer.output(linear_attention(*layer.tokens(projected, z, None), layer.start(2))[0], z)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)

@@ -1,7 +1,5 @@
 """Causality: an output depends on the whole past of its own document, and on nothing else."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

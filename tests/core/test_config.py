@@ -1,7 +1,5 @@
 """Configs: size presets, parameter counts without building a model, rejected values."""
 
-from __future__ import annotations
-
 import time
 
 import pytest
@@ -31,31 +29,25 @@ def test_parameters_are_counted_without_the_model(variant, tied):
     assert count_parameters(c) == LanguageModel(c).num_parameters()
 
 
-@pytest.mark.parametrize(
-    ("fields", "at_least"),
-    [
-        ({"n_layers": 10**6}, 10**11),
-        ({"d_model": 2**20}, 10**13),
-        ({"vocab_size": 10**15}, 10**17),
-        ({"memory": MemoryConfig(depth=1000, heads=4096, head_dim=2**16, expansion=64)}, 10**18),
-    ],
-)
+@pytest.mark.parametrize(("fields", "at_least"), [
+    ({"n_layers": 10**6}, 10**11),
+    ({"d_model": 2**20}, 10**13),
+    ({"vocab_size": 10**15}, 10**17),
+    ({"memory": MemoryConfig(depth=1000, heads=4096, head_dim=2**16, expansion=64)}, 10**18),
+])  # fmt: skip
 def test_a_model_no_machine_can_hold_is_counted_at_once(fields, at_least):
     started = time.process_time()
     assert count_parameters(ModelConfig(**fields)) > at_least
     assert time.process_time() - started < 5
 
 
-@pytest.mark.parametrize(
-    ("part", "fields"),
-    [
-        (MemoryConfig, {"depth": 10_000}),
-        (MemoryConfig, {"theta_bias": float("nan")}),
-        (ModelConfig, {"d_model": 10**10}),
-        (ModelConfig, {"n_layers": 10**9}),
-        (ModelConfig, {"mlp_expansion": float("inf")}),
-    ],
-)
+@pytest.mark.parametrize(("part", "fields"), [
+    (MemoryConfig, {"depth": 10_000}),
+    (MemoryConfig, {"theta_bias": float("nan")}),
+    (ModelConfig, {"d_model": 10**10}),
+    (ModelConfig, {"n_layers": 10**9}),
+    (ModelConfig, {"mlp_expansion": float("inf")}),
+])  # fmt: skip
 def test_sizes_beyond_any_model_are_refused_by_their_field(part, fields):
     with pytest.raises(ValueError, match=f"{next(iter(fields))}\n  Input should be"):
         part(**fields)

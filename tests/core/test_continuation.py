@@ -1,7 +1,5 @@
 """Results do not depend on how a sequence is split or packed, and `state_bytes` is exact."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest
@@ -35,10 +33,8 @@ def test_packed_documents_equal_documents_alone(variant, switch):
     m = model(variant, **SWITCHES[switch])
     x, starts = tokens(2, 53), torch.zeros(2, 53, dtype=torch.bool)
     starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
-    alone = [
-        torch.cat([m(part).logits for part in x[:1].split([30, 23], 1)], 1),
-        torch.cat([m(part).logits for part in x[1:].split([20, 1, 32], 1)], 1),
-    ]
+    parts = x[:1].split([30, 23], 1), x[1:].split([20, 1, 32], 1)
+    alone = [torch.cat([m(part).logits for part in row], 1) for row in parts]
     packed = m(x, document_starts=starts).logits
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(4), dtype=packed.dtype)
@@ -55,14 +51,10 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
     torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize(
-    ("variant", "switch"),
-    [
-        *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
-        *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation"]),
-        *product(["lmm", "mac"], ["memora_lag"]),
-    ],
-)
+@pytest.mark.parametrize(("variant", "switch"), [
+    *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
+    *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation", "memora_lag"]),
+])  # fmt: skip
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):
         m = LanguageModel(config(variant, **SWITCHES[switch])).to(dtype)
@@ -108,11 +100,8 @@ def test_rows_that_are_reset_are_new_sequences(variant, window):
     expected = torch.cat([torch.cat([m(part).logits for part in row], 1) for row in sequences])
     torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-9, atol=1e-9)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=expected.dtype)
-    grads = [
-        torch.autograd.grad((logits * weights).sum(), list(m.parameters()))
-        for logits in (torch.cat(found, 1), expected)
-    ]
-    torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-8)
+    grads = lambda y: torch.autograd.grad((y * weights).sum(), list(m.parameters()))  # noqa: E731
+    torch.testing.assert_close(grads(torch.cat(found, 1)), grads(expected), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])

@@ -1,7 +1,5 @@
 """Empty inputs: a one-line error or an empty result, for every model."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -19,12 +17,8 @@ def test_a_call_without_rows_or_tokens_is_refused(variant):
     for rows, length in EMPTY:
         x, says = tokens(rows, length), NOTHING.format(rows, length)
         state = m(tokens(2, 5)).state.take(list(range(rows)))
-        for options in (
-            {},
-            {"state": state},
-            {"targets_BT": x},
-            {"document_starts": torch.ones_like(x).bool()},
-        ):
+        starts = torch.ones_like(x).bool()
+        for options in ({}, {"state": state}, {"targets_BT": x}, {"document_starts": starts}):
             with pytest.raises(ValueError, match=says):
                 m(x, **options)
 

@@ -1,7 +1,5 @@
 """Each block against its equations, written independently of the implementation for one sequence."""
 
-from __future__ import annotations
-
 import cmath
 from collections.abc import Sequence
 from typing import get_args

@@ -1,7 +1,5 @@
 """Generation does not depend on how prompts are split, nor on their lengths within a batch."""
 
-from __future__ import annotations
-
 import random
 
 import pytest
@@ -18,12 +16,9 @@ def drawn(variant: str, seed: int) -> tuple[LanguageModel, random.Random]:
     rng = random.Random(f"{variant}{seed}")
     chunk = rng.choice([1, 2, 3, 5, 8])
     memory = {
-        "depth": rng.choice([1, 2, 3]),
-        "chunk_size": chunk,
-        "conv": rng.random() < 0.7,
-        "gates_per": rng.choice(["token", "chunk"]),
-        "rule": rng.choice(["paper", "paper", "huber"]),
-    }
+        "depth": rng.choice([1, 2, 3]), "chunk_size": chunk, "conv": rng.random() < 0.7,
+        "gates_per": rng.choice(["token", "chunk"]), "rule": rng.choice(["paper", "paper", "huber"]),
+    }  # fmt: skip
     segment, attention = chunk * rng.choice([1, 2, 3]), {"conv": rng.random() < 0.7}
     persistent, window = rng.choice([0, 3]), rng.choice([1, 6, None])
     return model(variant, persistent, window, segment=segment, attention=attention, **memory), rng
@@ -38,6 +33,13 @@ def after(m: LanguageModel, reading: Reading, probe: list[int]) -> torch.Tensor:
     with torch.no_grad():
         out = m(torch.tensor([[*reading.ahead, *probe]]), reading.state)
     return out.logits[0, -len(probe) :]
+
+
+def collected(writing: Writing, rows: int) -> list[list[int]]:
+    found: list[list[int]] = [[] for _ in range(rows)]
+    for row, token in writing:
+        found[row].append(token)
+    return found
 
 
 def alone(m: LanguageModel, known: list[int], n: int) -> list[int]:
@@ -71,10 +73,7 @@ def test_any_pieces_and_steps_are_one_reading(variant, seed):
 def test_prompts_of_different_lengths_are_each_as_if_alone(variant, seed):
     m, rng = drawn(variant, seed)
     rows = prompts([rng.randint(1, 25) for _ in range(4)])
-    writing = m.stream(rows, 6)
-    written: list[list[int]] = [[] for _ in rows]
-    for row, token in writing:
-        written[row].append(token)
+    written = collected(writing := m.stream(rows, 6), len(rows))
     probe = tokens(1, 5, seed=2)[0].tolist()
     for row, found, reading in zip(rows, written, writing.readings, strict=True):
         assert found == alone(m, row, 6)
@@ -134,10 +133,7 @@ def test_stop_tokens_end_a_row_and_are_not_part_of_it():
     stop = whole[0][4]
     cut = [row[: row.index(stop)] if stop in row else row for row in whole]
     writing = m.stream(rows, 12, stop=[stop])
-    found: list[list[int]] = [[], []]
-    for row, token in writing:
-        found[row].append(token)
-    assert found == cut
+    assert collected(writing, 2) == cut
     assert writing.readings[0] is not None
     assert writing.readings[0].tokens == 8 + len(cut[0])
 

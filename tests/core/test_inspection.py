@@ -1,7 +1,5 @@
 """Per-token traces of a watched memory, against a token-by-token run."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest
@@ -110,9 +108,8 @@ def test_a_segment_s_reads_find_keys_of_segments_before_it_alone():
     position = first.context.position
     assert position.shape == (37, 2, 3)
     assert (position[:16] == -1).all()
-    assert (position[16:32] < 16).all()
-    assert (position[32:] < 32).all()
-    assert (position[16:] >= 0).all()
+    assert set(position[16:32].flatten().tolist()) <= set(range(16))
+    assert set(position[32:].flatten().tolist()) <= set(range(32))
 
 
 def test_watching_changes_nothing_and_takes_one_row():

@@ -1,7 +1,5 @@
 """Interventions: each is exactly the model without the part, and nothing is left of it afterwards."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -35,13 +33,10 @@ def without_output(net: LanguageModel, kind: type) -> LanguageModel:
     return net
 
 
-@pytest.mark.parametrize(
-    ("variant", "part", "kind"),
-    [
-        *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
-        *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
-    ],
-)
+@pytest.mark.parametrize(("variant", "part", "kind"), [
+    *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
+    *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
+])  # fmt: skip
 def test_a_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
     x = tokens(2, 45)
     off, without = logits(model(variant), x, OFF[part]), without_output(model(variant), kind)
@@ -164,15 +159,12 @@ def test_nothing_is_left_of_an_intervention():
     assert torch.equal(logits(net, x), before)
 
 
-@pytest.mark.parametrize(
-    ("variant", "expected"),
-    [
-        ("lmm", {"memory", "decay"}),
-        ("mac", {"memory", "attention", "decay"}),
-        ("mag", set(OFF)),
-        ("transformer", {"attention", "cut"}),
-    ],
-)
+@pytest.mark.parametrize(("variant", "expected"), [
+    ("lmm", {"memory", "decay"}),
+    ("mac", {"memory", "attention", "decay"}),
+    ("mag", set(OFF)),
+    ("transformer", {"attention", "cut"}),
+])  # fmt: skip
 def test_which_interventions_have_an_effect(variant, expected):
     assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
 
@@ -180,21 +172,17 @@ def test_which_interventions_have_an_effect(variant, expected):
 def test_a_decay_that_is_not_alpha_s_is_not_switched_off():
     m = model("lmm", rule="mdn", rule_options={"angle": 2.0})
     assert not has_effect(m, OFF["decay"])
-    with (
-        pytest.raises(ValueError, match=r"^decay: the rule mdn .* decays without alpha"),
-        intervene(m, OFF["decay"]),
-    ):
+    error = pytest.raises(ValueError, match=r"^decay: the rule mdn .* decays without alpha")
+    with error, intervene(m, OFF["decay"]):
         pass
 
 
-@pytest.mark.parametrize(
-    ("variant", "window", "why"), [("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer")]
-)
+@pytest.mark.parametrize(("variant", "window", "why"), [
+    ("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer"),
+])  # fmt: skip
 def test_a_window_that_does_not_fit(variant, window, why):
-    with (
-        pytest.raises(ValueError, match=rf"^window: {window} .*{why}"),
-        intervene(model(variant), Intervention(window=window)),
-    ):
+    error = pytest.raises(ValueError, match=rf"^window: {window} .*{why}")
+    with error, intervene(model(variant), Intervention(window=window)):
         pass
 
 
@@ -214,12 +202,10 @@ def test_alpha_is_bounded():
     torch.testing.assert_close(writes.alpha, torch.full_like(writes.alpha, 0.01), rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize(
-    "fields", [{"max_alpha": 0.1, "decay_horizons": (8.0, 64.0)}, {"decay_horizons": (64.0, 8.0)}]
-)
-def test_horizons_that_cannot_be(fields):
-    with pytest.raises(ValueError, match="decay_horizons"):
-        config("lmm", **fields)
+def test_horizons_that_cannot_be():
+    for fields in ({"max_alpha": 0.1, "decay_horizons": (8.0, 64.0)}, {"decay_horizons": (64.0, 8.0)}):
+        with pytest.raises(ValueError, match="decay_horizons"):
+            config("lmm", **fields)
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])

@@ -1,7 +1,5 @@
 """Gradients reach every parameter and are exact; training works in float32 and bfloat16."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -13,15 +11,10 @@ from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfi
 
 # lmm is enough for `make test-fast`
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "switch"),
-    [
-        *((v, "default") for v in MEMORY_VARIANTS),
-        ("lmm", "later_version"),
-        ("lmm", "polynomial"),
-        ("lmm", "swiglu"),
-    ],
-)
+@pytest.mark.parametrize(("variant", "switch"), [
+    *((v, "default") for v in MEMORY_VARIANTS),
+    *(("lmm", switch) for switch in ("later_version", "polynomial", "swiglu")),
+])  # fmt: skip
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
     m = model(variant, **SWITCHES[switch])
     x, y = tokens(2, 17), tokens(2, 17, seed=2)
@@ -97,7 +90,6 @@ def test_weight_decay_leaves_memory_norms_and_embeddings_alone():
     names = {id(p): n for n, p in m.named_parameters()}
     matrices = ("w_", "mlp", "output_gate", "alpha.weight", "eta.weight", "theta.weight")
     assert all(any(part in names[id(p)] for part in matrices) for p in decayed["params"])
-    assert {"initial_weights", "persistent_PD", "embedding"} <= {
-        part for p in rest["params"] for part in names[id(p)].split(".")
-    }
+    parts = {part for p in rest["params"] for part in names[id(p)].split(".")}
+    assert {"initial_weights", "persistent_PD", "embedding"} <= parts
     assert len(decayed["params"]) + len(rest["params"]) == len(names)

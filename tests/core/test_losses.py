@@ -1,7 +1,5 @@
 """Losses of given targets equal the cross-entropy of the logits, for any block size."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F

@@ -1,7 +1,5 @@
 """`NeuralMemory` as a standalone layer."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F
@@ -24,10 +22,8 @@ def test_telemetry_reports_the_surprise_before_the_write(forget_to):
         errors.append((memory.predict(k, cache.start.weights) - v).square().sum(-1).mean())
         _, cache = memory(x[:, t : t + 1], cache)
     assert seen.summary()["surprise"] == pytest.approx(torch.stack(errors[1:]).mean().item())
-    norms = [
-        sum(w[i].square().sum() for w in memory.absolute_weights(cache.start.weights)).sqrt()
-        for i in range(2)
-    ]
+    weights = list(memory.absolute_weights(cache.start.weights))
+    norms = [sum(w[i].square().sum() for w in weights).sqrt() for i in range(2)]
     assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
 
 
@@ -48,10 +44,8 @@ def test_packed_documents_start_from_one_state_on_a_chunk_border():
     _, cache = layer(x[:1, :16])
     expected, _ = layer(x[:1, 16:], cache)
     torch.testing.assert_close(layer(x[:1, 16:], cache, documents)[0], expected, rtol=1e-10, atol=1e-10)
-    for given, message in (
-        (layer(x[:1, :13])[1], "cache: 5 tokens into a chunk"),
-        (layer(x[:, :16])[1], "cache: 2 sequences"),
-    ):
+    for read, message in ((x[:1, :13], "cache: 5 tokens into a chunk"), (x[:, :16], "cache: 2 sequences")):
+        given = layer(read)[1]
         with pytest.raises(ValueError, match=message):
             layer(x[:1, 16:], given, documents)
 
@@ -135,10 +129,8 @@ def test_where_only_the_last_layer_is_written_the_others_are_features(chunk_size
     expected, found = [torch.stack(reads)[None], W[None]], [y, after.memory().weights[0]]
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
     leaves = [p for name, p in memory.named_parameters() if not name.startswith(("w_o", "output"))]
-    grads = [
-        torch.autograd.grad(sum(part.square().sum() for part in both), leaves, retain_graph=True)
-        for both in (found, expected)
-    ]
+    sums = (sum(part.square().sum() for part in both) for both in (found, expected))
+    grads = [torch.autograd.grad(total, leaves, retain_graph=True) for total in sums]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
 
 
@@ -170,9 +162,8 @@ def test_polynomial_features_are_those_of_all_products(depth, chunk_size):
     expected, after = neural_memory(phi(plain_q), phi(plain_k), *writes[1:5], (same, *rest), **options)
     y, state = memory.extend(q, writes, memory.start(2).memory)
     found = [y, *state.memory().weights[1:], *state.memory().momentum[1:]]
-    torch.testing.assert_close(
-        found, [expected, *after.weights[1:], *after.momentum[1:]], rtol=1e-9, atol=1e-10
-    )
+    wanted = [expected, *after.weights[1:], *after.momentum[1:]]
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-10)
     leaves = [p for name, p in memory.named_parameters() if not name.startswith(("w_o", "output"))]
     grads = [torch.autograd.grad(y.square().sum(), leaves, retain_graph=True) for y in (y, expected)]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
@@ -181,9 +172,8 @@ def test_polynomial_features_are_those_of_all_products(depth, chunk_size):
 @pytest.mark.parametrize("qk_norm", [True, False])
 def test_keys_are_subtracted_from_queries_before_the_norm(qk_norm):
     """As in MDN's code, on the layer without its convolution; a read at earlier weights does the same."""
-    memory = NeuralMemory(
-        12, MemoryConfig(heads=3, query_correction=True, conv=False, qk_norm=qk_norm)
-    ).double()
+    c = MemoryConfig(heads=3, query_correction=True, conv=False, qk_norm=qk_norm)
+    memory = NeuralMemory(12, c).double()
     assert memory.log_correction_H is not None
     assert (memory.log_correction_H.exp() < 1).all()
     x = torch.randn(2, 7, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -200,17 +190,24 @@ def test_keys_are_subtracted_from_queries_before_the_norm(qk_norm):
     assert (gradient != 0).all()
 
 
-@pytest.mark.parametrize("field", [{"written": "last"}, {"output_activation": "silu"}, {"feature_degree": 2}])
-def test_what_a_residual_does_not_go_with_is_refused(field):
-    with pytest.raises(ValueError, match=r"residual: input is not supported with .*; use none"):
-        MemoryConfig(residual="input", **field)
+NO_MATRIX = "^memory.theta_per: matrix is not supported by the rule"
 
 
-def test_a_rule_of_layers_refuses_what_it_does_not_support():
-    with pytest.raises(
-        ValueError, match=r"^memory.chunk_size: 64 is not supported by the rule delta_ttt; use 1$"
-    ):
-        NeuralMemory(8, MemoryConfig(rule="delta_ttt", heads=2))
+@pytest.mark.parametrize(("options", "message"), [
+    *(({"residual": "input", **field}, "residual: input is not supported with .*; use none")
+      for field in ({"written": "last"}, {"output_activation": "silu"}, {"feature_degree": 2})),
+    ({"rule": "delta_ttt"}, "^memory.chunk_size: 64 is not supported by the rule delta_ttt; use 1$"),
+    ({"start_rank": 2, "depth": 1}, "start_rank: 2 needs expansion 1, written all and depth 2 or more"),
+    ({"start_rank": 2, "activation": "swiglu"}, "start_rank: 2 is not supported with activation swiglu"),
+    ({"theta_per": "matrix", "write_budget": 1.0},
+     r"theta_per: matrix is not supported with write_budget 1\.0; use head"),
+    ({"theta_per": "matrix", "rule": "omega"}, f"{NO_MATRIX} omega"),
+    ({"theta_per": "matrix", "rule": "delta_ttt"}, f"{NO_MATRIX} delta_ttt"),
+    ({"theta_per": "matrix", "rule": "mdn", "rule_options": {"angle": 1.0}}, f"{NO_MATRIX} mdn"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        NeuralMemory(32, MemoryConfig(heads=2, **options))
 
 
 def test_layers_may_start_at_half_the_identity_plus_a_low_rank():
@@ -220,20 +217,3 @@ def test_layers_may_start_at_half_the_identity_plus_a_low_rank():
     assert first.std() < 0.03
     for W in later:
         assert torch.linalg.matrix_rank(W - 0.5 * torch.eye(16)).tolist() == [2, 2]
-    with pytest.raises(ValueError, match="start_rank: 2 needs expansion 1, written all and depth 2 or more"):
-        MemoryConfig(start_rank=2, depth=1)
-    with pytest.raises(ValueError, match="start_rank: 2 is not supported with activation swiglu"):
-        MemoryConfig(start_rank=2, activation="swiglu")
-
-
-def test_what_a_theta_for_each_matrix_does_not_go_with_is_named():
-    for rule, options in (("omega", {}), ("delta_ttt", {}), ("mdn", {"angle": 1.0})):
-        config = MemoryConfig(theta_per="matrix", rule=rule, rule_options=options)
-        with pytest.raises(
-            ValueError, match=rf"^memory.theta_per: matrix is not supported by the rule {rule}"
-        ):
-            NeuralMemory(32, config)
-    with pytest.raises(
-        ValueError, match=r"theta_per: matrix is not supported with write_budget 1\.0; use head"
-    ):
-        MemoryConfig(theta_per="matrix", write_budget=1.0)

@@ -1,7 +1,5 @@
 """Hugging Face export: logits survive the round trip, and `generate` of transformers works."""
 
-from __future__ import annotations
-
 import json
 
 import pytest
@@ -25,18 +23,15 @@ def test_there_and_back_is_the_same_model(variant, tmp_path):
     assert torch.equal(back(x).logits, m(x).logits)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("config.json", None, "No such file"),
-        ("config.json", "{", "Expecting"),
-        ("config.json", '{"model_type": "llama"}', "model_type is llama, not titans"),
-        ("config.json", '{"model_type": "titans", "titans": {"d_model": 0}}', r"titans\.d_model: "),
-        ("config.json", '{"model_type": "titans", "titans": {"variant": "mlp"}}', "variant: "),
-        ("model.safetensors", None, "No such file"),
-        ("model.safetensors", "cut", ""),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("config.json", None, "No such file"),
+    ("config.json", "{", "Expecting"),
+    ("config.json", '{"model_type": "llama"}', "model_type is llama, not titans"),
+    ("config.json", '{"model_type": "titans", "titans": {"d_model": 0}}', r"titans\.d_model: "),
+    ("config.json", '{"model_type": "titans", "titans": {"variant": "mlp"}}', "variant: "),
+    ("model.safetensors", None, "No such file"),
+    ("model.safetensors", "cut", ""),
+])  # fmt: skip
 def test_what_is_no_such_folder_is_one_line(name, content, says, tmp_path):
     save_folder(tmp_path, model("lmm"))
     (tmp_path / name).unlink() if content is None else (tmp_path / name).write_text(content)

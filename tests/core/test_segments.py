@@ -1,7 +1,5 @@
 """MAC's segments in one compiled call: equal to one segment after the other with PyTorch's operators."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -74,9 +72,10 @@ def test_losses_and_gradients_are_those_of_single_segments(monkeypatch, name):
     assert_same(found, expected)
 
 
-@pytest.mark.parametrize(
-    "name", ["default", "no_conv", "write_budget", "forget_to_initial", "short_convolution"]
-)
+PACKED = ["default", "no_conv", "write_budget", "forget_to_initial", "short_convolution"]
+
+
+@pytest.mark.parametrize("name", PACKED)
 def test_packed_documents_of_any_length(monkeypatch, name):
     net, x = model(**CASES[name]), tokens(2, 48)
     starts = torch.zeros(2, 47, dtype=torch.bool)
@@ -96,14 +95,11 @@ def test_the_state_and_its_gradient_are_carried(monkeypatch, cuts):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_the_number_of_threads_changes_nothing(threads):
-    net, x, before = model(), tokens(5, 33), torch.get_num_threads()
+def test_the_number_of_threads_changes_nothing(threads, torch_threads):
+    net, x = model(), tokens(5, 33)
     expected = results(net, x, None, [32])
-    torch.set_num_threads(threads)
-    try:
-        assert_same(results(net, x, None, [32]), expected)
-    finally:
-        torch.set_num_threads(before)
+    torch_threads(threads)
+    assert_same(results(net, x, None, [32]), expected)
 
 
 def test_large_projections_are_left_to_pytorch(monkeypatch):

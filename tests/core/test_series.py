@@ -1,7 +1,5 @@
 """Models of real-valued series: the blocks of every variant on continuous inputs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -12,16 +10,13 @@ CHANNELS, HORIZON = 3, 5
 
 def series_model(variant: str = "lmm", patch: int = 1, layers: int = 2) -> SeriesModel:
     torch.manual_seed(0)
+    # chunks that end within the window
+    options = {"global_chunk": 4, "shard": 8} if variant == "tnt" else {}
     config = ModelConfig(
-        variant=variant,
-        # chunks that end within the window
-        options={"global_chunk": 4, "shard": 8} if variant == "tnt" else {},
-        d_model=16,
-        n_layers=layers,
-        persistent_tokens=2,
+        variant=variant, options=options, d_model=16, n_layers=layers, persistent_tokens=2,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 4, **BLOCKS[variant].preset_memory}),
         attention=AttentionConfig(heads=2, window=16, segment_size=8),
-    )
+    )  # fmt: skip
     return SeriesModel(config, CHANNELS, HORIZON, patch).double()
 
 

@@ -1,7 +1,5 @@
 """TNT against its equations token by token, and its speed against fine chunks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -55,9 +53,8 @@ def naive(block: TNT, x: Tensor) -> Tensor:
                 query, at = q[0, t, h], start if shared else weights
                 if not shared and block.options.projection != "none":
                     query = query @ keys
-                    query = (
-                        query / query.norm().clamp(min=1) if block.options.projection == "clipped" else query
-                    )
+                    norm = query.norm().clamp(min=1) if block.options.projection == "clipped" else 1
+                    query = query / norm
                 reads[0, t, h] += F.silu(query @ at[0]) @ at[1]
     return x + block.shared.output(reads, z)
 
@@ -87,13 +84,11 @@ def test_local_memories_do_not_reach_beyond_their_shard():
     assert reach[12:21].min() > 0
 
 
-def test_a_shard_that_cuts_chunks_is_refused():
-    with pytest.raises(ValueError, match=r"options\.shard: 12 is not a multiple of the local chunk 5"):
-        LanguageModel(config("tnt", options={"local_chunks": [5], "shard": 12}))
-
-
-def test_features_of_keys_are_refused():
-    with pytest.raises(
-        ValueError, match=r"^memory.feature_degree: 2 is not supported by variant tnt; use 1$"
-    ):
-        LanguageModel(config("tnt", feature_degree=2))
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"options": {"local_chunks": [5], "shard": 12}},
+     r"options\.shard: 12 is not a multiple of the local chunk 5"),
+    ({"feature_degree": 2}, r"^memory.feature_degree: 2 is not supported by variant tnt; use 1$"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModel(config("tnt", **fields))

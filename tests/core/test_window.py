@@ -1,8 +1,6 @@
 """Attention in one compiled call: equal to PyTorch's form of it, with every gradient."""
 
-from __future__ import annotations
-
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -17,11 +15,8 @@ from titans_kernels.attention import MAX_SPAN
 
 pytestmark = needs_compiler
 D, HEADS, BATCH = 20, 2, 3
-CASES = {
-    "default": {},
-    "plain": {"silu": False, "conv": False, "qk_norm": False},
-    "no_positions": {"positions": "none"},
-}
+CASES = {"default": {}, "plain": dict.fromkeys(("silu", "conv", "qk_norm"), False)}
+CASES["no_positions"] = {"positions": "none"}
 
 
 def layer(window: int | None, **options) -> Attention:
@@ -56,8 +51,12 @@ def assert_both_are_equal(monkeypatch, run, calls: int = 1) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("window", "persistent"), list(itertools.product([1, 5, 32, None], [0, 4])))
+each_kind = pytest.mark.parametrize("name", CASES)
+each_span = pytest.mark.parametrize(("window", "persistent"), list(product([1, 5, 32, None], [0, 4])))
+
+
+@each_kind
+@each_span
 def test_rows_of_any_length(monkeypatch, name, window, persistent):
     m = layer(window, **CASES[name])
     for T in (2, 33):
@@ -70,8 +69,8 @@ def test_rows_of_any_length(monkeypatch, name, window, persistent):
         assert_both_are_equal(monkeypatch, run)
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("window", "persistent"), list(itertools.product([1, 5, 32, None], [0, 4])))
+@each_kind
+@each_span
 def test_packed_documents_of_any_length(monkeypatch, name, window, persistent):
     m, T = layer(window, **CASES[name]), 40
     x, *prefix = leaves = inputs(T, persistent)
@@ -85,7 +84,7 @@ def test_packed_documents_of_any_length(monkeypatch, name, window, persistent):
     assert_both_are_equal(monkeypatch, run)
 
 
-@pytest.mark.parametrize(("window", "persistent"), list(itertools.product([6, None], [0, 4])))
+@pytest.mark.parametrize(("window", "persistent"), list(product([6, None], [0, 4])))
 @pytest.mark.parametrize("cuts", [[17, 3, 20], [2, 2, 1, 35]])
 def test_the_keys_and_their_gradients_are_carried_and_reset(monkeypatch, window, persistent, cuts):
     m, T = layer(window), sum(cuts)
@@ -112,15 +111,12 @@ def test_the_keys_and_their_gradients_are_carried_and_reset(monkeypatch, window,
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_the_number_of_threads_changes_nothing(threads):
-    before, m, (x, prefix) = torch.get_num_threads(), layer(7), inputs(33, 4)
+def test_the_number_of_threads_changes_nothing(threads, torch_threads):
+    m, (x, prefix) = layer(7), inputs(33, 4)
     run = lambda: gradients([m(x, torch.arange(33)[None], None, prefix)[0]], [x, prefix])  # noqa: E731
     expected = run()
-    try:
-        torch.set_num_threads(threads)
-        torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
-    finally:
-        torch.set_num_threads(before)
+    torch_threads(threads)
+    torch.testing.assert_close(run(), expected, rtol=1e-12, atol=1e-12)
 
 
 def test_what_is_not_supported_is_left_to_pytorch(monkeypatch):

@@ -1,7 +1,5 @@
 """Configs of data."""
 
-from __future__ import annotations
-
 import json
 
 from titans_platform.config import DataConfig

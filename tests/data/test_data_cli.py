@@ -1,7 +1,5 @@
 """`titans data prepare` and `titans data info`."""
 
-from __future__ import annotations
-
 import json
 import os
 
@@ -87,14 +85,11 @@ def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys)
     assert {made[0].bos, made[0].pad}.isdisjoint(made[0].encode(text))
 
 
-@pytest.mark.parametrize(
-    ("size", "out", "says"),
-    [
-        (200, "t.json", "--size: 200 ids are fewer than 258"),
-        (9000, "t.json", "--size: the text gives"),
-        (300, "t.model", "--out: t.model should end in .json"),
-    ],
-)
+@pytest.mark.parametrize(("size", "out", "says"), [
+    (200, "t.json", "--size: 200 ids are fewer than 258"),
+    (9000, "t.json", "--size: the text gives"),
+    (300, "t.model", "--out: t.model should end in .json"),
+])  # fmt: skip
 def test_a_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("the cat sat on the mat")

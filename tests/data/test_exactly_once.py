@@ -1,7 +1,5 @@
 """Every row exactly once per epoch, for any reader and across kills and resumes."""
 
-from __future__ import annotations
-
 import random
 import shutil
 from collections import Counter
@@ -86,11 +84,10 @@ def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
                 mine = stream.global_rows(at)[rank::ranks]
                 drawn.update(mine)
                 if at == step:
-                    firsts = [sources[s].train.first_tokens(np.array([row]))[0] for s, row in mine]
-                    read = [
-                        sources[s].train.read(first, first + LENGTH + 1).tokens
-                        for (s, _), first in zip(mine, firsts, strict=True)
-                    ]
+                    read = []
+                    for train, row in ((sources[s].train, row) for s, row in mine):
+                        first = train.first_tokens(np.array([row]))[0]
+                        read.append(train.read(first, first + LENGTH + 1).tokens)
                     assert np.array_equal(stream.batch(at).tokens.numpy(), np.array(read))
         step = killed_at
     for s, share in enumerate((60, 40)):

@@ -1,20 +1,18 @@
 """`titans data prepare` as a job on several Ray nodes: its driver is killed, and then one of them."""
 
-from __future__ import annotations
-
 import json
 import os
 import random
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.chaos.cluster import Nodes, nodes
 from tests.data.test_parts import files
+from tests.small import until
 from titans_platform.config import DataConfig
 from titans_platform.data import by_processes, open_prepared, prepare, sources
 from titans_platform.runs.ray_session import ADDRESS
@@ -55,10 +53,8 @@ def start(data: DataConfig, root: Path, address: str) -> subprocess.Popen[str]:
     """The command as a job of the cluster runs it."""
     (file := root.with_suffix(".yaml")).write_text(json.dumps({"data": data.model_dump(mode="json")}))
     command = [sys.executable, "-c", DRIVER, "data", "prepare", str(file), "--root", str(root)]
-    environment = os.environ | {ADDRESS: address}
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | {ADDRESS: address}, **said)
 
 
 def made(root: Path) -> dict[str, int]:
@@ -66,14 +62,6 @@ def made(root: Path) -> dict[str, int]:
     # one that is being written is in a folder of its own, `*.partial`, which may be renamed at any moment
     manifests = (path for path in root.glob("data/*/*/manifest.json") if path.parent.suffix != ".partial")
     return {path.parent.name: path.stat().st_mtime_ns for path in manifests}
-
-
-def until(true: Callable[[], bool], process: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 120
-    while not true():
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 @pytest.mark.nightly

@@ -1,7 +1,5 @@
 """Large sources in parts: the same shards for any runner, and finished parts are kept."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Iterator
@@ -106,7 +104,7 @@ def test_a_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     class Records(list):
         num_shards = 8
 
-        def shard(self, num_shards: int, index: int) -> Records:
+        def shard(self, num_shards: int, index: int) -> "Records":
             return Records(self[index::num_shards])
 
     def load_dataset(path, revision=None, **options):

@@ -1,7 +1,5 @@
 """Preparing data: once, atomically, by any number of processes; and errors on corruption."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil
@@ -147,14 +145,11 @@ def shard_of(prepared) -> Path:
     return source.files.path / source.manifest.train.shards[0].file
 
 
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated shard"),
-        (lambda path: path.unlink(), "missing shard"),
-        (lambda path: path.write_bytes(bytes(255 - b for b in path.read_bytes())), "corrupted shard"),
-    ],
-)
+@pytest.mark.parametrize(("damage", "says"), [
+    (lambda path: os.truncate(path, path.stat().st_size - 100), "truncated shard"),
+    (lambda path: path.unlink(), "missing shard"),
+    (lambda path: path.write_bytes(bytes(255 - b for b in path.read_bytes())), "corrupted shard"),
+])  # fmt: skip
 def test_damaged_shard(texts, tmp_path, damage, says):
     made = prepare(config(texts), tmp_path)
     shard = shard_of(made)
@@ -167,15 +162,10 @@ def test_damaged_shard(texts, tmp_path, damage, says):
     assert repaired.fingerprint == made.fingerprint
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda text: text[: len(text) // 2],
-        lambda text: text.replace('"documents": ', '"documents": 1'),
-        lambda text: "[]",
-        lambda text: "",
-    ],
-)
+@pytest.mark.parametrize("change", [
+    lambda text: text[: len(text) // 2], lambda text: text.replace('"documents": ', '"documents": 1'),
+    lambda text: "[]", lambda text: "",
+])  # fmt: skip
 def test_corrupted_manifest(texts, tmp_path, change):
     path = shard_of(prepare(config(texts), tmp_path)).with_name("manifest.json")
     path.write_text(change(path.read_text()))
@@ -185,17 +175,13 @@ def test_corrupted_manifest(texts, tmp_path, change):
     open_prepared(config(texts), tmp_path)
 
 
-def test_root_that_cannot_be_written(texts, tmp_path):
+def test_a_root_or_a_disk_that_cannot_be_written_is_one_line(texts, tmp_path):
+    """`/dev/full` is a disk without room."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--root: .*file"):
         prepare(config(texts), tmp_path / "file")
-
-
-def test_a_full_disk_is_one_line_with_the_file():
-    """`/dev/full` is a disk without room."""
-    with pytest.raises(
-        TitansError, match=r"^/dev/full: cannot be written: No space left on device; free space"
-    ):
+    said = r"^/dev/full: cannot be written: No space left on device; free space"
+    with pytest.raises(TitansError, match=said):
         write_table(Path("/dev/full"), {"token": np.arange(100_000)})
 
 

@@ -1,7 +1,5 @@
 """Shards in a bucket: a real S3 server on loopback, behind a proxy with intermittent failures."""
 
-from __future__ import annotations
-
 import json
 import threading
 import time
@@ -152,9 +150,8 @@ def test_storage_that_stays_away_is_one_error_naming_the_shard(prepared, tmp_pat
     stream = open_prepared(prepared, tmp_path).train_stream(4, 0)
     monkeypatch.setattr(Proxy, "every", 1)
     monkeypatch.setattr(Proxy, "ways", repeat("500"))
-    with pytest.raises(
-        TitansError, match=r"^s3://.*/train-000\d\d\.arrow: the object store does not respond, after 2"
-    ):
+    said = r"^s3://.*/train-000\d\d\.arrow: the object store does not respond, after 2"
+    with pytest.raises(TitansError, match=said):
         stream.batch(0)
 
 

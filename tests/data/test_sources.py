@@ -1,7 +1,5 @@
 """Sources: their documents, how they are split, and error messages."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json
@@ -81,25 +79,26 @@ def write_many(folder: Path, n: int) -> str:
     return str(folder)
 
 
+def splits(source: dict, root: Path, **fields) -> tuple[list[str], list[str]]:
+    """The texts of both sides, of which none is on both."""
+    prepared = prepare(config(source, **fields), root)
+    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
+    assert not set(train) & set(validation)
+    return train, validation
+
+
 def test_no_document_in_both_splits(tmp_path):
     source = {"kind": "files", "path": write_many(tmp_path / "many", 50), "validation_fraction": 0.2}
-    prepared = prepare(config(source), tmp_path / "root")
-    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
-    assert len(validation) == 10
-    assert len(train) == 40
-    assert not set(train) & set(validation)
-    other = documents_of(prepare(config(source, seed=1), tmp_path / "root"), "validation")
-    assert set(other) != set(validation)
+    train, validation = splits(source, tmp_path / "root")
+    assert (len(train), len(validation)) == (40, 10)
+    assert set(splits(source, tmp_path / "root", seed=1)[1]) != set(validation)
 
 
 def test_repeated_documents_go_to_one_side(tmp_path):
     (tmp_path / "t.jsonl").write_text(jsonl(*(f"document {i % 10}" for i in range(100))))
     source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "validation_fraction": 0.3}
-    prepared = prepare(config(source), tmp_path / "root")
-    train, validation = documents_of(prepared, "train"), documents_of(prepared, "validation")
-    assert len(train) + len(validation) == 100
-    assert len(validation) == 30
-    assert not set(train) & set(validation)
+    train, validation = splits(source, tmp_path / "root")
+    assert (len(train), len(validation)) == (70, 30)
 
 
 def one_file(path: Path, text: str, fraction: float = 0.1, **more) -> dict:
@@ -116,16 +115,13 @@ def test_one_file_is_split_by_position(tmp_path):
     assert list(prepared.validation(4))
 
 
-@pytest.mark.parametrize(
-    ("text", "fraction", "kept"),
-    [
-        ("a" * 100, 0.2, "a" * 20),  # no border at all: by characters
-        ("one two three four five", 0.4, " five"),
-        ("short", 0.05, None),
-        ("text\n\n\n\n", 0.5, None),  # what would be kept is blank
-        ("one two three four five", 0.0, None),
-    ],
-)
+@pytest.mark.parametrize(("text", "fraction", "kept"), [
+    ("a" * 100, 0.2, "a" * 20),  # no border at all: by characters
+    ("one two three four five", 0.4, " five"),
+    ("short", 0.05, None),
+    ("text\n\n\n\n", 0.5, None),  # what would be kept is blank
+    ("one two three four five", 0.0, None),
+])  # fmt: skip
 def test_where_one_document_is_cut(text, fraction, kept):
     placed = list(split_documents(iter([Document(text, text, None)]), fraction, seed=0))
     assert "".join(document.text for document, _ in placed) == text
@@ -139,14 +135,12 @@ def test_max_tokens_leaves_a_share_to_validation(tmp_path):
     assert (manifest.train.tokens, manifest.validation.tokens) == (80, 20)
 
 
-@pytest.mark.parametrize(
-    ("n", "fraction", "kept"), [(1, 0, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)]
-)
-def test_few_documents_fill_both_sides(n, fraction, kept):
-    documents = [Document(f"text {i}", str(i), None) for i in range(n)]
-    placed = list(split_documents(iter(documents), fraction, seed=0))
-    assert sum(validation for _, validation in placed) == kept
-    assert [document for document, _ in placed] == documents
+def test_few_documents_fill_both_sides():
+    for n, fraction, kept in ((1, 0, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)):
+        documents = [Document(f"text {i}", str(i), None) for i in range(n)]
+        placed = list(split_documents(iter(documents), fraction, seed=0))
+        assert sum(validation for _, validation in placed) == kept
+        assert [document for document, _ in placed] == documents
 
 
 def test_many_documents_keep_about_the_fraction():
@@ -185,10 +179,8 @@ def test_the_corpus_says_what_every_document_is():
         assert {"title", "author", "source", "licence", "text"} <= record.keys()
         assert record["source"] in notices
     assert not any("gutenberg" in r["text"].lower() for r in records if r["id"].startswith("prose/"))
-    size = {
-        part: sum(len(r["text"]) for r in records if r["id"].startswith(part)) for part in ("prose", "code")
-    }
-    assert 2e6 < size["prose"] < size["code"] < 2.6e6
+    prose, code = (sum(len(r["text"]) for r in records if r["id"][0] == part) for part in "pc")
+    assert 2e6 < prose < code < 2.6e6
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
@@ -277,40 +269,30 @@ def test_hub_dataset_that_is_not_there(tmp_path, monkeypatch):
         prepare(config({"kind": "hub", "dataset": "some/corpus"}), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [
-        ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
-        ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
-        ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, \.parquet"),
-        ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
-        ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),
-        ("other.jsonl", b'{"body": "x"}\n', r"^data\.sources\.0\.text_field: .*no field text; it has body"),
-        ("number.jsonl", b'{"text": 3}\n', r"^data\.sources\.0\.text_field: text of .* is not text"),
-        ("broken.jsonl", b'{"text": "a"}\n{"te', r"^data\.sources\.0: .*broken\.jsonl cannot be read"),
-        ("latin.txt", "é".encode("latin-1"), r"^data\.sources\.0: .*latin\.txt cannot be read"),
-        (
-            "broken.txt.gz",
-            gzip.compress(b"text" * 999, mtime=0)[:20],
-            r"^data\.sources\.0: .*broken\.txt\.gz cannot be read",
-        ),
-        ("broken.jsonl.xz", b"not xz", r"^data\.sources\.0: .*broken\.jsonl\.xz cannot be read"),
-        ("broken.parquet", b"PAR1", r"^data\.sources\.0: .*broken\.parquet cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "says"), [
+    ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
+    ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
+    ("empty", None, r"^data\.sources\.0\.path: .*has no file of the kinds"),
+    ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, \.parquet"),
+    ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
+    ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),
+    ("other.jsonl", b'{"body": "x"}\n', r"^data\.sources\.0\.text_field: .*no field text; it has body"),
+    ("number.jsonl", b'{"text": 3}\n', r"^data\.sources\.0\.text_field: text of .* is not text"),
+    ("broken.jsonl", b'{"text": "a"}\n{"te', r"^data\.sources\.0: .*broken\.jsonl cannot be read"),
+    ("latin.txt", "é".encode("latin-1"), r"^data\.sources\.0: .*latin\.txt cannot be read"),
+    ("broken.txt.gz", gzip.compress(b"text" * 999, mtime=0)[:20],
+     r"^data\.sources\.0: .*broken\.txt\.gz cannot be read"),
+    ("broken.jsonl.xz", b"not xz", r"^data\.sources\.0: .*broken\.jsonl\.xz cannot be read"),
+    ("broken.parquet", b"PAR1", r"^data\.sources\.0: .*broken\.parquet cannot be read"),
+])  # fmt: skip
 def test_bad_files_are_named_in_one_line(tmp_path, capfd, name, content, says):
+    (tmp_path / "empty").mkdir()
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UsageError, match=says) as error:
         prepare(config({"kind": "files", "path": str(tmp_path / name)}), tmp_path / "root")
     assert "\n" not in str(error.value)
     assert capfd.readouterr().err == "", "the library says nothing beside"
-
-
-def test_folder_without_text(tmp_path):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(UsageError, match=r"data\.sources\.0\.path: .*has no file of the kinds"):
-        prepare(config({"kind": "files", "path": str(tmp_path / "empty")}), tmp_path / "root")
 
 
 def test_an_edited_file_is_another_source(tmp_path):

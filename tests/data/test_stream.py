@@ -1,7 +1,5 @@
 """The order of rows: exact weights, one counter, the same for any world size."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -103,16 +101,10 @@ def test_every_row_once_an_epoch_in_a_new_order(mixed):
     assert first != second
 
 
-@pytest.mark.parametrize(
-    ("weights", "counts"),
-    [
-        ([1.0], [1]),
-        ([1.0, 3.0], [1, 3]),
-        ([0.7, 0.3], [7, 3]),
-        ([0.1, 0.2, 0.7], [1, 2, 7]),
-        ([2.0, 0.0], [1, 0]),
-    ],
-)
+@pytest.mark.parametrize(("weights", "counts"), [
+    ([1.0], [1]), ([1.0, 3.0], [1, 3]), ([0.7, 0.3], [7, 3]), ([0.1, 0.2, 0.7], [1, 2, 7]),
+    ([2.0, 0.0], [1, 0]),
+])  # fmt: skip
 def test_interleave_counts(weights, counts):
     order = interleave(weights)
     assert [order.count(i) for i in range(len(weights))] == counts

@@ -1,7 +1,5 @@
 """Continuous streams: the tokens of each step and the resets, for any world size."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path
@@ -164,14 +162,12 @@ def test_refusals(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     with pytest.raises(UsageError, match=r"data\.sources\.0: 30 rows of 8 tokens cannot be divided among 40"):
         Streams(data.sources, 40, 8, 0)
-    with pytest.raises(
-        UsageError, match=r"optim\.global_batch_size: 2 streams cannot be shared by 3 workers"
-    ):
+    said = r"optim\.global_batch_size: 2 streams cannot be shared by 3 workers"
+    with pytest.raises(UsageError, match=said):
         Streams(data.sources, 2, 8, 0, 0, 3)
     mixed = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS, weight=0.95), needles(weight=0.05))
     with pytest.raises(UsageError, match=r"data\.sources\.1\.weight: 0\.05 gives the source none of the 4"):
         Streams(mixed.sources, 4, 8, 0)
-    with pytest.raises(
-        ValueError, match=r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"
-    ):
+    said = r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"
+    with pytest.raises(ValueError, match=said):
         prepared(tmp_path, needles(), rows="shuffled")

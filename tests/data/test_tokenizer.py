@@ -1,7 +1,5 @@
 """Tokenizers: ids, special tokens, fingerprints, and errors on a corrupt file."""
 
-from __future__ import annotations
-
 import io
 import itertools
 import json
@@ -139,16 +137,10 @@ def test_fingerprint_is_of_the_content(tmp_path, sentencepiece_model):
     assert len({first.fingerprint, other.fingerprint, load_tokenizer("byte").fingerprint}) == 3
 
 
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [
-        ("missing.model", None),
-        ("words.txt", b"hello"),
-        ("broken.model", b"not a model"),
-        ("broken.json", b"{"),
-        ("other.json", json.dumps({"a": 1}).encode()),
-    ],
-)
+@pytest.mark.parametrize(("name", "content"), [
+    ("missing.model", None), ("words.txt", b"hello"), ("broken.model", b"not a model"),
+    ("broken.json", b"{"), ("other.json", b'{"a": 1}'),
+])  # fmt: skip
 def test_bad_tokenizer_is_one_line(tmp_path, name, content):
     path = tmp_path / name
     if content is not None:
@@ -177,9 +169,8 @@ def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
         raise OSError(f"{repository} has no {name}\nand no network")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    with pytest.raises(
-        UsageError, match=r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
-    ):
+    said = r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
+    with pytest.raises(UsageError, match=said):
         load_tokenizer("a-lab/gpt")
 
 
@@ -190,9 +181,8 @@ def hub(tmp_path, monkeypatch):
 
     asked: list[str] = []
     path = json_tokenizer(tmp_path / "llama.json", "<s>", "</s>", more=32_000 - 5)
-    monkeypatch.setattr(
-        huggingface_hub, "hf_hub_download", lambda repository, name: asked.append(repository) or str(path)
-    )
+    download = lambda repository, name: asked.append(repository) or str(path)  # noqa: E731
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     return asked
 
 
@@ -209,9 +199,8 @@ def test_every_study_has_room_for_the_tokenizer_that_it_names(hub):
     assert set(hub) == {HUB}
 
 
-def test_too_few_ids_for_a_tokenizer_of_the_hub_are_refused_before_the_data_are_asked_for(
-    hub, tmp_path, monkeypatch, refused
-):
+@pytest.mark.usefixtures("hub")
+def test_too_few_ids_are_refused_before_the_data_are_asked_for(tmp_path, monkeypatch, refused):
     monkeypatch.setattr(sources.HubSource, "__init__", lambda *_: pytest.fail("the data were asked for"))
     data = {"tokenizer": HUB, "sources": [{"kind": "hub", "dataset": "some/corpus"}]}
     (tmp_path / "run.yaml").write_text(json.dumps({"model": {"vocab_size": 31_999}, "data": data}))

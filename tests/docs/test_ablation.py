@@ -1,7 +1,5 @@
 """The ablation's tables in the documents are those of the data beside them."""
 
-from __future__ import annotations
-
 import csv
 import statistics
 from collections import defaultdict
@@ -10,30 +8,17 @@ from pathlib import Path
 import pytest
 
 from titans_core import LanguageModel
-from titans_platform.report.table import (
-    AGREES,
-    DISAGREES,
-    Comparison,
-    adjust,
-    cell,
-    difference,
-    method,
-    tally,
-)
+from titans_platform.report.table import Comparison, adjust, cell, difference, method, tally
 from titans_platform.study.grid import expand, load_study
 from titans_platform.text import count
 
 TOP = Path(__file__).parents[2]
 COLUMNS = {
-    "lm_ppl": "lm_ppl",
-    "reasoning_acc": "reasoning_acc (%)",
-    "long_context_acc": "long_context_acc (%)",
-}
+    "lm_ppl": "lm_ppl", "reasoning_acc": "reasoning_acc (%)", "long_context_acc": "long_context_acc (%)",
+}  # fmt: skip
 """The columns of the ablation, and what heads them in the file of its cells."""
-SECTIONS = {
-    "workstation": ("docs/results.md", "The ablation's table"),
-    "laptop": ("docs/ablation.md", "At scale laptop"),
-}
+RESULTS, ABLATION = "docs/results.md", "docs/ablation.md"
+SECTIONS = {"workstation": (RESULTS, "The ablation's table"), "laptop": (ABLATION, "At scale laptop")}
 """Where the table of a scale is; its cells are in docs/ablation-SCALE.csv, at one rate in ...-common.csv."""
 
 Measured = dict[str, dict[str, dict[int, float]]]
@@ -107,9 +92,7 @@ def compared(measured: Measured) -> list[Comparison]:
             sign = 1 if study.columns[column].higher_is_better else -1
             ours = difference(measured[row][column], measured["LMM"][column], sign)
             theirs, base = papers[row][column], papers["LMM"][column]
-            assert ours is not None
-            assert theirs is not None
-            assert base is not None
+            assert None not in (ours, theirs, base)
             found.append(Comparison(row, column, "LMM", sign * (theirs - base), ours))
     return adjust(found)
 
@@ -138,11 +121,8 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
     check_scores({row: scores(text)[row] for row in both}, both)
     found = compared(both)
     check_verdicts(table(text.partition("minus LMM")[2]), found)
-    resolved = [
-        pair
-        for pair in zip(compared(first), compared(second), strict=True)
-        if pair[0].outcome in (AGREES, DISAGREES)
-    ]
+    pairs = zip(compared(first), compared(second), strict=True)
+    resolved = [pair for pair in pairs if pair[0].outcome in ("agrees", "disagrees")]
     again = sum(before.outcome == after.outcome for before, after in resolved)
     for page in (" ".join(text.split()), " ".join((TOP / "docs/results.md").read_text("utf-8").split())):
         assert f"{again} of the {len(resolved)}" in page

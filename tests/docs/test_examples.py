@@ -1,7 +1,5 @@
 """The examples run as they are, in this process."""
 
-from __future__ import annotations
-
 import json
 import re
 import runpy

@@ -1,7 +1,5 @@
 """README and the other documents: snippets run, commands parse, links exist."""
 
-from __future__ import annotations
-
 import json
 import re
 import shlex

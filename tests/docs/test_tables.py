@@ -1,7 +1,5 @@
 """The tables of other studies in the documents are those of the cells in the files beside them."""
 
-from __future__ import annotations
-
 import csv
 import re
 import statistics

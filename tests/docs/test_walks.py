@@ -1,7 +1,5 @@
 """The five walks of CONTRIBUTING.md, applied to a copy of the source: each extension works."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

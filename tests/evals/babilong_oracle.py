@@ -4,8 +4,6 @@
 books and a tokenizer as `data.tokenizer` names one.
 """
 
-from __future__ import annotations
-
 import random
 import re
 import sys

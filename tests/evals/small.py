@@ -1,7 +1,5 @@
 """Helpers that parse items of generated tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from titans_platform.evals.items import Item

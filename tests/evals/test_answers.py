@@ -1,7 +1,5 @@
 """Answers are correct: solvers that read only an item's text reproduce them."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter
@@ -42,18 +40,13 @@ def test_compact_needles_are_there_once_and_asked_for(kind):
         assert re.fullmatch(r"[a-z ]*", filler)
 
 
-@pytest.mark.parametrize(
-    ("kind", "value"),
-    [("passkey", r"\d{7}"), ("number", r"\d{7}"), ("uuid", r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-\w{12}")],
-)
-def test_ruler_needles_are_there_once_and_asked_for(kind, value):
+@pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
+def test_ruler_needles_are_there_once_and_asked_for(kind):
+    value = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-\w{12}" if kind == "uuid" else r"\d{7}"
+    said = rf"One of the special magic (?:number|uuid)s for ([\w-]+) is: ({value})\."
     for item in items("needle", 700, 50, kind=kind):
-        needles = re.findall(
-            rf"One of the special magic (?:number|uuid)s for ([\w-]+) is: ({value})\.", item.text
-        )
-        assert len(needles) == 1
+        ((key, told),) = re.findall(said, item.text)
         ((before, answer),) = questions(item)
-        key, told = needles[0][0], needles[0][1]
         assert answer == f" {told}"
         assert before.endswith(f"for {key} mentioned in the provided text is")
         assert item.text.count(told) == 2
@@ -166,17 +159,16 @@ KINDS = ("one_fact", "two_facts", "three_facts", "yes_no", "counting")
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("style", "length"), [("compact", 128), ("prose", 512)])
-@pytest.mark.parametrize("more", [(("questions", 4),), (("facts", 9),)])
+@pytest.mark.parametrize("more", [{"questions": 4}, {"facts": 9}], ids=str)
 def test_reasoning_answers_follow_from_the_text(kind, style, length, more):
-    expected = dict(more).get("questions", 1)
-    for item in items("reasoning", length, 60, kind=kind, style=style, **dict(more)):
+    for item in items("reasoning", length, 60, kind=kind, style=style, **more):
         asked = list(questions(item))
-        assert len(asked) == expected
+        assert len(asked) == more.get("questions", 1)
         for before, answer in asked:
             assert solve(before, kind, style) == answer.strip()
         assert item.text == asked[-1][0] + asked[-1][1]
-        if "facts" in dict(more):
-            assert len(facts_of(asked[-1][0], style)) == dict(more)["facts"]
+        if "facts" in more:
+            assert len(facts_of(asked[-1][0], style)) == more["facts"]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -233,10 +225,7 @@ def test_no_is_asked_about_places_where_the_person_was():
 
 
 def test_interleaved_questions_stand_anywhere():
-    ends = [
-        len(before) / 128
-        for item in items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
-        for before, _ in list(questions(item))[:-1]
-    ]
+    drawn = items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
+    ends = [len(before) / 128 for item in drawn for before, _ in list(questions(item))[:-1]]
     assert sum(end < 0.5 for end in ends) > 0.3 * len(ends)
     assert sum(end > 0.5 for end in ends) > 0.3 * len(ends)

@@ -1,7 +1,5 @@
 """BABILong: facts of bAbI in the text of a book; an oracle scores 1, a guesser chance."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -159,15 +157,12 @@ def test_what_is_held_out_is_not_in_the_rest(files):
     assert set(made(files, part="last").floor_items(400, BYTE)) == set(last)
 
 
-@pytest.mark.parametrize(
-    ("options", "length", "message"),
-    [
-        ({"books": "absent.txt"}, 400, r"options\.books: cannot read absent\.txt"),
-        ({"part": "middle"}, 400, r"options\.part: should be"),
-        ({"kind": "qa3"}, 400, r"options\.kind: no qa3_"),
-        ({}, 60, r"lengths: no story of qa1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "length", "message"), [
+    ({"books": "absent.txt"}, 400, r"options\.books: cannot read absent\.txt"),
+    ({"part": "middle"}, 400, r"options\.part: should be"),
+    ({"kind": "qa3"}, 400, r"options\.kind: no qa3_"),
+    ({}, 60, r"lengths: no story of qa1"),
+])  # fmt: skip
 def test_mistakes_name_the_field(files, options, length, message):
     with pytest.raises(UsageError, match=message):
         made(files, **options).item(random.Random(0), length, BYTE)
@@ -183,16 +178,17 @@ configs:
 """
 
 
-def published(folder, **fields):
+TOLD = {"Mary": "garden", "John": "kitchen"}
+
+
+def published(folder):
     """A folder as the dataset of the Hub is laid out."""
     (folder / "1k").mkdir()
     (folder / "README.md").write_text(CARD)
-    records = [
-        {"input": f"It rained. {who} went to the {place}. It was late.", "target": place}
-        | {"question": f"Where is {who}? ", **fields}
-        for who, place in (("Mary", "garden"), ("John", "kitchen"))
-    ]
-    (folder / "1k" / "qa1.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    with (folder / "1k" / "qa1.jsonl").open("w") as file:
+        for who, place in TOLD.items():
+            record = {"input": f"It rained. {who} went to the {place}. It was late.", "target": place}
+            file.write(json.dumps(record | {"question": f"Where is {who}? "}) + "\n")
     return {"path": str(folder), "length": "1k"}
 
 
@@ -203,7 +199,7 @@ def test_the_hubs_files_are_asked_as_they_are(tmp_path, monkeypatch):
     item = task.item(random.Random(0), 200, BYTE)
     assert item.text in {
         f"It rained. {who} went to the {place}. It was late.\nQuestion: Where is {who}? \nAnswer: {place}"
-        for who, place in (("Mary", "garden"), ("John", "kitchen"))
+        for who, place in TOLD.items()
     }
     with pytest.raises(UsageError, match="lengths: no story of qa1"):
         task.item(random.Random(0), 50, BYTE)

@@ -1,7 +1,5 @@
 """Loss by position: every way of reading equals reading token by token; the gain has the right sign."""
 
-from __future__ import annotations
-
 import json
 import math
 import statistics
@@ -79,13 +77,12 @@ def test_every_way_of_reading_is_that_of_a_token_at_a_time(variant, batch_tokens
     for parameter in model.parameters():  # so that what was read long ago is seen
         parameter.data.mul_(1.5)
     read = []
+    windows = (1, 2, 4, 9)
     with torch.no_grad():
-        found = read_by_position(
-            scorer(model, batch_tokens), texts(), T, windows=(1, 2, 4, 9), report=read.append
-        )
+        found = read_by_position(scorer(model, batch_tokens), texts(), T, windows=windows, report=read.append)
     # windows of 4 rows and more are all that 5 rows have
     assert set(found.losses) == set(WAYS)
-    assert sum(read) == tokens_to_read(2, ROWS, T, (1, 2, 4, 9))
+    assert sum(read) == tokens_to_read(2, ROWS, T, windows)
     wanted = {way: token_by_token(model, texts()[0].tokens, first) for way, first in WAYS.items()}
     for way, losses in wanted.items():
         np.testing.assert_allclose(found.losses[way][0], losses, atol=1e-6, err_msg=way)
@@ -196,9 +193,8 @@ def test_the_task_gives_the_gain_and_perplexities(prepared):
     assert task["value"] == pytest.approx(math.exp(loss))
     assert task["stderr"] == pytest.approx(math.exp(loss) * stderr)
     assert task["chance"] == BYTE.vocab_size
-    assert {key.partition(" ")[0] for key in found["buckets"]["col/by_position-carried-3-4@256"]} == {
-        "carried"
-    }
+    buckets = found["buckets"]["col/by_position-carried-3-4@256"]
+    assert {key.partition(" ")[0] for key in buckets} == {"carried"}
     assert json.loads(json.dumps(gain)) == gain
 
 
@@ -227,15 +223,13 @@ def test_data_without_held_out_text_are_refused(tiny_run, tmp_path):
         build_task(columns()["col"][0]).check(items, 256)
 
 
-def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, refused, monkeypatch):
+def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, answer, refused, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     config, root = tmp_path / "run.yaml", ["--root", str(tmp_path / "runs")]
     data = json.loads(data_config(tmp_path).model_dump_json())
-    config.write_text(
-        json.dumps(RUN | {"data": data, "eval": {"columns": {"ppl": [{"task": "perplexity"}]}}})
-    )
-    assert titans(["train", str(config), *root, "--set", "optim.steps=2", "--json"]) == 0
-    name = json.loads(capsys.readouterr().out)["cell"]
+    columns = {"ppl": [{"task": "perplexity"}]}
+    config.write_text(json.dumps(RUN | {"data": data, "eval": {"columns": columns}}))
+    name = answer("train", config, *root, "--set", "optim.steps=2")["cell"]
     by_position = ["eval", name, *root, "--by-position"]
     assert titans([*by_position, "--rows", "16"]) == 0
     out = capsys.readouterr().out
@@ -245,17 +239,15 @@ def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, re
     assert where.endswith(str(folder / "by-position.png"))
     assert (folder / "by-position.png").stat().st_size > 5000
     assert "what memory brings: " in out
-    assert "11 texts of 512 tokens" in " ".join(out.split())
-    assert "512 tokens exceed the context that training carried a state over, about 32:" in " ".join(
-        out.split()
-    )
+    said = " ".join(out.split())
+    assert "11 texts of 512 tokens" in said
+    assert "512 tokens exceed the context that training carried a state over, about 32:" in said
     rows = [line.split() for line in lines if (line.strip()[:1].isdigit() and "±" in line) or " - " in line]
     places = ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512"]
     assert [row[0] for row in rows] == places
     own = tmp_path / "own.txt"
     own.write_text("a text of my own " * 9)
-    assert titans([*by_position, "--read", str(own), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = answer(*by_position, "--read", own)
     assert (found["texts"], found["tokens"], found["row"]) == (1, 4 * 32, 32)
     assert found["gain"] == pytest.approx(found["loss"]["fresh"] - found["loss"]["carried"])
     assert found["figures"][0] == str(folder / "by-position-own-txt.png")

@@ -1,7 +1,5 @@
 """Needles by depth: counted, printed, and read in rows far longer than a pass."""
 
-from __future__ import annotations
-
 import io
 import re
 

@@ -1,7 +1,5 @@
 """Floors: the best of each task's heuristics, computed by code on a fixed sample and pinned here."""
 
-from __future__ import annotations
-
 import random
 import re
 from dataclasses import replace
@@ -138,25 +136,18 @@ def test_a_floor_is_the_same_for_every_model():
     assert isinstance(floor, Floor)
     # the next run of a process has a tokenizer of its own
     assert Heads().floor(2, load_tokenizer("byte")) is floor
-    assert [item.text for item in Heads().floor_items(9, BYTE)] == [
-        item.text for item in Heads().floor_items(9, BYTE)
-    ]
+    first, again = ([item.text for item in Heads().floor_items(9, BYTE)] for _ in range(2))
+    assert first == again
 
 
 @pytest.mark.parametrize("fingerprint", ["abc", None])
 def test_items_are_drawn_once_for_all_runs_on_the_same_data(monkeypatch, fingerprint):
-    drawn = []
-    item = Coin.item
+    drawn, item, texts = [], Coin.item, []
     monkeypatch.setattr(Coin, "item", lambda *args: drawn.append(1) or item(*args))
-    texts = []
-    for hashes in (frozenset(), frozenset()):
-        data = SimpleNamespace(item_hashes=hashes, fingerprint=fingerprint)
-        context = Context(
-            Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64),
-            data,
-            EvalConfig(items=2),
-            9,
-        )
+    for _ in range(2):
+        data = SimpleNamespace(item_hashes=frozenset(), fingerprint=fingerprint)
+        scorer = Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64)
+        context = Context(scorer, data, EvalConfig(items=2), 9)
         texts.append([one.text for one in Coin()._fresh_items(context)])
     assert texts[0] == texts[1]
     assert len(set(texts[0])) == 2

@@ -1,7 +1,5 @@
 """A task outside the package, named by its import path, in evaluation and as a source of training rows."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

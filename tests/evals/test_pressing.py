@@ -1,7 +1,5 @@
 """Tasks that stress a memory: solvers that read the text are right, guessers get chance and the floor."""
 
-from __future__ import annotations
-
 import math
 import random
 import re
@@ -50,6 +48,12 @@ OTHERS = [
 ]
 
 
+def each(cases, name=""):
+    """The cases, of one task if named."""
+    cases = [case for case in cases if name in ("", case[0])]
+    return pytest.mark.parametrize(("task", "options", "length"), cases)
+
+
 @cache
 def _made(task, options, length, count):
     made = build_generated(TaskConfig(task=task, options=dict(options)))
@@ -81,7 +85,7 @@ def latest(before):
 # --- oracles
 
 
-@pytest.mark.parametrize(("task", "options", "length"), RECALLS)
+@each(RECALLS)
 def test_the_last_binding_is_the_answer(task, options, length):
     _, items = made(task, options, length)
     share, asked = right(items, lambda before: (lambda key, bound: bound[key])(*latest(before)))
@@ -89,9 +93,7 @@ def test_the_last_binding_is_the_answer(task, options, length):
     assert asked >= len(items)
 
 
-@pytest.mark.parametrize(
-    ("task", "options", "length"), [case for case in OTHERS if case[0] == "memorisation"]
-)
+@each(OTHERS, "memorisation")
 def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
     _, items = made(task, options, length)
     known = dict(pair for item in items[:150] for pair in PAIR.findall(item.text))
@@ -101,9 +103,8 @@ def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
 
 
 def test_another_dictionary_has_other_values():
-    tables = [
-        build_task(TaskConfig(task="memorisation", options={"dictionary": n})).dictionary for n in (0, 1)
-    ]
+    configs = (TaskConfig(task="memorisation", options={"dictionary": n}) for n in (0, 1))
+    tables = [build_task(config).dictionary for config in configs]
     assert tables[0] != tables[1]
     assert set(Counter(tables[0].values()).values()) == {128}
 
@@ -132,7 +133,7 @@ def outputs(rng, inputs, levels, classes, hidden):
     return {name: rank * classes // len(ranked) for rank, name in enumerate(ranked)}
 
 
-@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "functions"])
+@each(OTHERS, "functions")
 def test_who_knows_the_map_answers_inputs_that_were_not_shown(task, options, length):
     task, _ = made(task, options, length)
     o = task.options
@@ -150,15 +151,14 @@ def test_examples_of_a_map_tell_of_inputs_that_were_not_shown():
 
     def nearest(before):
         key, shown = latest(before)
-        return shown[
-            min(shown, key=lambda other: sum((ord(a) - ord(b)) ** 2 for a, b in zip(key, other, strict=True)))
-        ]
+        far = lambda other: sum((ord(a) - ord(b)) ** 2 for a, b in zip(key, other, strict=True))  # noqa: E731
+        return shown[min(shown, key=far)]
 
     task, items = made("functions", {}, 64)
     assert right(items, nearest)[0] > 1.6 * task.floor(64, BYTE).value > 0.45
 
 
-@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "words"])
+@each(OTHERS, "words")
 def test_a_word_multiplied_out_is_the_answer(task, options, length):
     task, items = made(task, options, length)
     degree, width = task.options.degree, 2 if task.options.degree == 5 and options.get("group") else 1
@@ -180,7 +180,7 @@ def test_a_word_multiplied_out_is_the_answer(task, options, length):
     assert all(re.search(r"=\d+$", item.text) for item in items)
 
 
-@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "resets"])
+@each(OTHERS, "resets")
 def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
     """Who reads this line alone answers all, who forgets nothing only those of this line, half of all."""
     task, items = made(task, options, length)
@@ -203,7 +203,7 @@ def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
 # --- chance and floor
 
 
-@pytest.mark.parametrize(("task", "options", "length"), RECALLS + OTHERS)
+@each(RECALLS + OTHERS)
 def test_guessing_gets_chance(task, options, length):
     """Answers of other items, of the same length: what is frequent is said as often."""
     task, items = made(task, options, length)
@@ -220,7 +220,7 @@ def values_of(before, count):
     return [bound[key] for key in recent if key in bound][:count]
 
 
-@pytest.mark.parametrize(("task", "options", "length"), RECALLS)
+@each(RECALLS)
 def test_guessing_among_the_values_of_a_block_gets_what_the_heuristic_gets(task, options, length):
     task, items = made(task, options, length)
     rng = random.Random(2)
@@ -240,7 +240,7 @@ def test_guessing_among_the_values_of_a_block_gets_what_the_heuristic_gets(task,
     assert near(sum(hits) / len(hits), level, len(items))
 
 
-@pytest.mark.parametrize(("task", "options", "length"), RECALLS)
+@each(RECALLS)
 def test_values_that_were_not_answered_yet_are_no_better_a_guess(task, options, length):
     task, items = made(task, options, length)
     rng = random.Random(3)
@@ -255,7 +255,7 @@ def test_values_that_were_not_answered_yet_are_no_better_a_guess(task, options, 
     assert sum(hits) / len(hits) < level + 4 * math.sqrt(level / len(items))
 
 
-@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "functions"])
+@each(OTHERS, "functions")
 def test_the_output_seen_least_gets_what_the_heuristic_gets(task, options, length):
     task, items = made(task, options, length)
     rng = random.Random(4)
@@ -270,7 +270,7 @@ def test_the_output_seen_least_gets_what_the_heuristic_gets(task, options, lengt
     assert level > task.chance
 
 
-@pytest.mark.parametrize(("task", "options", "length"), [case for case in OTHERS if case[0] == "words"])
+@each(OTHERS, "words")
 def test_the_last_answer_again_gets_chance(task, options, length):
     task, items = made(task, options, length)
 
@@ -284,22 +284,20 @@ def test_the_last_answer_again_gets_chance(task, options, length):
 # --- rows
 
 
-@pytest.mark.parametrize(("task", "options", "length"), RECALLS + OTHERS)
+@each(RECALLS + OTHERS)
 def test_rows_are_full_whatever_their_length(task, options, length):
     task, _ = made(task, options, length)
     for more in (0, 1, 64, 4 * length):
         assert len(task.item(random.Random(5), length + more, BYTE).text) == length + more - 1
 
 
-@pytest.mark.parametrize(("task", "options", "length"), RECALLS + OTHERS)
+@each(RECALLS + OTHERS)
 def test_items_asked_are_the_same_again_and_others_than_those_trained_on(task, options, length):
     task, _ = made(task, options, length)
 
     def asked(known):
-        scorer, prepared = SimpleNamespace(tokenizer=BYTE), SimpleNamespace(item_hashes=known)
-        context = SimpleNamespace(
-            scorer=scorer, prepared=prepared, config=EvalConfig(items=20), length=length
-        )
+        of = {"scorer": SimpleNamespace(tokenizer=BYTE), "prepared": SimpleNamespace(item_hashes=known)}
+        context = SimpleNamespace(**of, config=EvalConfig(items=20), length=length)
         return [item.hash for item in task._fresh_items(context)]
 
     first = asked(set())

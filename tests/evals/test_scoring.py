@@ -1,7 +1,5 @@
 """Log-likelihoods: shared contexts are read once, without changing any score."""
 
-from __future__ import annotations
-
 import math
 import random
 

@@ -1,7 +1,5 @@
 """Throughput and the held-out loss, measured on a real model."""
 
-from __future__ import annotations
-
 import json
 import math
 
@@ -24,25 +22,17 @@ def measured(tiny_run: RunConfig, tmp_path):
     data = prepare(DataConfig.model_validate_json(json.dumps(fields)), tmp_path)
     torch.manual_seed(0)
     model = LanguageModel(tiny_run.model)
-    config = EvalConfig(
-        columns={
-            "speed": (TaskConfig(task="throughput", options={"rows": 2, "repeats": 2}, lengths=(1.0, 2.0)),),
-            "ppl": (TaskConfig(task="perplexity"),),
-            "loss": (TaskConfig(task="loss"),),
-        },
-        perplexity_tokens=512,
-    )
-    return model, evaluate(model, data, config, 32)
+    speed = TaskConfig(task="throughput", options={"rows": 2, "repeats": 2}, lengths=(1.0, 2.0))
+    columns = {"speed": (speed,), "ppl": (TaskConfig(task="perplexity"),), "loss": (TaskConfig(task="loss"),)}
+    return model, evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
 
 
 def test_throughput_is_a_rate_with_no_chance_and_leaves_no_gradients(measured):
     model, found = measured
     assert found["columns"]["speed"] > 10
     assert found["chance"]["speed"] is None
-    assert {key for key in found["tasks"] if key.startswith("speed")} == {
-        "speed/throughput@32",
-        "speed/throughput@64",
-    }
+    speeds = {key for key in found["tasks"] if key.startswith("speed")}
+    assert speeds == {"speed/throughput@32", "speed/throughput@64"}
     assert all(p.grad is None for p in model.parameters())
     assert model.training
 

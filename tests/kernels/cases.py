@@ -1,7 +1,5 @@
 """Shared by tests of the memory's forms: run a call in several forms, compare results and gradients."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 
@@ -15,6 +13,7 @@ from titans_kernels import (
     MemoryState,
     OutputActivation,
     Residual,
+    decode_step,
     extend_memory,
     native,
     neural_memory,
@@ -56,6 +55,17 @@ class Call:
             outputs.append(y)
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
+
+    def check(self, *backends: str, cuts: Iterable[list[int]] = (), decoded: bool = False, **options) -> None:
+        """These forms, a sequence cut into pieces and one read token by token: each is the recurrence."""
+        expected = self.whole(backend="reference", **options)
+        for backend in backends:
+            assert_same(expected, self.whole(backend=backend, **options), self.leaves)
+        for sizes in cuts:
+            assert_same(expected, self.pieces(sizes, **options), self.leaves)
+        if decoded:
+            ones = [1] * self.tokens[0].shape[1]
+            assert_same(expected, self.pieces(ones, decode_step, **options), self.leaves)
 
     def apart(self, borders: list[int], **options) -> list[Tensor]:
         """The results of `whole` on packed documents, by a call for each that has tokens."""

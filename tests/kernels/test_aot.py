@@ -1,7 +1,5 @@
 """Every kernel, compiled ahead of time for A100, H100 and B200, stays within their resource limits."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

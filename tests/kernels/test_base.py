@@ -1,22 +1,12 @@
 """Decay towards base weights instead of zero; test_residual.py has every form, packed and cut."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.kernels import cases
 from tests.kernels.cases import NATIVE, assert_same, needs_compiler
-from titans_kernels import (
-    DecodeState,
-    MemoryState,
-    decode_step,
-    extend_memory,
-    find_rule,
-    neural_memory,
-    read_memory,
-)
+from titans_kernels import DecodeState, MemoryState, decode_step, extend_memory, neural_memory, read_memory
 from titans_kernels.memory.forms.triton import pieces
 
 FAST = ["chunked", NATIVE, "auto"]
@@ -31,10 +21,12 @@ class Case(cases.Case):
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta"])
 def test_the_online_form_of_a_linear_memory(rule):
-    case, options = Case(37, 1), {"chunk_size": 1, "rule": rule}
-    assert_same(
-        case.whole(backend="reference", **options), case.whole(backend="online", **options), case.leaves
-    )
+    Case(37, 1).check("online", chunk_size=1, rule=rule)
+
+
+@pytest.mark.parametrize("rule", ["huber", "gated_delta", "e2_ttt"])
+def test_cuts_of_another_rule_are_the_recurrence(rule):
+    Case(13).check(cuts=[[3, 2, 3, 5]], chunk_size=5, surprise_bound=0.5, rule=rule)
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: the kernels run on it")
@@ -47,13 +39,6 @@ def test_the_kernels_of_a_linear_memory_in_the_interpreter(kind):
     case.base = tuple(wide(B, 0, 12, 0, 12) for B in case.base)
     expected, found = (case.whole(backend=name, chunk_size=16) for name in ("reference", "triton"))
     assert_same(expected, found, case.leaves, results=(1e-3, 1e-4), gradients=(1e-3, 1e-3))
-
-
-@pytest.mark.parametrize("rule", ["huber", "gated_delta", "e2_ttt"])
-def test_cuts_of_another_rule_are_the_recurrence(rule):
-    case = Case(13)
-    options = {"chunk_size": 5, "surprise_bound": 0.5, "rule": find_rule(rule)}
-    assert_same(case.whole(backend="reference", **options), case.pieces([3, 2, 3, 5], **options), case.leaves)
 
 
 @pytest.mark.parametrize("backend", ["reference", "autograd", *FAST])
@@ -118,12 +103,10 @@ def test_meta_tensors_have_the_shapes():
 ])  # fmt: skip
 def test_what_does_not_fit_is_named(change, message):
     case = Case(8)
-    state = DecodeState.of(case.state)
-    base = change(case.base)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        neural_memory(*case.tokens, *case.state, base=base)
-    for form in (decode_step, extend_memory):
+    state, base = DecodeState.of(case.state), change(case.base)
+    for form, *given in (
+        (neural_memory, *case.tokens, *case.state), (decode_step, *case.tokens, state),
+        (extend_memory, *case.tokens, state), (read_memory, case.tokens[0], case.state.weights),
+    ):  # fmt: skip
         with pytest.raises(ValueError, match=f"^{message}"):
-            form(*case.tokens, state, base=base)
-    with pytest.raises(ValueError, match=f"^{message}"):
-        read_memory(case.tokens[0], case.state.weights, base=base)
+            form(*given, base=base)

@@ -3,8 +3,6 @@
 Shapes: B rows, T tokens, H heads, D key width.
 """
 
-from __future__ import annotations
-
 from functools import partial
 from itertools import product
 
@@ -14,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels import cases
-from tests.kernels.cases import NATIVE, assert_same, needs_compiler
+from tests.kernels.cases import NATIVE, needs_compiler
 from titans_kernels import (
     DecodeState,
     decode_step,
@@ -118,9 +116,8 @@ def test_a_step_that_fits_is_left_bit_for_bit():
 def test_one_key_repeated_is_written_one_full_step():
     k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
     steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
-    torch.testing.assert_close(
-        steps[0, :, 0], torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2), rtol=1e-5, atol=1e-6
-    )
+    expected = torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2)
+    torch.testing.assert_close(steps[0, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
 class Case(cases.Case):
@@ -144,11 +141,7 @@ RULE = {"chunk_size": 5, "surprise_bound": 0.5, "write_budget": 0.7}
 def test_cuts_at_every_position_are_the_whole(kind):
     case = Case(13, 2, by_column=kind == "by_column")
     rule = RULE | {"rule": find_rule("huber", delta=0.5) if kind == "huber" else "paper"}
-    expected = case.whole(backend="reference", **rule)
-    for cut in range(1, 13):
-        assert_same(expected, case.pieces([cut, 13 - cut], **rule), case.leaves)
-    assert_same(expected, case.pieces([1] * 13, decode_step, **rule), case.leaves)
-    assert_same(expected, case.pieces([3, 1, 4, 2, 3], **rule), case.leaves)
+    case.check(cuts=[*([cut, 13 - cut] for cut in range(1, 13)), [3, 1, 4, 2, 3]], decoded=True, **rule)
 
 
 @needs_compiler
@@ -165,15 +158,11 @@ def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
 @pytest.mark.parametrize("backend", ["autograd", "chunked", NATIVE, "auto"])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_every_form_is_the_recurrence(depth, backend):
-    case = Case(23, depth)
-    expected, found = (case.whole(backend=form, **RULE) for form in ("reference", backend))
-    assert_same(expected, found, case.leaves)
+    Case(23, depth).check(backend, **RULE)
 
 
 def test_the_online_form_is_the_recurrence():
-    case, rule = Case(23, 1), {"chunk_size": 1, "write_budget": 1.0}
-    expected = case.whole(backend="reference", **rule)
-    assert_same(expected, case.whole(backend="online", **rule), case.leaves)
+    Case(23, 1).check("online", chunk_size=1, write_budget=1.0)
 
 
 def test_packed_documents_are_each_alone():
@@ -200,9 +189,8 @@ def test_the_operator_receives_the_limited_theta_and_nothing_else():
 @pytest.mark.parametrize("limit", [None, 1.0, 3.0])
 def test_a_state_holds_what_is_counted(limit, kind):
     case, rule = Case(8, 2), find_rule("huber", delta=0.5) if kind == "huber" else find_rule("paper")
-    _, state = extend_memory(
-        *case.tokens, DecodeState.of(case.state), chunk_size=5, rule=rule, write_budget=limit
-    )
+    options = {"chunk_size": 5, "rule": rule, "write_budget": limit}
+    _, state = extend_memory(*case.tokens, DecodeState.of(case.state), **options)
     held = sum(x[0, 0].numel() for x in torch.utils._pytree.tree_leaves(state))
     assert held == state_numel([(3, 4), (4, 3)], 3, rule, write_budget=limit is not None)
 
@@ -265,10 +253,8 @@ def largest_errors(depth: int, chunk_size: int, *, limit: float | None, T: int =
     """Of each attack, eta and theta the largest ``||M_{t-1}(k_t) - v_t||^2``, [attacks, etas, thetas]."""
     k, v = attack(T, D, chunk_size)
     rows, _, H, _ = k.shape
-    eta, theta = (
-        x.flatten().expand(rows, T, H)
-        for x in torch.meshgrid(torch.tensor(ETAS), torch.tensor(THETAS), indexing="ij")
-    )
+    pairs = torch.meshgrid(torch.tensor(ETAS), torch.tensor(THETAS), indexing="ij")
+    eta, theta = (x.flatten().expand(rows, T, H) for x in pairs)
     generator = torch.Generator().manual_seed(depth)
     weights = tuple(torch.randn(rows, H, D, D, generator=generator) / D**0.5 for _ in range(depth))
     state, worst = (weights, None), torch.zeros(rows, H)

@@ -1,7 +1,5 @@
 """The memory continued from any position, by one token, a few, or many, against the recurrence."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -37,15 +35,12 @@ def test_bfloat16_tokens_leave_the_state_in_float32():
     torch.testing.assert_close(y.float(), exact, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "change", "message"),
-    [
-        (slice(0, 4), {}, "q: 4 tokens after 5 of the open chunk are more than chunk_size 8"),
-        (slice(0, 0), {}, "q: no rows, tokens or heads"),
-        (slice(0, 1), {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
-        (slice(0, 1), {"activation": "relu"}, "activation: 'relu' is not one of"),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "change", "message"), [
+    (slice(0, 4), {}, "q: 4 tokens after 5 of the open chunk are more than chunk_size 8"),
+    (slice(0, 0), {}, "q: no rows, tokens or heads"),
+    (slice(0, 1), {"chunk_size": 0}, "chunk_size: 0 must be at least 1"),
+    (slice(0, 1), {"activation": "relu"}, "activation: 'relu' is not one of"),
+])  # fmt: skip
 def test_what_does_not_fit_is_named(tokens, change, message):
     case = Case(9, batch=2)
     rule = {"chunk_size": 8, "surprise_bound": 0.3}

@@ -5,8 +5,6 @@ Outputs, final states and every gradient, in float32 as theirs are. Their q is s
 the key width; ours is scaled by the caller.
 """
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import warnings
@@ -18,16 +16,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import (
-    forms_used,
-    linear_attention,
-    native,
-    neural_memory,
-    recurrence,
-    recurrent_linear_attention,
-)
+from titans_kernels import forms_used, linear_attention, native, neural_memory, recurrence
 from titans_kernels.memory.forms.triton import pieces
-from titans_kernels.recurrence import scan
+from titans_kernels.recurrence import recurrent_linear_attention, scan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="fla-core is not installed: pip install -e '.[dev]'"
@@ -47,9 +38,12 @@ def leaves(*shapes: Sequence[int]) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator).requires_grad_() for shape in shapes]
 
 
-def agree(
-    ours: Sequence[Tensor], other: Sequence[Tensor], given: Sequence[Tensor], within: float = 1e-5
-) -> None:
+def recurrent(T: int, E: int, V: int, channels: int) -> list[Tensor]:
+    """q, k, v, gates of so many channels and the first state."""
+    return leaves((B, T, H, E), (B, T, H, E), (B, T, H, V), (B, T, H, channels), (B, H, E, V))
+
+
+def agree(ours: Sequence, other: Sequence, given: Sequence, within: float = 1e-5) -> None:
     """Outputs, and the gradients of a sum of them with fixed weights."""
     found = []
     for outputs in (ours, other):
@@ -65,9 +59,7 @@ def heads_first(*xs: Tensor) -> list[Tensor]:
 
 
 def test_a_decay_of_each_channel_is_gla():
-    given = q, k, v, gate, state = leaves(
-        (B, T, H, E), (B, T, H, E), (B, T, H, V), (B, T, H, E), (B, H, E, V)
-    )
+    given = q, k, v, gate, state = recurrent(T, E, V, E)
     log_decay = F.logsigmoid(gate) / 4
     ours = linear_attention(q * E**-0.5, k, v, log_decay, state)
     agree(ours, theirs("gla", "naive_recurrent_gla")(q, k, v, log_decay, state, True), given)
@@ -91,9 +83,8 @@ def test_the_scan_is_that_of_hgrn():
 @pytest.mark.parametrize("backend", ["reference", "auto", "online"])
 @pytest.mark.parametrize("gated", [False, True])
 def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
-    given = q, k, v, write, keep, state = leaves(
-        (B, T, H, E), (B, T, H, E), (B, T, H, V), (B, T, H), (B, T, H), (B, H, E, V)
-    )
+    keys = (B, T, H, E)
+    given = q, k, v, write, keep, state = leaves(keys, keys, (B, T, H, V), keys[:3], keys[:3], (B, H, E, V))
     if not gated:
         given = [x for x in given if x is not keep]
     zeros = torch.zeros(B, T, H)
@@ -104,10 +95,8 @@ def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
         chunk_size=1, rule="gated_delta" if gated else "paper", backend=backend,
     )  # fmt: skip
     if gated:
-        name, inputs, also = "naive_recurrent_gated_delta_rule", (q, k, v, beta), {"g": log_decay}
-        other, last = theirs("gated_delta_rule", name)(
-            *inputs, **also, initial_state=state, output_final_state=True
-        )
+        form = theirs("gated_delta_rule", "naive_recurrent_gated_delta_rule")
+        other, last = form(q, k, v, beta, g=log_decay, initial_state=state, output_final_state=True)
     else:
         o, last = theirs("delta_rule", "delta_rule_recurrence")(*heads_first(q, k, v, beta), state)
         (other,) = heads_first(o)
@@ -152,9 +141,7 @@ def packed(T: int) -> Tensor:
 @pytest.mark.parametrize("channels", [1, 16])
 @pytest.mark.parametrize("T", [17, pytest.param(70, marks=pytest.mark.slow)])
 def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
-    given = q, k, v, gate, state = leaves(
-        (B, T, H, 16), (B, T, H, 16), (B, T, H, 32), (B, T, H, channels), (B, H, 16, 32)
-    )
+    given = q, k, v, gate, state = recurrent(T, 16, 32, channels)
     tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
     found, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
     agree(found, expected, given)
@@ -170,9 +157,7 @@ def overflowing(test: Callable[..., None]) -> Callable[..., None]:
 @overflowing
 @pytest.mark.parametrize("channels", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
-    given = q, k, v, gate, state = leaves(
-        (B, 70, H, 16), (B, 70, H, 16), (B, 70, H, 32), (B, 70, H, channels), (B, H, 16, 32)
-    )
+    given = q, k, v, gate, state = recurrent(70, 16, 32, channels)
     for decay in (-1e6, -torch.inf):
         log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, 41]), decay)
         tokens = q, k / 4, v, log_decay, state
@@ -185,9 +170,7 @@ def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, ch
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch):
     serve(monkeypatch)
-    given = q, k, v, gate, state = leaves(
-        (B, 40, H, 16), (B, 40, H, 16), (B, 40, H, 32), (B, 40, H, 1), (B, H, 16, 32)
-    )
+    given = q, k, v, gate, state = recurrent(40, 16, 32, 1)
 
     def block(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> list[Tensor]:
         return [y / 2 for y in linear_attention(q / 4, k, v, F.logsigmoid(gate), state)]
@@ -202,14 +185,12 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
 
 @overflowing
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("variant", "kernel"),
-    [("retnet", "simple_gla"), ("gla", "gla"), ("hgrn2", "gla"), ("mamba2", "simple_gla")],
-)
-def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant, kernel):
+@pytest.mark.parametrize("variant", ["retnet", "gla", "hgrn2", "mamba2"])
+def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
     # the kernels' tests are collected with torch alone
     from titans_core import LanguageModel, presets
 
+    kernel = "gla" if variant in ("gla", "hgrn2") else "simple_gla"
     options = {"heads": 2} if variant != "mamba2" else {"state": 16}
     config = presets.preset("laptop", variant=variant, options=options)
     torch.manual_seed(0)
@@ -240,28 +221,22 @@ class OnAGPU:
         self.shape = (1, tokens, 1, width)
 
 
-@pytest.mark.parametrize(
-    ("tokens", "width", "operands", "why"),
-    [
-        (64, 32, torch.bfloat16, None), (64, 32, torch.float32, "TF32"), (64, 32, torch.float64, "float64"),
-        (1, 32, torch.bfloat16, "fewer than 16"), (64, 8, torch.float16, "narrower"),
-        (64, 17, torch.bfloat16, "odd"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("tokens", "width", "operands", "why"), [
+    (64, 32, torch.bfloat16, None), (64, 32, torch.float32, "TF32"), (64, 32, torch.float64, "float64"),
+    (1, 32, torch.bfloat16, "fewer than 16"), (64, 8, torch.float16, "narrower"),
+    (64, 17, torch.bfloat16, "odd"),
+])  # fmt: skip
 def test_what_the_kernels_do_not_serve(tokens, width, operands, why):
     reason = recurrence.fla_refusal(OnAGPU(tokens, width), 32, 16, operands)  # pyright: ignore[reportArgumentType]
     assert reason is None if why is None else why in reason
     assert recurrence.fla_refusal(torch.zeros(1, 64, 1, 32), 32, 16, torch.bfloat16) == "a CPU"
 
 
-@pytest.mark.parametrize(
-    ("decays", "version", "major", "refused"),
-    [
-        (1, "3.6.0", 9, True), (1, "3.7.0+git12ab", 9, True), (1, "3.7.1", 9, False),
-        (1, "3.8.0rc1", 9, False), (1, "3.6.0", 8, False),
-        (1, "3.6.0", 10, False), (16, "3.6.0", 9, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("decays", "version", "major", "refused"), [
+    (1, "3.6.0", 9, True), (1, "3.7.0+git12ab", 9, True), (1, "3.7.1", 9, False),
+    (1, "3.8.0rc1", 9, False), (1, "3.6.0", 8, False),
+    (1, "3.6.0", 10, False), (16, "3.6.0", 9, False),
+])  # fmt: skip
 def test_what_their_backward_would_refuse_is_refused_before(monkeypatch, decays, version, major, refused):
     monkeypatch.setattr("triton.__version__", version)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (major, 0))

@@ -3,8 +3,6 @@
 `make test-gpu` runs the tests marked gpu. The unmarked ones show on a CPU that these tests can fail.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -131,9 +129,8 @@ def test_no_access_is_out_of_bounds(name):
 @on_gpu
 def test_the_benchmark_times_them(tmp_path):
     path = tmp_path / "out.json"
-    done = bench(
-        "--small", "--shape", "l1-d128", "--shape", "l2-d64-h64", "--repeats", "3", "--json", str(path)
-    )
+    line = "--small --shape l1-d128 --shape l2-d64-h64 --repeats 3 --json"
+    done = bench(*line.split(), str(path))
     assert done.returncode == 0, done.stdout + done.stderr
     written = json.loads(path.read_text())
     assert written["machine"]["multiprocessors"] > 0
@@ -157,9 +154,8 @@ class Memory(nn.Module):
         qkv, gates = self.tokens(x).split([3 * 64, 3 * 2], -1)
         q, k, v = (F.normalize(part, dim=-1) for part in qkv.unflatten(-1, (3, 2, 32)).unbind(-3))
         alpha, eta, theta = gates.sigmoid().unflatten(-1, (3, 2)).unbind(-2)
-        y, _ = neural_memory(
-            q, k, v, 0.1 * alpha, eta, 0.1 * theta, tuple(self.weights), chunk_size=16, backend=self.backend
-        )
+        tokens, weights = (q, k, v, 0.1 * alpha, eta, 0.1 * theta), tuple(self.weights)
+        y, _ = neural_memory(*tokens, weights, chunk_size=16, backend=self.backend)
         return x + self.out(y.flatten(2))
 
 
@@ -253,12 +249,7 @@ def test_a_stream_does_not_wait_for_the_tables_of_another():
             found.append(call(borders))
     torch.cuda.synchronize()
     assert all(torch.equal(y, call.expected) for y in found)
-
-
-@on_gpu
-def test_borders_may_stay_on_the_cpu():
-    call = Packed()
-    assert torch.equal(call(call.borders().cpu()), call.expected)
+    assert torch.equal(call(borders.cpu()), call.expected), "borders may stay on the CPU"
 
 
 @on_gpu

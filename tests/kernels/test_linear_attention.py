@@ -1,29 +1,12 @@
 """Linear attention and the scan: the parallel form against the recurrence, with packed documents."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
 
 from tests.kernels.cases import needs_compiler
-from titans_kernels import (
-    forms_used,
-    linear_attention,
-    recurrence,
-    recurrent_linear_attention,
-    recurrent_scan,
-    scan,
-    selective_scan,
-)
-
-
-@pytest.fixture
-def torch_threads():
-    """Sets the number of threads; the number before is restored after the test."""
-    before = torch.get_num_threads()
-    yield torch.set_num_threads
-    torch.set_num_threads(before)
+from titans_kernels import forms_used, linear_attention, recurrence
+from titans_kernels.recurrence import recurrent_linear_attention, recurrent_scan, scan, selective_scan
 
 
 def inputs(T: int, channels: int, strongest: float = 3.0) -> list[Tensor]:

@@ -1,7 +1,5 @@
 """The compiled CPU kernels match the recurrence and PyTorch's operators; they are optional."""
 
-from __future__ import annotations
-
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
@@ -30,16 +28,11 @@ def test_native_is_the_parallel_form(depth, chunk_size):
 
 @needs_compiler
 @pytest.mark.parametrize("threads", [1, 2])
-def test_packed_documents_in_any_number_of_threads(threads):
-    borders, before = torch.tensor([0, 5, 5, 40, 41, 73, 90, 90]), torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        case = Case(90, 2, documents=7)
-        options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders}
-        expected = case.whole(backend="reference", **options)
-        assert_same(expected, case.whole(backend="native", **options), case.leaves)
-    finally:
-        torch.set_num_threads(before)
+def test_packed_documents_in_any_number_of_threads(threads, torch_threads):
+    torch_threads(threads)
+    options = {"chunk_size": 7, "surprise_bound": 0.5}
+    options["cu_seqlens"] = torch.tensor([0, 5, 5, 40, 41, 73, 90, 90])
+    Case(90, 2, documents=7).check("native", **options)
 
 
 @needs_compiler
@@ -89,10 +82,8 @@ def test_the_short_convolution_is_what_it_says(borders):
         expected.append(sum(weight[j] * held[3 - j : 3 - j + b - a] for j in range(4)))
     q, v = torch.cat(expected).view(2, 9, 2, 2, 3).unbind(2)
     wanted = [q / q.norm(dim=-1, keepdim=True), v]
-    grads = [
-        torch.autograd.grad(sum(part.sin().sum() for part in parts), leaves) for parts in (wanted, found)
-    ]
-    torch.testing.assert_close([*found, *grads[1]], [*wanted, *grads[0]], rtol=1e-9, atol=1e-11)
+    all_of = lambda xs: [*xs, *torch.autograd.grad(sum(x.sin().sum() for x in xs), leaves)]  # noqa: E731
+    torch.testing.assert_close(all_of(found), all_of(wanted), rtol=1e-9, atol=1e-11)
 
 
 def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):

@@ -1,7 +1,5 @@
 """The memory operator: its parallel form against the recurrence, and that against first principles."""
 
-from __future__ import annotations
-
 import re
 from itertools import product
 
@@ -28,9 +26,7 @@ def lengths(depth: int, chunk_size: int) -> list[int]:
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
 def test_chunked_is_the_recurrence(depth, chunk_size):
     for T, bound in product(lengths(depth, chunk_size), (None, 0.5)):
-        case, options = Case(T, depth), {"chunk_size": chunk_size, "surprise_bound": bound}
-        expected = case.whole(backend="reference", **options)
-        assert_same(expected, case.whole(backend="chunked", **options), case.leaves)
+        Case(T, depth).check("chunked", chunk_size=chunk_size, surprise_bound=bound)
 
 
 def test_a_single_layer_has_no_activation():
@@ -132,9 +128,8 @@ def test_no_later_token_and_no_other_row_reaches_a_read():
 
 
 def test_bfloat16_input_and_autocast_leave_the_state_in_float32():
-    tokens, state = (
-        tuple(x.detach().float() for x in part) for part in (Case(20).tokens, Case(20).state.weights)
-    )
+    case, low = Case(20), lambda xs: tuple(x.detach().float() for x in xs)
+    tokens, state = low(case.tokens), low(case.state.weights)
     low = [x.bfloat16() for x in tokens]
     y, after = neural_memory(*low, state, chunk_size=16)
     assert y.dtype == torch.bfloat16
@@ -162,6 +157,13 @@ def test_inference_gives_the_same_and_keeps_nothing():
 
 def shorter(x: Tensor, dim: int) -> Tensor:
     return x.narrow(dim, 0, x.shape[dim] - 1)
+
+
+def borders(*at) -> dict[str, Tensor]:
+    return {"cu_seqlens": torch.tensor(at)}
+
+
+INTS = "is not a tensor of int32 or int64"
 
 
 # what is changed of a good call, and how its message begins
@@ -192,22 +194,13 @@ BAD = {
     "bound nan": (lambda a: {"surprise_bound": float("nan")}, "surprise_bound: nan must be above 0"),
     "bound negative": (lambda a: {"surprise_bound": -1}, "surprise_bound: -1 must be above 0"),
     "bound type": (lambda a: {"surprise_bound": "1"}, "surprise_bound: '1' is not a number"),
-    "borders type": (
-        lambda a: {"cu_seqlens": torch.tensor([0.0, 20.0])},
-        "cu_seqlens: torch.float32 is not a tensor of int32 or int64",
-    ),
-    "borders list": (lambda a: {"cu_seqlens": [0, 20]}, "cu_seqlens: list is not a tensor of int32 or int64"),
-    "borders shape": (
-        lambda a: {"cu_seqlens": torch.tensor([[0, 20]])},
-        "cu_seqlens: shape (1, 2) is not [N + 1]",
-    ),
-    "borders end": (
-        lambda a: {"cu_seqlens": torch.tensor([0, 19])},
-        "cu_seqlens: must rise from 0 to T = 20",
-    ),
-    "falling borders": (lambda a: {"cu_seqlens": torch.tensor([0, 6, 5, 20])}, "cu_seqlens: must rise"),
+    "borders type": (lambda a: borders(0.0, 20.0), f"cu_seqlens: torch.float32 {INTS}"),
+    "borders list": (lambda a: {"cu_seqlens": [0, 20]}, f"cu_seqlens: list {INTS}"),
+    "borders shape": (lambda a: borders([0, 20]), "cu_seqlens: shape (1, 2) is not [N + 1]"),
+    "borders end": (lambda a: borders(0, 19), "cu_seqlens: must rise from 0 to T = 20"),
+    "falling borders": (lambda a: borders(0, 6, 5, 20), "cu_seqlens: must rise"),
     "packed batch": (
-        lambda a: {n: torch.cat([a[n]] * 2) for n in TOKENS} | {"cu_seqlens": torch.tensor([0, 20])},
+        lambda a: {n: torch.cat([a[n]] * 2) for n in TOKENS} | borders(0, 20),
         "cu_seqlens: packed documents need B = 1, not 2",
     ),
 }

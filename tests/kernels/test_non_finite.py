@@ -1,7 +1,5 @@
 """How far a NaN or an inf of one token reaches: later tokens, and earlier ones of its chunk at most."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -54,13 +52,10 @@ def first_changed(form: str, name: str, value: float) -> int | None:
     return min(changed, default=None)
 
 
-@pytest.mark.parametrize(
-    "form",
-    [
-        pytest.param(form, marks={"native": needs_compiler, "triton": interpreted}.get(form, ()))
-        for form in FORMS
-    ],
-)
+@pytest.mark.parametrize("form", [
+    pytest.param(form, marks={"native": needs_compiler, "triton": interpreted}.get(form, ()))
+    for form in FORMS
+])  # fmt: skip
 def test_a_non_finite_number_reaches_no_further_than_its_block(form):
     block = FORMS[form][2]
     for name in TOKENS if form != "triton" else ("k", "v", "theta"):

@@ -1,14 +1,11 @@
 """The online rule of a linear memory in blocks: the recurrence, whatever the length and the gates."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import assert_same
 from tests.kernels.test_rules import Case
 from titans_kernels import MemoryState, Rule, find_rule, forms_used
 from titans_kernels.memory import op
@@ -32,18 +29,13 @@ def made(T: int, rule: Rule = PAPER, **given: Any) -> Case:
     return case
 
 
-def assert_it_is_the_recurrence(case: Case, rule: Rule, **options) -> None:
-    expected = case.whole(backend="reference", rule=rule, **ONLINE, **options)
-    assert_same(expected, case.whole(backend="online", rule=rule, **ONLINE, **options), case.leaves)
-
-
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
 @pytest.mark.parametrize("compiled", [True, False])
 def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, compiled):
     if not compiled:
         monkeypatch.setattr(online, "COMPILED", 0)
-    assert_it_is_the_recurrence(made(T, rule), rule)
+    made(T, rule).check("online", rule=rule, **ONLINE)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
@@ -53,24 +45,21 @@ def test_gates_at_their_ends(rule):
         # all is forgotten, nothing is, nothing is written; there is no momentum
         case.tokens[3][:, 5], case.tokens[3][:, 17], case.tokens[5][:, 9] = 1, 0, 0
         case.tokens[4].zero_()
-    assert_it_is_the_recurrence(case, rule)
+    case.check("online", rule=rule, **ONLINE)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_packed_documents_start_afresh(rule):
     borders = torch.tensor([0, 13, 13, 46, 50], dtype=torch.int32)
-    assert_it_is_the_recurrence(made(50, rule, batch=1, documents=4), rule, cu_seqlens=borders)
+    made(50, rule, batch=1, documents=4).check("online", rule=rule, cu_seqlens=borders, **ONLINE)
 
 
 def test_auto_takes_it_where_it_serves():
     case = made(8)
     for rule, options, served in (
-        ("paper", ONLINE, True),
-        ("gated_delta", ONLINE, True),
-        ("paper", ONLINE | {"chunk_size": 2}, False),
-        ("paper", ONLINE | {"surprise_bound": 1.0}, False),
-        ("yaad", ONLINE, False),
-    ):
+        ("paper", ONLINE, True), ("gated_delta", ONLINE, True), ("paper", ONLINE | {"chunk_size": 2}, False),
+        ("paper", ONLINE | {"surprise_bound": 1.0}, False), ("yaad", ONLINE, False),
+    ):  # fmt: skip
         forms_used(forget=True)
         case.whole(rule=rule, **options)
         assert ("neural_memory: online" in forms_used()) == served, (rule, options)
@@ -90,13 +79,10 @@ def test_a_gpu_takes_it_too():
         assert (form.name == "online") == taken
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
-        (ONLINE | {"rule": "huber"}, "does not support the rule"),
-    ],
-)
+@pytest.mark.parametrize(("options", "reason"), [
+    ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
+    (ONLINE | {"rule": "huber"}, "does not support the rule"),
+])  # fmt: skip
 def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
         made(8).whole(backend="online", **options)

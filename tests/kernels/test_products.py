@@ -1,7 +1,5 @@
 """Products in C++: equal to PyTorch's operators, with every gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor
@@ -29,11 +27,8 @@ def seed():
 
 
 @pytest.fixture(params=[1, 3])
-def threads(request):
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+def threads(request, torch_threads):
+    torch_threads(request.param)
 
 
 @pytest.fixture

@@ -4,8 +4,6 @@ With a C++ compiler, the default form is the compiled one; the default without a
 same cases.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterator
 from itertools import pairwise
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels.cases import assert_same, needs_compiler
+from tests.kernels.cases import Call, assert_same, needs_compiler
 from titans_kernels import (
     DecodeState,
     MemoryState,
@@ -42,7 +40,7 @@ def forms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     native.library.cache_clear()
 
 
-class Drawn:
+class Drawn(Call):
     """A call of random sizes and options, in float64."""
 
     def __init__(self, seed: int):
@@ -56,11 +54,8 @@ class Drawn:
             cuts = sorted(draw.choices(range(T + 1), k=draw.randint(0, 3)))
             self.borders, B, N = torch.tensor([0, *cuts, T]), 1, len(cuts) + 1
         self.kind = one(["none", "none", "none", "input", "norm"])
-        widths = [
-            D,
-            *(one([2, 5, 16]) for _ in range(depth - 1)),
-            D if self.kind != "none" else one([2, 5, D]),
-        ]
+        hidden = [one([2, 5, 16]) for _ in range(depth - 1)]
+        widths = [D, *hidden, D if self.kind != "none" else one([2, 5, D])]
         ends = widths[0], widths[0], widths[-1]
         tokens = [F.normalize(rand(B, T, H, n) - 0.5, dim=-1) for n in ends]
         gates = [0.05 * rand(B, T, H), 0.9 * rand(B, T, H), 0.05 * rand(B, T, H)]
@@ -68,42 +63,28 @@ class Drawn:
             gate[rand(B, T, H) < 0.1] = value
         shapes = [(H, *pair) for pair in pairwise(widths)]
         self.tokens = [x.requires_grad_() for x in (*tokens, *gates)]
-        self.weights = tuple(((rand(*s) - 0.5) * 3 / s[1] ** 0.5).requires_grad_() for s in shapes)
-        self.momentum = tuple((0.1 * (rand(N, *s) - 0.5)).requires_grad_() for s in shapes)
+        self.state = MemoryState(
+            tuple(((rand(*s) - 0.5) * 3 / s[1] ** 0.5).requires_grad_() for s in shapes),
+            tuple((0.1 * (rand(N, *s) - 0.5)).requires_grad_() for s in shapes),
+        )
         own = one([False, False, True])
         self.base = tuple(((rand(*s) - 0.5) / s[1] ** 0.5).requires_grad_() for s in shapes) if own else None
         norm = (1 + rand(H, D)).requires_grad_(), (rand(H, D) - 0.5).requires_grad_()
         self.residual = {"none": None, "input": Residual(), "norm": Residual(*norm)}[self.kind]
         self.options = {
-            "chunk_size": one([1, 2, 7, 16, 64]),
-            "surprise_bound": one([None, 0.3, 1.0]),
-            "activation": one(["silu", "gelu", "identity"]),
-            "write_budget": one([None, None, 0.7, 2.0]),
-            "residual": self.residual,
-            "base": self.base,
-        }
-
-    @property
-    def leaves(self) -> list[Tensor]:
-        norm = self.residual.norm if self.residual else ()
-        return [*self.tokens, *self.weights, *self.momentum, *norm, *(self.base or ())]
+            "chunk_size": one([1, 2, 7, 16, 64]), "surprise_bound": one([None, 0.3, 1.0]),
+            "activation": one(["silu", "gelu", "identity"]), "write_budget": one([None, None, 0.7, 2.0]),
+            "residual": self.residual, "base": self.base,
+        }  # fmt: skip
 
     def run(self, backend: str) -> list[Tensor]:
-        y, state = neural_memory(
-            *self.tokens,
-            self.weights,
-            self.momentum,
-            cu_seqlens=self.borders,
-            backend=backend,
-            **self.options,
-        )
-        return [y, *state.weights, *state.momentum]
+        return self.whole(backend=backend, cu_seqlens=self.borders, **self.options)
 
     def in_pieces(self) -> list[Tensor]:
         """The first row or document alone, cut where a chunk may be open."""
         T = self.tokens[0].shape[1] if self.borders is None else int(self.borders[1])
         first = [x[:1, :T] for x in self.tokens]
-        start = tuple(W[None] for W in self.weights), tuple(S[:1] for S in self.momentum)
+        start = tuple(W[None] for W in self.state.weights), tuple(S[:1] for S in self.state.momentum)
         state, outputs = DecodeState.of(MemoryState(*start)), []
         for a, b in pairwise([0, T // 3, T // 2, T]):
             if a < b:
@@ -129,13 +110,13 @@ def test_the_memory_is_the_recurrence(forms, seed):
 ELSEWHERE = ("triton", "layerwise")
 
 
-@pytest.mark.parametrize(
-    "name", [form.name for form in op.FORMS if form.tolerance and form.name not in ELSEWHERE]
-)
+HERE = {form.name: form for form in op.FORMS if form.tolerance and form.name not in ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", HERE)
 def test_a_form_computes_what_its_row_of_the_table_says(name):
     """Each call that a form does not refuse is within its tolerance of the reference."""
-    (form,) = (form for form in op.FORMS if form.name == name)
-    computed = 0
+    form, computed = HERE[name], 0
     for seed in range(60):
         call = Drawn(seed)
         if name == "online":
@@ -147,7 +128,7 @@ def test_a_form_computes_what_its_row_of_the_table_says(name):
             *(call.options[name] for name in ("chunk_size", "activation", "surprise_bound")), call.borders,
             residual=call.residual, base=call.base or (),
         )  # fmt: skip
-        if form.refusal(inputs, call.weights, options):
+        if form.refusal(inputs, call.state.weights, options):
             with pytest.raises(ValueError, match="does not support this call: it "):
                 call.run(form.backend)
             continue

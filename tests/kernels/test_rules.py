@@ -1,9 +1,6 @@
 """Rules of the memory: each against the recurrence and against its published equations, in every form."""
 
-from __future__ import annotations
-
 import re
-import textwrap
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -13,16 +10,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import Call, assert_same
-from titans_kernels import (
-    RULES,
-    DecodeState,
-    MemoryState,
-    Rule,
-    decode_step,
-    extend_memory,
-    find_rule,
-    neural_memory,
-)
+from titans_kernels import RULES, DecodeState, MemoryState, Rule, extend_memory, find_rule, neural_memory
 from titans_kernels.memory.activations import ACTIVATIONS, layer_shapes
 from titans_kernels.memory.forms import reference
 from titans_kernels.memory.rules import PAPER
@@ -36,9 +24,8 @@ from titans_kernels.memory.rules.robust import Huber, Yaad
 
 # the kernels' tests also run where the models are not installed
 titans_core = pytest.importorskip("titans_core")
-LanguageModel, MemoryConfig, ModelConfig = (
-    getattr(titans_core, name) for name in ("LanguageModel", "MemoryConfig", "ModelConfig")
-)
+LanguageModel, MemoryConfig = titans_core.LanguageModel, titans_core.MemoryConfig
+ModelConfig = titans_core.ModelConfig
 
 
 @dataclass(frozen=True)
@@ -116,84 +103,50 @@ CALLS = [(2, 16, None), (19, 1, 0.5), (37, 16, None), (28, 7, 0.5), (9, 64, 0.5)
 @each_rule
 def test_every_form_is_the_recurrence(rule, depth):
     for T, chunk_size, bound in CALLS:
-        case = Case(T, depth, rule=rule)
         options = {"chunk_size": chunk_size, "surprise_bound": bound, "rule": rule}
-        expected = case.whole(backend="reference", **options)
-        for backend in ("autograd", "chunked") if rule == Rule() else ("autograd", "auto"):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        Case(T, depth, rule=rule).check("autograd", "chunked" if rule == Rule() else "auto", **options)
 
 
+@pytest.mark.parametrize("activation", ["gelu", "identity", "swiglu", "geglu"])
 @each_rule
-def test_activations_widths_and_rows(rule):
-    case = Case(21, widths=[3, 6, 2, 5], batch=3, rule=rule)
-    for activation in ("gelu", "identity"):
-        options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
-        expected = case.whole(backend="reference", **options)
-        assert_same(expected, case.whole(backend="autograd", **options), case.leaves)
-
-
-@pytest.mark.parametrize("activation", ["swiglu", "geglu"])
-@each_rule
-def test_a_gated_layer_is_two_matrices(rule, activation):
+def test_activations_widths_and_rows(rule, activation):
     case = Case(21, widths=[3, 6, 2, 5], batch=3, rule=rule, activation=activation)
     options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
-    expected = case.whole(backend="reference", **options)
-    for backend in ("autograd", "auto"):
-        assert_same(expected, case.whole(backend=backend, **options), case.leaves)
-    assert_same(expected, case.pieces([3, 1, 17], **options), case.leaves)
-    assert_same(expected, case.pieces([1] * 21, decode_step, **options), case.leaves)
+    case.check("autograd", "auto", cuts=[[3, 1, 17]], decoded=True, **options)
 
 
-def test_what_a_theta_for_each_matrix_does_not_go_with_is_named():
-    case = Case(4, thetas=2)
-    for options, message in (
-        (
-            {"backend": "native"},
-            "backend: native does not support this call: it does not support theta per matrix",
-        ),
-        (
-            {"write_budget": 1.0},
-            "theta: one for each matrix is not supported by a write_budget; use one per head",
-        ),
-    ):
-        with pytest.raises(ValueError, match=f"^{message}"):
-            case.whole(**options)
-    with pytest.raises(ValueError, match=r"^theta: 3 per token and head, but the memory has 2 matrices"):
-        Case(4, thetas=3).whole()
-
-
-def test_what_a_gated_memory_does_not_go_with_is_named():
-    case = Case(4, activation="swiglu")
-    with pytest.raises(ValueError, match=r"^backend: native .* does not support the activation swiglu; use"):
-        case.whole(backend="native", activation="swiglu")
-    with pytest.raises(ValueError, match=r"^weights\[1\]: shape \(1, 2, 4, 3\) is not \(2, 8, 3\)"):
-        case.whole(activation="silu")
-    odd = Case(4, widths=[3, 5, 3])
-    with pytest.raises(ValueError, match=r"^weights\[1\]: 5 inputs, not half of the 5 outputs before it"):
-        odd.whole(activation="geglu")
+@pytest.mark.parametrize(("given", "options", "message"), [
+    ({"thetas": 2}, {"backend": "native"},
+     "backend: native does not support this call: it does not support theta per matrix"),
+    ({"thetas": 2}, {"write_budget": 1.0},
+     "theta: one for each matrix is not supported by a write_budget; use one per head"),
+    ({"thetas": 3}, {}, "theta: 3 per token and head, but the memory has 2 matrices"),
+    ({"activation": "swiglu"}, {"activation": "swiglu", "backend": "native"},
+     "backend: native .* does not support the activation swiglu; use"),
+    ({"activation": "swiglu"}, {"activation": "silu"},
+     r"weights\[1\]: shape \(1, 2, 4, 3\) is not \(2, 8, 3\)"),
+    ({"widths": [3, 5, 3]}, {"activation": "geglu"},
+     r"weights\[1\]: 5 inputs, not half of the 5 outputs before it"),
+])  # fmt: skip
+def test_what_does_not_go_together_is_named(given, options, message):
+    with pytest.raises(ValueError, match=f"^{message}"):
+        Case(4, **given).whole(**options)
 
 
 @pytest.mark.parametrize("activation", ["silu", "swiglu"])
 @each_rule
 def test_a_theta_for_each_matrix(rule, activation):
     """In every form, cut and decoded, in packed documents, and where all are equal that of the head."""
-    gated = activation == "swiglu"
+    thetas = 5 if activation == "swiglu" else 3
+    given = {"widths": [3, 6, 5, 4], "rule": rule, "activation": activation, "thetas": thetas}
     options = {"chunk_size": 8, "surprise_bound": 0.5, "activation": activation, "rule": rule}
     refused = pytest.raises(ValueError, match=r"^theta: one for each matrix is not supported by the rule M")
     with refused if rule.one_theta else nullcontext():
-        case = Case(21, widths=[3, 6, 5, 4], batch=2, rule=rule, activation=activation, thetas=3 + 2 * gated)
-        expected = case.whole(backend="reference", **options)
-        for backend in ("autograd", "auto"):
-            assert_same(expected, case.whole(backend=backend, **options), case.leaves)
-        assert_same(expected, case.pieces([3, 1, 17], **options), case.leaves)
-        assert_same(expected, case.pieces([1] * 21, decode_step, **options), case.leaves)
-        packed = Case(21, widths=[3, 6, 5, 4], documents=2, rule=rule, activation=activation,
-                      thetas=3 + 2 * gated)  # fmt: skip
-        borders = {"cu_seqlens": torch.tensor([0, 9, 21])}
-        expected = packed.whole(backend="reference", **borders, **options)
-        assert_same(expected, packed.whole(**borders, **options), packed.leaves)
+        case = Case(21, batch=2, **given)
+        case.check("autograd", "auto", cuts=[[3, 1, 17]], decoded=True, **options)
+        Case(21, documents=2, **given).check("auto", cu_seqlens=torch.tensor([0, 9, 21]), **options)
         one = case.tokens[5].detach()[..., :1]
-        case.tokens[5] = one.expand(-1, -1, -1, 3 + 2 * gated)
+        case.tokens[5] = one.expand(-1, -1, -1, thetas)
         several = case.whole(**options)
         case.tokens[5] = one[..., 0]
         torch.testing.assert_close(several, case.whole(**options), rtol=1e-10, atol=1e-11)
@@ -212,19 +165,14 @@ def test_packed_documents_are_separate_calls(rule, backend):
 @pytest.mark.parametrize("chunk_size", [1, 5, 16])
 @each_rule
 def test_token_by_token_is_the_recurrence(rule, chunk_size):
-    case = Case(23, 2, batch=2, rule=rule)
     options = {"chunk_size": chunk_size, "surprise_bound": 0.3, "rule": rule}
-    expected = case.whole(backend="reference", **options)
-    assert_same(expected, case.pieces([1] * 23, decode_step, **options), case.leaves)
+    Case(23, 2, batch=2, rule=rule).check(decoded=True, **options)
 
 
 @each_rule
 def test_any_cut_is_the_recurrence(rule):
-    case = Case(33, 3, rule=rule)
-    options = {"chunk_size": 8, "surprise_bound": 0.3, "rule": rule}
-    expected = case.whole(backend="reference", **options)
-    for sizes in ([33], [11, 22], [8, 16, 9], [5, 1, 1, 1, 17, 1, 7], [31, 1, 1]):
-        assert_same(expected, case.pieces(sizes, **options), case.leaves)
+    cuts = [33], [11, 22], [8, 16, 9], [5, 1, 1, 1, 17, 1, 7], [31, 1, 1]
+    Case(33, 3, rule=rule).check(cuts=cuts, chunk_size=8, surprise_bound=0.3, rule=rule)
 
 
 @each_rule
@@ -234,9 +182,8 @@ def test_the_gradient_of_the_reference_is_that_of_the_inner_loss(rule):
     extra = case.tokens[6][:, 0].detach() if rule.extra_gates else k[..., :0]
     weights = case.state.weights
     prediction = reference.apply_memory(weights, k[:, :, None], f)
-    expected = torch.autograd.grad(
-        rule.loss(prediction, v[:, :, None], *extra[:, :, None].unbind(-1)).sum(), weights
-    )
+    loss = rule.loss(prediction, v[:, :, None], *extra[:, :, None].unbind(-1)).sum()
+    expected = torch.autograd.grad(loss, weights)
     found = reference.inner_gradient(weights, k, v, f, None, rule, extra_BHE=extra)
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
 
@@ -315,10 +262,7 @@ def test_a_huber_loss_is_the_update_of_miras(rule):
     reads, sides = [], []
     for t in range(len(q)):
         e = k[t] @ W - v[t]
-        if isinstance(rule, Yaad):
-            near = e.norm() <= rule.delta
-        else:
-            near = e.abs() <= rule.delta
+        near = (e.norm() if isinstance(rule, Yaad) else e.abs()) <= rule.delta
         force = torch.where(near, e, rule.delta * e.sign())
         W = (1 - alpha[t]) * W - theta[t] * 2 * torch.outer(k[t], force)
         reads.append(q[t] @ W)
@@ -344,9 +288,8 @@ def test_inference_and_autocast_give_the_same_and_leave_the_state_in_float32():
         y, after = neural_memory(*(x.clone() for x in tokens), *state, **options)
         _, cut = extend_memory(*(x[:, :13] for x in tokens), DecodeState.of(state), **options)
     torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    assert {x.dtype for x in (*after.weights, *after.momentum, *cut)[:-1] if isinstance(x, Tensor)} == {
-        torch.float32
-    }
+    kept = (*after.weights, *after.momentum, *cut)[:-1]
+    assert {x.dtype for x in kept if isinstance(x, Tensor)} == {torch.float32}
     low, _ = neural_memory(*(x.bfloat16() for x in tokens), *state, **options)
     assert low.dtype == torch.bfloat16
 
@@ -386,33 +329,18 @@ def test_a_form_that_does_not_take_a_rule_says_so():
         extend_memory(*case.tokens, opened, chunk_size=8)
 
 
-@pytest.mark.parametrize(
-    ("name", "parameters", "message"),
-    [
-        ("hubr", {}, f"rule: 'hubr' is not one of {', '.join(RULES)}; did you mean huber?"),
-        ("xyzzy", {}, f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
-        ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
-        ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
-        ("mdn", {"angle": -1.0}, "rule_options.angle: -1.0 must be finite, and 0 or more"),
-        (
-            "mdn",
-            {"angle": 1.0, "tied": 1.0},
-            "rule_options.tied: 1.0 and angle 1.0 both limit the write gate",
-        ),
-        ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),
-        (
-            "no_such_module:Rule",
-            {},
-            "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot",
-        ),
-        (
-            "titans_kernels:Rul",
-            {},
-            "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?",
-        ),
-        ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.base.Rule"),
-    ],
-)
+@pytest.mark.parametrize(("name", "parameters", "message"), [
+    ("hubr", {}, f"rule: 'hubr' is not one of {', '.join(RULES)}; did you mean huber?"),
+    ("xyzzy", {}, f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
+    ("huber", {"detla": 1.0}, "rule_options.detla: the rule huber has delta"),
+    ("paper", {"delta": 1.0}, "rule_options.delta: the rule paper has no parameters"),
+    ("mdn", {"angle": -1.0}, "rule_options.angle: -1.0 must be finite, and 0 or more"),
+    ("mdn", {"angle": 1.0, "tied": 1.0}, "rule_options.tied: 1.0 and angle 1.0 both limit the write gate"),
+    ("huber", {"delta": 0.0}, "rule_options.delta: 0.0 must be above 0 and finite"),
+    ("no_such_module:Rule", {}, "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot"),
+    ("titans_kernels:Rul", {}, "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?"),
+    ("math:pi", {}, "rule: math:pi is not a subclass of titans_kernels.memory.rules.base.Rule"),
+])  # fmt: skip
 def test_a_rule_that_does_not_exist_is_named(name, parameters, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}[^\n]*$"):
         find_rule(name, **parameters)
@@ -421,36 +349,30 @@ def test_a_rule_that_does_not_exist_is_named(name, parameters, message):
 
 
 # the walk of CONTRIBUTING: one file, and a line where it shall have a name
-LP = """
-    from dataclasses import dataclass
+LP = '''
+from dataclasses import dataclass
+from titans_kernels import Rule
 
-    from titans_kernels import Rule
+@dataclass(frozen=True)
+class Lp(Rule):
+    """The l_p inner loss of MIRAS's Moneta."""
+    p: float = 3.0
 
-
-    @dataclass(frozen=True)
-    class Lp(Rule):
-        '''The l_p inner loss of MIRAS's Moneta.'''
-
-        p: float = 3.0
-
-        def loss(self, prediction, v):
-            return (prediction - v).abs().pow(self.p).sum(-1)
-"""
+    def loss(self, prediction, v):
+        return (prediction - v).abs().pow(self.p).sum(-1)
+'''
 
 
 @pytest.fixture
 def lp_rule(tmp_path, monkeypatch) -> str:
-    (tmp_path / "my_rules.py").write_text(textwrap.dedent(LP))
+    (tmp_path / "my_rules.py").write_text(LP)
     monkeypatch.syspath_prepend(tmp_path)
     return "my_rules:Lp"
 
 
 def test_a_rule_from_outside_goes_by_its_import_path(lp_rule):
-    case, options = Case(20, 2), {"chunk_size": 8, "surprise_bound": 0.5}
-    rule = find_rule(lp_rule, p=2.5)
-    expected = case.whole(backend="reference", rule=rule, **options)
-    assert_same(expected, case.whole(rule=rule, **options), case.leaves)
-    assert_same(expected, case.pieces([3, 6, 11], rule=rule, **options), case.leaves)
+    options = {"chunk_size": 8, "surprise_bound": 0.5, "rule": find_rule(lp_rule, p=2.5)}
+    Case(20, 2).check("auto", cuts=[[3, 6, 11]], **options)
 
 
 def test_a_rule_from_outside_trains_a_model_and_may_be_registered(lp_rule, monkeypatch):
@@ -458,9 +380,8 @@ def test_a_rule_from_outside_trains_a_model_and_may_be_registered(lp_rule, monke
     monkeypatch.setitem(RULES, "lp", type(find_rule(lp_rule)))
     for name in (lp_rule, "lp", "paper"):
         torch.manual_seed(0)
-        memory = MemoryConfig(
-            heads=2, chunk_size=8, rule=name, rule_options={} if name == "paper" else {"p": 4.0}
-        )
+        given = {} if name == "paper" else {"p": 4.0}
+        memory = MemoryConfig(heads=2, chunk_size=8, rule=name, rule_options=given)
         m = LanguageModel(ModelConfig(vocab_size=20, d_model=16, n_layers=1, memory=memory))
         x = torch.randint(0, 20, (2, 21), generator=torch.Generator().manual_seed(1))
         loss = F.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())

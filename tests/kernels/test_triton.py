@@ -1,9 +1,8 @@
 """The Triton kernels in Triton's interpreter, against the token-by-token reference in float64."""
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -73,7 +72,7 @@ class Call:
             return torch.randn(*size, generator=draw, dtype=torch.float64)
 
         D, V = case.widths[0], case.widths[-1]
-        pairs = list(zip(case.widths, case.widths[1:], strict=False))
+        pairs = list(pairwise(case.widths))
         self.tokens = [
             normalize(normal(B, T, H, D), dim=-1), normalize(normal(B, T, H, D), dim=-1),
             normal(B, T, H, V) / V**0.5, torch.sigmoid(normal(B, T, H) - 2),
@@ -87,9 +86,7 @@ class Call:
         self.momentum = [normal(documents, H, a, b) * 0.05 for a, b in pairs]
         self.seeds = [normal(B, T, H, V), *(normal(*x.shape) for x in (*self.weights, *self.momentum))]
 
-    def results(
-        self, backend: str, dtype: torch.dtype, operands: torch.dtype | None = None
-    ) -> dict[str, Tensor]:
+    def results(self, backend: str, dtype: torch.dtype, operands=None) -> dict[str, Tensor]:
         """Outputs, final states and every gradient, by name."""
         depth, case = len(self.weights), self.case
         kinds = [operands or dtype] * 3 + [dtype] * (3 + 2 * depth)
@@ -143,9 +140,7 @@ def test_kernels_equal_the_reference(case):
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize(
-    "case", [Case((32, 64), 50, 32, bound=None), Case(DEEP, 50, 32)], ids=["depth 1", "depth 2"]
-)
+@pytest.mark.parametrize("case", [Case((32, 64), 50, 32, bound=None), Case(DEEP, 50, 32)], ids=str)
 @pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     """The other form of the forward, and a backward that finds again what was not kept."""
@@ -214,12 +209,8 @@ def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
     assert triton_op.keep_bytes(torch.device("cpu")) == triton_op.KEEP_BYTES
 
 
-@pytest.mark.parametrize(
-    ("operands", "limit"),
-    # the interpreter cuts bfloat16 off where a GPU rounds, which costs a few times the error
-    [(torch.float16, 3e-3), (torch.bfloat16, 4e-2)],
-    ids=["fp16", "bf16"],
-)
+# the interpreter cuts bfloat16 off where a GPU rounds, which costs a few times the error
+@pytest.mark.parametrize(("operands", "limit"), [(torch.float16, 3e-3), (torch.bfloat16, 4e-2)], ids=str)
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(32, 32), (32, 32, 32), (32, 32, 32, 32)], ids=["1", "2", "3"])
 def test_operands_of_half_precision(widths, operands, limit):
@@ -251,20 +242,21 @@ REFUSED = {
     "chunk": (lambda q, W: (q, W, 48), "chunk_size 48"),
     "long chunk": (lambda q, W: (q, W, 256), "chunk_size 256"),
     "width": (lambda q, W: (q[..., :24], W, 64), "head widths 24"),
-    "hidden": (lambda q, W: (q, (torch.zeros(1, 32, 48), torch.zeros(1, 48, 32)), 64), "hidden width 48"),
-    "hidden differ": (
-        lambda q, W: (q, tuple(torch.zeros(1, a, b) for a, b in ((32, 16), (16, 64), (64, 32))), 64),
-        "hidden widths [16, 64] differ",
-    ),
+    "hidden": (lambda q, W: (q, layers(32, 48, 32), 64), "hidden width 48"),
+    "hidden differ": (lambda q, W: (q, layers(32, 16, 64, 32), 64), "hidden widths [16, 64] differ"),
 }
+
+
+def layers(*widths: int) -> tuple[Tensor, ...]:
+    return tuple(torch.zeros(1, *pair) for pair in pairwise(widths))
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_a_shape_without_a_kernel_says_why(name):
     make, reason = REFUSED[name]
-    q, W, b = make(torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),))
+    q, W, b = make(torch.zeros(1, 8, 1, 32), layers(32, 32))
     assert reason in (refusal.refusal(q, q, q, W, b) or "served")
-    assert refusal.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, (torch.zeros(1, 32, 32),), 64) is None
+    assert refusal.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, layers(32, 32), 64) is None
 
 
 @pytest.fixture
@@ -280,19 +272,18 @@ def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("on_a_card")
 def test_float32_chunks_of_128_are_too_large_for_a_card():
-    q, W = torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),)
+    q, W = torch.zeros(1, 8, 1, 32), layers(32, 32)
     assert "chunk_size 128 in float32" in (refusal.refusal(q, q, q, W, 128) or "served")
     assert refusal.refusal(q, q, q, W, 64) is None
     assert refusal.refusal(q, q, q, W, 128, torch.bfloat16) is None
 
 
-@pytest.mark.parametrize(
-    ("version", "wrong"), [("12.4", False), ("12.8", True), ("13.0", True), ("13.1", False), ("13.4", False)]
-)
-def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, wrong, on_a_card):
-    q, W = torch.zeros(1, 8, 1, 32), (torch.zeros(1, 32, 32),)
+@pytest.mark.parametrize("version", ["12.4", "12.8", "13.0", "13.1", "13.4"])
+def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, on_a_card):
+    q, W = torch.zeros(1, 8, 1, 32), layers(32, 32)
     on_a_card.setattr(refusal, "assembler", lambda: version)
-    assert (f"ptxas {version}" in (refusal.refusal(q, q, q, W, 64) or "served")) == wrong
+    wrong = f"ptxas {version}" in (refusal.refusal(q, q, q, W, 64) or "served")
+    assert wrong == (version in ("12.8", "13.0"))
     on_a_card.setenv("TITANS_PTXAS", "any")
     assert refusal.refusal(q, q, q, W, 64) is None
     on_a_card.delenv("TITANS_PTXAS")
@@ -307,9 +298,8 @@ def test_the_assembler_that_triton_takes_has_a_version():
 
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():
     call = Call(Case((16, 24, 16), 40, 16))
-    with pytest.raises(
-        ValueError, match="triton does not support this call: hidden width 24 is not one of 16, 32"
-    ):
+    said = "triton does not support this call: hidden width 24 is not one of 16, 32"
+    with pytest.raises(ValueError, match=said):
         call.results("triton", torch.float32)
 
 
@@ -321,9 +311,8 @@ def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_s
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         found = [call.results("auto", torch.float32) for _ in range(2)]
     lines = [r.getMessage() for r in caplog.records if r.name == "titans_kernels"]
-    assert lines == [
-        "neural_memory: chunked in place of triton: hidden width 24 is not one of 16, 32, 64, 128, 256, 512"
-    ]
+    why = "hidden width 24 is not one of 16, 32, 64, 128, 256, 512"
+    assert lines == [f"neural_memory: chunked in place of triton: {why}"]
     assert all(torch.equal(found[0][name], expected[name]) for name in expected)
     caplog.clear()
 
@@ -332,33 +321,23 @@ def test_without_a_gradient_a_long_row_goes_through_in_parts(monkeypatch):
     call, calls = Call(Case((16, 32, 16), 100, 16, B=2)), []
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2 * 2 * triton_op._chunk_bytes([16, 32, 16], 16, 4))
     whole = triton_op.forward
-    monkeypatch.setattr(
-        triton_op, "forward", lambda shape, *a, **k: calls.append(shape) or whole(shape, *a, **k)
-    )
-    tokens = [x.float() for x in call.tokens]
-    weights = tuple(x.float() for x in call.weights)
+    monkeypatch.setattr(triton_op, "forward", lambda s, *a, **k: calls.append(s) or whole(s, *a, **k))
+    tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
     with torch.no_grad():
         y, state = neural_memory(*tokens, weights, chunk_size=16, backend="triton")
     assert [shape.tokens for shape in calls] == [64, 64, 64, 8]
     expected, after = neural_memory(*tokens, weights, chunk_size=16, backend="chunked")
-    torch.testing.assert_close(y, expected)
-    for found, wanted in zip(
-        (*state.weights, *state.momentum), (*after.weights, *after.momentum), strict=True
-    ):
-        torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close((y, state), (expected, after))
 
 
 @pytest.mark.slow
 def test_borders_that_a_compiler_lets_pass_are_looked_at_when_it_runs():
     call = Call(Case((16, 16), 20, 16))
     tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
-    compiled = torch.compile(
-        lambda borders: neural_memory(*tokens, weights, chunk_size=16, backend="triton", cu_seqlens=borders)[
-            0
-        ],
-        backend="aot_eager",
-    )
-    assert compiled(torch.tensor([0, 20], dtype=torch.int32)).isfinite().all()
+    options = {"chunk_size": 16, "backend": "triton"}
+    call = lambda borders: neural_memory(*tokens, weights, cu_seqlens=borders, **options)  # noqa: E731
+    compiled = torch.compile(call, backend="aot_eager")
+    assert compiled(torch.tensor([0, 20], dtype=torch.int32))[0].isfinite().all()
     with pytest.raises(ValueError, match="cu_seqlens: must rise from 0 to T = 20"):
         compiled(torch.tensor([0, 40], dtype=torch.int32))
 
@@ -374,15 +353,12 @@ def test_packed_documents_in_inference_mode():
 
 
 def test_tables_of_packed_documents():
+    """Rows of equal length need none."""
     found = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
     assert found.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
     assert found.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
     assert all(count == 0 for _, count in found.chunks.tolist()[5:])
-
-
-def test_equal_rows_need_no_table():
-    found = tables.tables(3, 50, None, 16, torch.device("cpu"))
-    assert found == (12, 50, None, None)
+    assert tables.tables(3, 50, None, 16, torch.device("cpu")) == (12, 50, None, None)
 
 
 def test_tables_are_worked_out_once_for_the_same_borders():
@@ -392,8 +368,7 @@ def test_tables_are_worked_out_once_for_the_same_borders():
     assert tables.tables(1, 50, borders, 16, torch.device("cpu")).chunks is first.chunks
     assert tables.tables(1, 50, borders, 16, torch.device("meta")).chunks.is_meta
     borders[1] = 10
-    changed = tables.tables(1, 50, borders, 16, torch.device("cpu"))
-    assert changed.documents.tolist()[1][0] == 10
+    assert tables.tables(1, 50, borders, 16, torch.device("cpu")).documents.tolist()[1][0] == 10
 
 
 @pytest.mark.slow
@@ -415,23 +390,18 @@ def test_compiled_whole_it_gives_the_same():
         return neural_memory(*tokens, weights, chunk_size=16, backend="triton")[0].square().sum()
 
     loss = layer(*tokens)
-    expected = torch.autograd.grad(loss, tokens)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*tokens)
     torch.testing.assert_close(compiled, loss)
-    for x, y in zip(torch.autograd.grad(compiled, tokens), expected, strict=True):
-        torch.testing.assert_close(x, y)
+    torch.testing.assert_close(torch.autograd.grad(compiled, tokens), torch.autograd.grad(loss, tokens))
 
 
 def test_autocast_gives_the_operands_their_type(monkeypatch):
-    seen = []
-    run = triton_op.write_and_read
+    seen, run = [], triton_op.write_and_read
     monkeypatch.setattr(triton_op, "write_and_read", lambda *a: seen.append(a[3].operands) or run(*a))
     call = Call(Case(DEEP, 20, 16))
-    tokens = [x.float() for x in call.tokens]
+    tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
     with torch.autocast("cpu", torch.bfloat16):
-        y, state = neural_memory(
-            *tokens, tuple(x.float() for x in call.weights), chunk_size=16, backend="triton"
-        )
+        y, state = neural_memory(*tokens, weights, chunk_size=16, backend="triton")
     assert seen == [torch.bfloat16]
     assert y.dtype == torch.float32
     assert {x.dtype for x in (*state.weights, *state.momentum)} == {torch.float32}

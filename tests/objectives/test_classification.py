@@ -1,7 +1,5 @@
 """Sequence classification: reading, splitting, invariance to padding, and where a run starts."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import random
@@ -18,35 +16,23 @@ from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.labelled import (
-    Items,
-    Labelled,
-    divide,
-    kmer_regression,
-    load_items,
-    read_file,
-)
+from titans_platform.objectives.labelled import Items, divide, kmer_regression, load_items, read_file
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest
 
 RUN: dict[str, Any] = {
     "model": {
-        "variant": "hyena",
-        "vocab_size": 8,
-        "d_model": 16,
-        "n_layers": 1,
+        "variant": "hyena", "vocab_size": 8, "d_model": 16, "n_layers": 1, "mlp_expansion": 1.0,
         "options": {"length": 32, "filter_width": 8},
-        "mlp_expansion": 1.0,
     },
     "data": {"tokenizer": "dna", "sequence_length": 25},
     "objective": {"kind": "classification", "options": {"path": "motif.csv"}},
     "optim": {"steps": 60, "global_batch_size": 16, "lr": 1e-2},
     "eval": {
-        "items": 1000,
-        "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]},
+        "items": 1000, "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]},
     },
-}
+}  # fmt: skip
 
 
 def items(n: int = 300, seed: int = 0, motif: str = "AAAAAAA") -> list[tuple[str, int]]:
@@ -113,7 +99,7 @@ def test_steps_of_pretraining_are_next_tokens_of_the_training_part():
     losses = objective.losses(model, before)
     assert losses.mean().item() == pytest.approx(2.3, abs=1.5)
     row = before.tokens[0, : before.lengths[0]][None]
-    alone = Labelled(row, before.lengths[:1], before.labels[:1])
+    alone = type(before)(row, before.lengths[:1], before.labels[:1])
     torch.testing.assert_close(objective.losses(model, alone), losses[:1])
     losses.sum().backward()
     # every weight has a gradient, as workers that exchange them need
@@ -230,43 +216,37 @@ def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
         load_items(index)
 
 
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"objective.options.path": None}, "objective.options.path: give a file of sequences and labels, or"),
-        ({"objective.options.path": "none.csv"}, "objective.options.path: none.csv cannot be read"),
-        ({"objective.options.path": "x.txt"}, "objective.options.path: x.txt is none of .csv, .jsonl"),
-        ({"objective.options.label_field": "kind"}, "motif.csv has no column kind; it has sequence, label"),
-        ({"objective.options.classes": 3}, r"objective.options.classes: 3 are not the 2 of the sequences"),
-        ({"data.sequence_length": 20}, "data.sequence_length: a row of 20 tokens .* set it to 25"),
-        ({"objective.options.pretrain_steps": 60}, "objective.options.pretrain_steps: all 60 of optim.steps"),
-        (
-            {"objective.options.network": "cnn", "objective.options.pretrain_steps": 1},
-            "pretrain_steps: network cnn predicts no next tokens",
-        ),
-        ({"objective.options.network": "cnn"}, "data.sequence_length: 25 tokens are too few for three"),
-        ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
-        ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
-        ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
-        ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
-        ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "says"), [
+    ({"objective.options.path": None}, "objective.options.path: give a file of sequences and labels, or"),
+    ({"objective.options.path": "none.csv"}, "objective.options.path: none.csv cannot be read"),
+    ({"objective.options.path": "x.txt"}, "objective.options.path: x.txt is none of .csv, .jsonl"),
+    ({"objective.options.label_field": "kind"}, "motif.csv has no column kind; it has sequence, label"),
+    ({"objective.options.classes": 3}, r"objective.options.classes: 3 are not the 2 of the sequences"),
+    ({"data.sequence_length": 20}, "data.sequence_length: a row of 20 tokens .* set it to 25"),
+    ({"objective.options.pretrain_steps": 60}, "objective.options.pretrain_steps: all 60 of optim.steps"),
+    ({"objective.options.network": "cnn", "objective.options.pretrain_steps": 1},
+     "pretrain_steps: network cnn predicts no next tokens"),
+    ({"objective.options.network": "cnn"}, "data.sequence_length: 25 tokens are too few for three"),
+    ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
+    ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
+    ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
+    ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
+    ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
+])  # fmt: skip
 def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
     (folder / "run.yaml").write_text(json.dumps(RUN))
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     assert re.search(says, refused("train", "run.yaml", "--root", "runs", *sets))
 
 
-def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys):
+def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys, answer):
     write(folder / "motif.csv", items(600, motif="GATTACA"))
     data = build_objective(config()).prepare(Path("runs"))
     best = kmer_regression(data, 4)
     assert best.k >= 3
     assert best.test > 0.85
     (folder / "run.yaml").write_text(json.dumps(RUN))
-    assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "2", "--json"]) == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = answer("data", "info", "run.yaml", "--root", "runs", "--kmer", "2")
     assert sum(shown["items"]["train"].values()) == 480
     assert shown["kmer"]["k"] in (1, 2)
     assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "1"]) == 0

@@ -1,7 +1,5 @@
 """Drifting regression: the known risk against a simulation, the operator against it, what is learnt."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path
@@ -19,14 +17,8 @@ from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.study.grid import expand, load_study
 
-MEMORY = {
-    "depth": 1,
-    "heads": 1,
-    "chunk_size": 1,
-    "momentum": False,
-    "surprise_bound": None,
-    "max_theta": 1.0,
-}
+MEMORY = dict.fromkeys(("depth", "heads", "chunk_size", "max_theta"), 1)
+MEMORY |= {"momentum": False, "surprise_bound": None}
 
 
 def options_of(d: int, drift: float = 1.0, turn: float = 0.0, noise: float = 0.0) -> DriftOptions:
@@ -53,24 +45,22 @@ def simulated(A: float, B: float, eta: float, options: DriftOptions) -> float:
     return total / (steps - steps // 4)
 
 
-@pytest.mark.parametrize(
-    ("A", "B", "eta", "options"),
-    [
-        (0.95, 0.8, 0.0, options_of(8)),
-        (1.0, 0.6, 0.0, options_of(8, noise=0.5)),
-        (0.9, 1.3, 0.0, options_of(4, drift=0.8, noise=0.1)),
-        (0.9, 0.3, 0.9, options_of(8, drift=0.1, turn=0.5)),
-        (0.8, 0.5, 0.5, options_of(4, drift=0.4, turn=2.0, noise=0.2)),
-        (0.9, 0.5, 0.0, options_of(8).model_copy(update={"outliers": 0.05, "outlier_noise": 20.0})),
-    ],
-)
+@pytest.mark.parametrize(("A", "B", "eta", "options"), [
+    (0.95, 0.8, 0.0, options_of(8)),
+    (1.0, 0.6, 0.0, options_of(8, noise=0.5)),
+    (0.9, 1.3, 0.0, options_of(4, drift=0.8, noise=0.1)),
+    (0.9, 0.3, 0.9, options_of(8, drift=0.1, turn=0.5)),
+    (0.8, 0.5, 0.5, options_of(4, drift=0.4, turn=2.0, noise=0.2)),
+    (0.9, 0.5, 0.0, options_of(8).model_copy(update={"outliers": 0.05, "outlier_noise": 20.0})),
+])  # fmt: skip
 def test_the_risk_is_that_of_a_simulation(A, B, eta, options):
     assert steady_risk(A, B, eta, options) == pytest.approx(simulated(A, B, eta, options), rel=0.015)
 
 
-@pytest.mark.parametrize(
-    ("d", "drift", "noise"), [(8, 1.0, 0.0), (32, 1.0, 0.1), (64, 0.3, 0.1), (64, 1.0, 1.0)]
-)
+CASES = [(8, 1.0, 0.0), (32, 1.0, 0.1), (64, 0.3, 0.1), (64, 1.0, 1.0)]
+
+
+@pytest.mark.parametrize(("d", "drift", "noise"), CASES)
 def test_the_best_gates_have_the_closed_form(d, drift, noise):
     """A = a and R* as derived without a turn or momentum (`best_gates` searches)."""
     q, options = drift / d, options_of(d, drift, noise=noise)
@@ -78,9 +68,8 @@ def test_the_best_gates_have_the_closed_form(d, drift, noise):
     a, s, b = math.sqrt(1 - q), noise / d, q * (1 + noise)
     step = (math.sqrt(b**2 + 4 * a**2 * s * q) - b) / (2 * a**2 * s) if noise else 1.0  # before the decay
     assert (best.kept, best.step) == pytest.approx((a, a * step), abs=1e-5)
-    assert best.risk == pytest.approx(
-        noise * step / (1 - step) if noise else drift / (1 + drift - q), rel=1e-9
-    )
+    risk = noise * step / (1 - step) if noise else drift / (1 + drift - q)
+    assert best.risk == pytest.approx(risk, rel=1e-9)
 
 
 @pytest.mark.parametrize("turn", [0.5, 2.0])
@@ -89,10 +78,8 @@ def test_no_other_gates_have_a_lower_risk(turn):
     best = best_gates(options, momentum=True)
     others = np.random.default_rng(0).uniform([0, 0, 0], [1, 2, 1], (2000, 3))
     near = np.array(best[:3]) + np.random.default_rng(1).normal(0, 0.01, (500, 3))
-    assert all(
-        steady_risk(A, B, eta, options) >= best.risk - 1e-9
-        for A, B, eta in [*others, *np.clip(near, 0, [1, 2, 1])]
-    )
+    every = [*others, *np.clip(near, 0, [1, 2, 1])]
+    assert all(steady_risk(*gates, options) >= best.risk - 1e-9 for gates in every)
 
 
 def test_momentum_pays_where_the_vector_turns_and_nowhere_else():
@@ -121,15 +108,12 @@ def model(d: int, A: float, B: float, eta: float = 0.0) -> DriftModel:
     return made
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        options_of(8),
-        options_of(8, noise=0.5),
-        options_of(8, drift=0.01, turn=0.5),
-        options_of(8).model_copy(update={"outliers": 0.05, "outlier_noise": 20.0}),
-    ],
-)
+@pytest.mark.parametrize("options", [
+    options_of(8),
+    options_of(8, noise=0.5),
+    options_of(8, drift=0.01, turn=0.5),
+    options_of(8).model_copy(update={"outliers": 0.05, "outlier_noise": 20.0}),
+])  # fmt: skip
 def test_the_operator_with_the_best_gates_has_the_best_risk(options):
     steps = DriftData(options, 512, seed=0).rows(np.arange(24), "test")
     for decay, momentum in ((True, False), (False, False), (True, True)):
@@ -178,18 +162,15 @@ def test_rows_are_a_function_of_their_number():
     torch.testing.assert_close(whole.x.norm(dim=-1), torch.full((4, 96), 8**0.5))
 
 
-@pytest.mark.parametrize(
-    ("change", "says"),
-    [
-        ({"data__sequence_length": 48}, "data.sequence_length: 48 steps end within burn_in 48"),
-        ({"objective__options": {"width": 2, "drift": 2.0, "burn_in": 8}}, "drift: 2 must be below width 2"),
-        ({"model": {"memory": MEMORY | {"depth": 2}}}, "model.memory.depth: .* set it to 1"),
-        ({"model": {"memory": MEMORY | {"rule": "omega"}}}, "model.memory.rule: omega has gates of its own"),
-        ({"objective__options": {"width": 5, "turn": 0.5, "burn_in": 8}}, "width: 5 is odd"),
-        ({"data__tokenizer": "dna"}, "data.tokenizer: objective drift generates its rows"),
-        ({"eval__columns": {"a": [{"task": "drift", "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
-    ],
-)
+@pytest.mark.parametrize(("change", "says"), [
+    ({"data__sequence_length": 48}, "data.sequence_length: 48 steps end within burn_in 48"),
+    ({"objective__options": {"width": 2, "drift": 2.0, "burn_in": 8}}, "drift: 2 must be below width 2"),
+    ({"model": {"memory": MEMORY | {"depth": 2}}}, "model.memory.depth: .* set it to 1"),
+    ({"model": {"memory": MEMORY | {"rule": "omega"}}}, "model.memory.rule: omega has gates of its own"),
+    ({"objective__options": {"width": 5, "turn": 0.5, "burn_in": 8}}, "width: 5 is odd"),
+    ({"data__tokenizer": "dna"}, "data.tokenizer: objective drift generates its rows"),
+    ({"eval__columns": {"a": [{"task": "drift", "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
+])  # fmt: skip
 def test_what_has_no_known_risk_is_refused(change, says):
     objective = build_objective(config(**change))
     with pytest.raises(UsageError, match=says):
@@ -197,13 +178,10 @@ def test_what_has_no_known_risk_is_refused(change, says):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("study", "rows", "between"),
-    [
-        ("drift", ("Without decay on d=8", "With decay on d=8"), (1.25, 1.29)),
-        ("oscillation", ("Without momentum on d=8", "With momentum on d=8"), (1.17, 1.24)),
-    ],
-)
+@pytest.mark.parametrize(("study", "rows", "between"), [
+    ("drift", ("Without decay on d=8", "With decay on d=8"), (1.25, 1.29)),
+    ("oscillation", ("Without momentum on d=8", "With momentum on d=8"), (1.17, 1.24)),
+])  # fmt: skip
 def test_training_finds_the_best_gates(study, rows, between, tmp_path):
     """Tuning seed 100 of the studies: the ratio of two risks is the predicted one."""
     ratios = {}

@@ -1,7 +1,5 @@
 """The protocol of long-term forecasting: splits by hand, scaling, leaks, every test window, files by name."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -45,10 +43,9 @@ def test_the_parts_of_ett_are_months_of_thirty_days():
     assert Parts.of(69_680, DATASETS["ETTm1"].split) == (34_560, 11_520, 11_520)
 
 
-@pytest.mark.parametrize(
-    ("name", "parts"),
-    [("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508))],
-)
+@pytest.mark.parametrize(("name", "parts"), [
+    ("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508)),
+])  # fmt: skip
 def test_other_parts_are_shares_rounded_down(name, parts):
     assert Parts.of(DATASETS[name].steps, DATASETS[name].split) == parts
     assert sum(parts) == DATASETS[name].steps
@@ -74,14 +71,11 @@ def test_what_is_tested_on_decides_no_number_of_training_or_validation():
     assert len(last.inputs) == 47
 
 
-@pytest.mark.parametrize(
-    ("split", "says"),
-    [
-        ((100, 50, 51), "split: 201 steps are more than the 200"),
-        ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
-        ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
-    ],
-)
+@pytest.mark.parametrize(("split", "says"), [
+    ((100, 50, 51), "split: 201 steps are more than the 200"),
+    ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
+    ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
+])  # fmt: skip
 def test_a_split_that_does_not_fit_is_refused(split, says):
     with pytest.raises(UsageError, match=says):
         SeriesData(line(200), 8, 4, 0.2, split)
@@ -101,37 +95,27 @@ def tiny(tmp_path, monkeypatch) -> Path:
     rows = "\n".join(f"2020-01-01 {t // 24:02}:00:00,{t % 7},{t % 5 + t / 30}" for t in range(60))
     text = f"date,a,b\n{rows}\n"
     checksum = hashlib.sha256(text.encode()).hexdigest()
-    monkeypatch.setitem(
-        files.DATASETS, "Tiny", Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
-    )
+    dataset = Dataset("tiny.csv", 60, 2, (0.6, 0.2, 0.2), "its authors", checksum)
+    monkeypatch.setitem(files.DATASETS, "Tiny", dataset)
     (tmp_path / "tiny.csv").write_text(text)
     return tmp_path
 
 
 def config(folder: Path | None, **options: Any) -> RunConfig:
     given = OPTIONS | {"folder": folder and str(folder)} | options
-    return RunConfig.model_validate_json(
-        json.dumps(
-            {
-                "data": {"sequence_length": 8},
-                "objective": {"kind": "regression", "options": given},
-                "optim": {"steps": 12, "global_batch_size": 8, "lr": 1e-2},
-                "eval": {
-                    "items": 500,
-                    "every": 3,
-                    "at": "best",
-                    "columns": {"mse": [{"task": "mse", "options": {"part": "test"}}]},
-                },
-            }
-        )
-    )
+    columns = {"mse": [{"task": "mse", "options": {"part": "test"}}]}
+    run = {
+        "data": {"sequence_length": 8}, "objective": {"kind": "regression", "options": given},
+        "optim": {"steps": 12, "global_batch_size": 8, "lr": 1e-2},
+        "eval": {"items": 500, "every": 3, "at": "best", "columns": columns},
+    }  # fmt: skip
+    return RunConfig.model_validate_json(json.dumps(run))
 
 
 def test_a_benchmark_is_found_by_name_and_checked(tiny):
     assert read_dataset("Tiny", str(tiny)).channels == ("a", "b")
-    with pytest.raises(
-        UsageError, match=r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from"
-    ):
+    said = r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from"
+    with pytest.raises(UsageError, match=said):
         read_dataset("Tiny", None)
     with pytest.raises(UsageError, match=r"no tiny\.csv \(or \.gz, \.xz\) in .*; it is from its authors"):
         read_dataset("Tiny", str(tiny / "elsewhere"))
@@ -207,23 +191,18 @@ def test_a_forecaster_is_not_asked_at_another_length(tiny):
         build_objective(cfg).check()
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        ({"dataset": "Tini"}, r"objective\.options\.dataset: 'Tini' is unknown; did you mean Tiny"),
-        ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
-        ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
-        ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
-        (
-            {"forecaster": "dlinear", "forecaster_options": {"kernel": 4}},
-            r"^objective\.options\.forecaster_options\.kernel: 4 is not odd",
-        ),
-        ({"patch": 2}, r"objective\.options\.patch: forecasters cut windows by themselves"),
-        ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
-        ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
-        ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
-    ],
-)
+@pytest.mark.parametrize(("options", "says"), [
+    ({"dataset": "Tini"}, r"objective\.options\.dataset: 'Tini' is unknown; did you mean Tiny"),
+    ({"path": "a.csv"}, r"objective\.options\.path: give the file of a series, or sines"),
+    ({"forecaster": "rliner"}, r"objective\.options\.forecaster: 'rliner' is not one of .*mean rlinear"),
+    ({"forecaster_options": {"drop": 0}}, r"forecaster_options\.drop: unknown key; did you mean dropout"),
+    ({"forecaster": "dlinear", "forecaster_options": {"kernel": 4}},
+     r"^objective\.options\.forecaster_options\.kernel: 4 is not odd"),
+    ({"patch": 2}, r"objective\.options\.patch: forecasters cut windows by themselves"),
+    ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
+    ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
+    ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
+])  # fmt: skip
 def test_what_a_config_gets_wrong_is_named(tiny, options, says):
     with pytest.raises(UsageError, match=says):
         build_objective(config(tiny, **options)).check()

@@ -1,7 +1,5 @@
 """Objectives through the CLI: a series is trained, resumed, evaluated and reported like tokens."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
@@ -42,6 +40,11 @@ def run_name(cfg: RunConfig, root: Path) -> str:
     return objective.run_name(objective.prepare(root).fingerprint)
 
 
+def sawtooth(path: Path, period: int = 7) -> Path:
+    path.write_text("x\n" + "\n".join(str(t % period) for t in range(60)) + "\n")
+    return path
+
+
 @pytest.fixture
 def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -55,7 +58,7 @@ def train(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys):
+def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     assert train("--json") == 0
     first = json.loads(capsys.readouterr().out)
     assert first["columns"]["mse"] < 0.8 * first["chance"]["mse"]
@@ -68,8 +71,7 @@ def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys):
     assert "surprise" in first["telemetry"]
 
     cell = Path("runs/cells") / first["cell"]
-    assert cli.run(["eval", first["cell"], "--root", "runs", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["columns"] == first["columns"]
+    assert answer("eval", first["cell"], "--root", "runs")["columns"] == first["columns"]
 
     (cell / "result.json").unlink()
     shutil.rmtree(cell / "checkpoints" / "step-00000040")
@@ -79,9 +81,7 @@ def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys):
     assert "MSE" in shown
     again = read_json(cell / "result.json")
     assert again is not None
-    assert {k: v for k, v in again.items() if k not in CLOCKS} == {
-        k: v for k, v in first.items() if k not in CLOCKS
-    }
+    assert again | dict.fromkeys(CLOCKS) == first | dict.fromkeys(CLOCKS)
 
 
 STUDY = {
@@ -99,11 +99,10 @@ STUDY = {
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
+def test_a_study_of_a_series_has_its_table(run_yaml, capsys, answer):
     Path("waves.yaml").write_text(json.dumps(STUDY))
     study = ["waves.yaml", "--scale", "small", "--root", "runs"]
-    assert cli.run(["sweep", "run", *study, "--dry-run", "--json"]) == 0
-    plan = json.loads(capsys.readouterr().out)
+    plan = answer("sweep", "run", *study, "--dry-run")
     assert plan["to_run"] == 2
     assert plan["cells"][0]["parameters"] < plan["cells"][1]["parameters"]
     assert "timed now" in plan["estimate_basis"]
@@ -115,27 +114,20 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys):
     assert found["three steps", "mae"] > 0
 
 
-@pytest.mark.parametrize(
-    ("sets", "says"),
-    [
-        (
-            ["objective.kind=regresion"],
-            "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did",
-        ),
-        (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
-        (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
-        (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
-        (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
-        (["eval.columns.mse.0.task=perplexity"], "eval.columns.mse.0.task: perplexity is measured on tokens"),
-        (["eval.columns.mse.0.lengths=[20]"], "eval.columns.mse.0.lengths: 320 steps of input are more than"),
-        (["objective.options.sines=20"], "data.sequence_length: 16 training steps make no window of 16 + 3"),
-        (
-            ["objective.options.sines=null", "objective.options.path=none.csv"],
-            "objective.options.path: none.csv cannot be read: ",
-        ),
-        (["model.variant=lnm"], "model.variant: "),
-    ],
-)
+@pytest.mark.parametrize(("sets", "says"), [
+    (["objective.kind=regresion"],
+     "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did"),
+    (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
+    (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
+    (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
+    (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
+    (["eval.columns.mse.0.task=perplexity"], "eval.columns.mse.0.task: perplexity is measured on tokens"),
+    (["eval.columns.mse.0.lengths=[20]"], "eval.columns.mse.0.lengths: 320 steps of input are more than"),
+    (["objective.options.sines=20"], "data.sequence_length: 16 training steps make no window of 16 + 3"),
+    (["objective.options.sines=null", "objective.options.path=none.csv"],
+     "objective.options.path: none.csv cannot be read: "),
+    (["model.variant=lnm"], "model.variant: "),
+])  # fmt: skip
 def test_what_a_config_gets_wrong_is_one_line(run_yaml, refused, sets, says):
     words = (word for one in sets for word in ("--set", one))
     assert f"error: {says}" in refused("train", "run.yaml", "--root", "runs", *words)
@@ -144,10 +136,8 @@ def test_what_a_config_gets_wrong_is_one_line(run_yaml, refused, sets, says):
 
 @pytest.mark.parametrize("command", ["prepare", "info"])
 def test_a_series_is_not_prepared_as_text(run_yaml, refused, command):
-    assert refused("data", command, "run.yaml", "--root", "runs") == (
-        "error: objective.kind: regression trains on series, which titans train prepares; "
-        "titans data prepares text only"
-    )
+    said = "regression trains on series, which titans train prepares; titans data prepares text only"
+    assert refused("data", command, "run.yaml", "--root", "runs") == f"error: objective.kind: {said}"
 
 
 def test_only_tokens_need_memory_for_logits(tiny_run, monkeypatch):
@@ -164,17 +154,15 @@ def test_only_tokens_need_memory_for_logits(tiny_run, monkeypatch):
 
 
 def test_tokens_are_not_measured_by_errors_of_a_series(tiny_run):
-    columns = {"mse": [{"task": "mse"}]}
-    cfg = RunConfig.model_validate_json(
-        json.dumps(tiny_run.model_dump(mode="json") | {"eval": {"columns": columns}})
-    )
+    fields = {"eval": {"columns": {"mse": [{"task": "mse"}]}}}
+    cfg = RunConfig.model_validate_json(json.dumps(tiny_run.model_dump(mode="json") | fields))
     with pytest.raises(UsageError, match="mse is measured on series; objective next_token has tokens"):
         build_objective(cfg).check()
 
 
 def test_a_run_is_named_by_content_and_options_not_by_paths(tmp_path):
     for name in ("a.csv", "b.csv"):
-        (tmp_path / name).write_text("x\n" + "\n".join(str(t % 7) for t in range(60)) + "\n")
+        sawtooth(tmp_path / name)
 
     def named(path: str, **options: Any) -> str:
         given = {"sines": None, "channels": 1, "path": str(tmp_path / path)} | options
@@ -185,13 +173,12 @@ def test_a_run_is_named_by_content_and_options_not_by_paths(tmp_path):
     assert named("a.csv") == named("a.csv", patch=1)
     assert named("a.csv") != named("a.csv", horizon=2)
     before = named("b.csv")
-    (tmp_path / "b.csv").write_text("x\n" + "\n".join(str(t % 8) for t in range(60)) + "\n")
+    sawtooth(tmp_path / "b.csv", 8)
     assert named("b.csv") != before
 
 
 def test_prepared_series_need_their_file_no_more(tmp_path):
-    path = tmp_path / "a.csv"
-    path.write_text("x\n" + "\n".join(str(t % 7) for t in range(60)) + "\n")
+    path = sawtooth(tmp_path / "a.csv")
     objective = build_objective(config(sines=None, channels=1, path=str(path)))
     made = objective.prepare(tmp_path / "root")
     path.unlink()

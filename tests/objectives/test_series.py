@@ -1,7 +1,5 @@
 """Series as data: reading, splitting, and the windows of a run."""
 
-from __future__ import annotations
-
 import lzma
 
 import numpy as np
@@ -60,9 +58,8 @@ def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():
 
 
 def test_a_part_without_a_window_is_refused():
-    with pytest.raises(
-        UsageError, match=r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
-    ):
+    said = r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
+    with pytest.raises(UsageError, match=said):
         SeriesData(line(), 29, 2, 0.25)
     with pytest.raises(UsageError, match=r"validation_fraction: 2 validation steps make no horizon of 3"):
         SeriesData(line(), 6, 3, 0.05)
@@ -82,21 +79,18 @@ def test_columns_of_numbers_are_read(tmp_path):
     assert read_series(str(tmp_path / "one.npy"), (), "f").values_NC.tolist() == [[3]]
 
 
-@pytest.mark.parametrize(
-    ("name", "content", "columns", "says"),
-    [
-        ("none.csv", None, (), r"f: .*none.csv cannot be read: .*No such file"),
-        ("s.txt", "1", (), "f: .*s.txt is none of .csv"),
-        ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
-        ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
-        ("s.csv", "a\nx\n", (), "has no numbers"),
-        ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
-        ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
-        ("s.csv.xz", "not xz", (), "cannot be read"),
-        ("s.npy", "not numpy", (), "cannot be read"),
-        ("s.parquet", "not parquet", (), "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("name", "content", "columns", "says"), [
+    ("none.csv", None, (), r"f: .*none.csv cannot be read: .*No such file"),
+    ("s.txt", "1", (), "f: .*s.txt is none of .csv"),
+    ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
+    ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
+    ("s.csv", "a\nx\n", (), "has no numbers"),
+    ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
+    ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
+    ("s.csv.xz", "not xz", (), "cannot be read"),
+    ("s.npy", "not numpy", (), "cannot be read"),
+    ("s.parquet", "not parquet", (), "cannot be read"),
+])  # fmt: skip
 def test_what_cannot_be_read_is_one_line(tmp_path, name, content, columns, says):
     if content is not None:
         (tmp_path / name).write_text(content)

@@ -1,7 +1,5 @@
 """Results of cells that were never run, and a strict reader of pages."""
 
-from __future__ import annotations
-
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Published MLflow views: units, links, and a store that was moved."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 
@@ -76,9 +74,8 @@ def test_a_cells_run_has_the_units_of_the_table(study_run, store):
 
 def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
-    (study_run.cells[0].folder(root).path / "mlflow.jsonl").write_text(
-        '{"step": 1, "time": 0, "values": {"loss": 3.0}}\n'
-    )
+    journal = study_run.cells[0].folder(root).path / "mlflow.jsonl"
+    journal.write_text('{"step": 1, "time": 0, "values": {"loss": 3.0}}\n')
     shutil.copytree(root, copy)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
     with pytest.raises(UsageError, match="copied or moved") as caught:

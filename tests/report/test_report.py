@@ -1,7 +1,5 @@
 """The report: a self-contained page, figures derived from a study's axes, LaTeX."""
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter
@@ -32,22 +30,18 @@ LINKS = Links("http://127.0.0.1:5000", "1")
 
 
 def study(rows: list[Row], **columns: Column) -> Study:
-    return Study(
-        name="tiny", columns=columns or {"ppl": PPL, "acc": ACC}, scales={"small": Scale()}, rows=tuple(rows)
-    )
+    columns = columns or {"ppl": PPL, "acc": ACC}
+    return Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=tuple(rows))
 
 
 def measured(root: Path, found: Study, seeds=(0, 1), tasks=(), skip=()) -> Table:
     """The table of a study whose every cell is done, but for those skipped (row, seed)."""
-    measures = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in found.columns})
-    cells = [
-        Cell(row.name, seed, RunConfig(seed=seed, eval=measures), f"{i}x{seed}")
-        for i, row in enumerate(found.rows)
-        for seed in seeds
-    ]
-    for i, cell in enumerate(cells):
-        if (cell.row, cell.seed) not in skip:
-            finish(root, cell, i, tasks)
+    measures, cells = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in found.columns}), []
+    for i, (row, seed) in enumerate(product(found.rows, seeds)):
+        name = f"{i // len(seeds)}x{seed}"
+        cells.append(Cell(row.name, seed, RunConfig(seed=seed, eval=measures), name))
+        if (row.name, seed) not in skip:
+            finish(root, cells[-1], i, tasks)
     return table_of(root, found, cells)
 
 
@@ -77,6 +71,11 @@ def curves(table: Table) -> dict:
 
 def page(table: Table) -> str:
     return report_page(build_report(table, curves(table), links=LINKS))
+
+
+def cells_of(*rows: str) -> list[Cell]:
+    """Two seeds of each row."""
+    return [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in rows for seed in (0, 1)]
 
 
 @pytest.fixture
@@ -129,8 +128,7 @@ def test_tables_and_figures_are_accessible(hurt):
 
 
 def test_figures_use_the_pages_colours(hurt):
-    text = page(hurt)
-    drawn = "".join(re.findall(r"<figure.*?</figure>", text, re.S))
+    drawn = "".join(re.findall(r"<figure.*?</figure>", page(hurt), re.S))
     assert "var(--accent)" in drawn
     # colours by number would not follow the page into the dark
     assert re.findall(r"#[0-9a-f]{6}", drawn) == []
@@ -145,15 +143,11 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.parametrize("colours", [LIGHT, DARK])
-@pytest.mark.parametrize(
-    ("names", "least"),
-    [(("ink", "muted", "accent", "paper"), 4.5), (("a", "b", "c", "d", "e", "f", "s1"), 3)],
-)
-def test_contrast_of_text_and_lines(colours, names, least):
-    page_light = luminance(colours["page"])
-    for name in names:
-        light, dark = sorted((luminance(colours[name]), page_light), reverse=True)
-        assert (light + 0.05) / (dark + 0.05) >= least, name
+def test_contrast_of_text_and_lines(colours):
+    least = dict.fromkeys(("ink", "muted", "accent", "paper"), 4.5) | dict.fromkeys("abcdef", 3) | {"s1": 3}
+    for name, contrast in least.items():
+        dark, light = sorted((luminance(colours[name]), luminance(colours["page"])))
+        assert (light + 0.05) / (dark + 0.05) >= contrast, name
 
 
 def grid(*axes: tuple[str, list]) -> list[Row]:
@@ -167,16 +161,13 @@ DEPTH, CHUNK = ("model.memory.depth", [1, 2, 3]), ("model.memory.chunk_size", [1
 LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
 
 
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
-        (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
-        (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
-        (grid(DEPTH, CHUNK, RATE), {"fields", "curves"}),
-        (grid(DEPTH), {"against-depth", "curves"}),
-    ],
-)
+@pytest.mark.parametrize(("rows", "expected"), [
+    ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
+    (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
+    (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
+    (grid(DEPTH, CHUNK, RATE), {"fields", "curves"}),
+    (grid(DEPTH), {"against-depth", "curves"}),
+])  # fmt: skip
 def test_figures_follow_from_the_axes(tmp_path, rows, expected):
     table = measured(tmp_path, study(rows))
     assert {picture.key for picture in pictures(figure_data(table, curves(table)))} == expected
@@ -209,7 +200,7 @@ def test_a_task_with_a_column_for_each_length_is_one_line(tmp_path):
 def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
     found = study([Row(name="LMM"), Row(name="Window")], **columns)
-    cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
+    cells = cells_of("LMM", "Window")
     for cell in cells:
         shares = {"0-10%": float(cell.row == "LMM"), "90-100%": 1.0 - cell.seed / 2}
         keys = ("pk_1/needle-passkey@64", "pk_2/needle-passkey@128")
@@ -231,18 +222,17 @@ def read(root: Path, cell: Cell, length: int, buckets: dict[str, float]) -> None
 
 def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
     found = study([Row(name="LMM"), Row(name="Window")], gain=Column(title="Gain", unit="nats"))
-    cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
+    cells = cells_of("LMM", "Window")
     length = RunConfig().data.sequence_length
     places = [f"1-{length}", f"{length + 1}-{2 * length}", f"{2 * length + 1}-{4 * length}"]
     for cell in cells:
         # the carried state gains 0.1 nats in the second row and 0.2 beyond it
         fresh = {f"fresh {place}": 10.0 + cell.seed for place in places}
-        carried = {
-            f"carried {place}": (10.0 + cell.seed) * math.exp(-i / 10) for i, place in enumerate(places)
-        }
+        buckets = fresh | {f"window-{cell.seed + 1} {places[0]}": 9.0}
+        for i, place in enumerate(places):
+            buckets[f"carried {place}"] = (10.0 + cell.seed) * math.exp(-i / 10)
         # written in alphabetical order, not in that of positions
-        buckets = dict(sorted({**fresh, **carried, f"window-{cell.seed + 1} {places[0]}": 9.0}.items()))
-        read(tmp_path, cell, 4 * length, buckets)
+        read(tmp_path, cell, 4 * length, dict(sorted(buckets.items())))
     by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
     assert (by_row.key, gain.key) == ("position-gain", "gain-gain")
     assert len(by_row.panels) == 2
@@ -335,12 +325,9 @@ def test_long_fractions_in_configs_are_rounded(tmp_path):
 def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
     found = study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
     table = measured(tmp_path, found)
-    captions = [
-        next(iter(pictures(figure_data(replace(table, comparable=comparable))))).caption
-        for comparable in (True, False)
-    ]
-    assert "on the same scale" in captions[0]
-    assert "a scale of their own" in captions[1]
+    for comparable, said in ((True, "on the same scale"), (False, "a scale of their own")):
+        first, *_ = pictures(figure_data(replace(table, comparable=comparable)))
+        assert said in first.caption
 
 
 def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
@@ -364,9 +351,8 @@ def test_colour_follows_chance():
     # all of them no better than chance: all palest
     assert max(float(plot.heat_scale([10.0, 20.0], ACC, chance=25.0)(mean)) for mean in (10.0, 20.0)) == 0.0
     # where lower is better the scale is turned round when it is drawn
-    assert (
-        min(float(plot.heat_scale([300.0, 280.0], PPL, chance=260.0)(mean)) for mean in (300.0, 280.0)) == 1
-    )
+    scale = plot.heat_scale([300.0, 280.0], PPL, chance=260.0)
+    assert min(float(scale(mean)) for mean in (300.0, 280.0)) == 1
 
 
 def test_spread_is_clipped_to_the_range_of_a_percentage():

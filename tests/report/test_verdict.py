@@ -1,7 +1,5 @@
 """Verdicts: paired differences from the first row, with intervals, beside the paper's direction."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Runs started from another run's weights, and runs extended by more steps: exact, or a one-line error."""
 
-from __future__ import annotations
-
 import json
 import re
 from copy import deepcopy
@@ -60,16 +58,13 @@ def root(tmp_path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "step"),
-    [
-        (run_of(8), run_of(60), 8),
-        # decays after step 12 of 15; the checkpoint before the decay is kept beside the last two
-        (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
-        # may also continue at a constant rate: only the learning rates so far have to agree
-        (run_of(15, schedule="wsd"), run_of(60), 12),
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "step"), [
+    (run_of(8), run_of(60), 8),
+    # decays after step 12 of 15; the checkpoint before the decay is kept beside the last two
+    (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
+    # may also continue at a constant rate: only the learning rates so far have to agree
+    (run_of(15, schedule="wsd"), run_of(60), 12),
+])  # fmt: skip
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
     spec = spec_of(then, root)
@@ -84,22 +79,13 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
-@pytest.mark.parametrize(
-    ("first", "then", "why"),
-    [
-        (
-            run_of(8, schedule="cosine"),
-            run_of(60, schedule="cosine"),
-            "optim.schedule cosine falls over all steps, so that rates differ from",
-        ),
-        (
-            run_of(8, warmup_steps=None, warmup_fraction=0.25),
-            run_of(60, warmup_steps=None, warmup_fraction=0.25),
-            "its warm-up has 2 steps, this one's 15; optim.warmup_steps=2 makes them equal",
-        ),
-        (run_of(8), run_of(60, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
-    ],
-)
+@pytest.mark.parametrize(("first", "then", "why"), [
+    (run_of(8, schedule="cosine"), run_of(60, schedule="cosine"),
+     "optim.schedule cosine falls over all steps, so that rates differ from"),
+    (run_of(8, warmup_steps=None, warmup_fraction=0.25), run_of(60, warmup_steps=None, warmup_fraction=0.25),
+     "its warm-up has 2 steps, this one's 15; optim.warmup_steps=2 makes them equal"),
+    (run_of(8), run_of(60, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
+])  # fmt: skip
 def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, then, why):
     train(spec_of(first, root))
     spec = spec_of(then, root)
@@ -155,21 +141,13 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
     train(parent)
     weights, _, _ = load_run(parent.name, root)
     plain = run_of(1, lr=1e-12, weight_decay=0.0)
-    names = {spec_of(plain, root).name}
-    for given in (
-        parent.name,
-        str(parent.folder.path),
-        str(parent.folder.path / "checkpoints/step-00000008"),
-    ):
-        child = spec_of(plain.model_copy(update={"start_from": given}), root)
+    names, points = {spec_of(plain, root).name}, parent.folder.path / "checkpoints"
+    for given in (points / "step-00000007", parent.name, parent.folder.path, points / "step-00000008"):
+        child = spec_of(plain.model_copy(update={"start_from": str(given)}), root)
         names.add(child.name)
-    before = plain.model_copy(
-        update={"start_from": str(parent.folder.path / "checkpoints" / "step-00000007")}
-    )
-    names.add(spec_of(before, root).name)
     assert len(names) == 3
     check_start(child.config)
-    assert train(child).config["start_from"] == str(parent.folder.path / "checkpoints" / "step-00000008")
+    assert train(child).config["start_from"] == str(points / "step-00000008")
     begun, _, _ = load_run(child.name, root)
     for ours, theirs in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
@@ -181,12 +159,10 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
 def test_a_start_that_does_not_fit_is_one_line(root):
     parent = spec_of(run_of(1), root)
     train(parent)
-    wider = run_of(1).model_copy(
-        update={"model": run_of().model.model_copy(update={"d_model": 32}), "start_from": parent.name}
-    )
-    with pytest.raises(
-        UsageError, match=r"^start_from: .*embedding\.weight is \(260, 16\) in the checkpoint"
-    ):
+    model = run_of().model.model_copy(update={"d_model": 32})
+    wider = run_of(1).model_copy(update={"model": model, "start_from": parent.name})
+    said = r"^start_from: .*embedding\.weight is \(260, 16\) in the checkpoint"
+    with pytest.raises(UsageError, match=said):
         check_start(located(wider, root))
     with pytest.raises(UsageError, match=r"^start_from: nobody: no such run under"):
         located(run_of().model_copy(update={"start_from": "nobody"}), root)

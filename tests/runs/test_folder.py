@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import errno
 import os
 import subprocess
@@ -63,10 +61,8 @@ def test_a_result_of_another_cell_or_cut_short_is_none(folder):
 
 
 def test_a_killed_process_lets_go(folder):
-    child = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(folder.root)], stdout=subprocess.PIPE, text=True
-    )
-    with child:
+    command = [sys.executable, "-c", HOLD, str(folder.root)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as child:
         assert child.stdout.readline() == "held\n"
         assert folder.is_held()
         with pytest.raises(Busy), folder.hold(wait=0.3):
@@ -129,15 +125,12 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
     assert todo(rerun_stale=True) == ["abc", "abe"]
 
 
-@pytest.mark.parametrize(
-    ("resources", "machine", "fit"),
-    [
-        (Resources(), Machine(2), 2),
-        (Resources(cpus_per_worker=2), Machine(5), 2),
-        (Resources(workers=2, gpus_per_worker=1), Machine(64, 4), 2),
-        (Resources(gpus_per_worker=0.5), Machine(3, 1), 2),
-    ],
-)
+@pytest.mark.parametrize(("resources", "machine", "fit"), [
+    (Resources(), Machine(2), 2),
+    (Resources(cpus_per_worker=2), Machine(5), 2),
+    (Resources(workers=2, gpus_per_worker=1), Machine(64, 4), 2),
+    (Resources(gpus_per_worker=0.5), Machine(3, 1), 2),
+])  # fmt: skip
 def test_concurrency_is_what_fits(resources, machine, fit):
     assert concurrency(resources, machine) == fit
     assert concurrency(resources, machine, requested=1) == 1
@@ -145,14 +138,11 @@ def test_concurrency_is_what_fits(resources, machine, fit):
         concurrency(resources, machine, requested=fit + 1)
 
 
-@pytest.mark.parametrize(
-    ("resources", "machine", "lack"),
-    [
-        (Resources(cpus_per_worker=4), Machine(2), "2 CPU missing"),
-        (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
-        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
-    ],
-)
+@pytest.mark.parametrize(("resources", "machine", "lack"), [
+    (Resources(cpus_per_worker=4), Machine(2), "2 CPU missing"),
+    (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
+    (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
+])  # fmt: skip
 def test_what_cannot_be_scheduled_is_refused_with_what_is_missing(resources, machine, lack):
     with pytest.raises(UsageError, match=f"a run takes .*: {lack}; choose a smaller scale"):
         concurrency(resources, machine)
@@ -162,17 +152,14 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
     return Machine(sum(cpus for cpus, _ in nodes), sum(g for _, g in nodes), tuple(Node(*n) for n in nodes))
 
 
-@pytest.mark.parametrize(
-    ("resources", "nodes", "fit"),
-    [
-        (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
-        # the driver reserves a small fraction of a CPU, which must exist on some node
-        (Resources(workers=2), [(2, 0), (2, 0)], 1),
-        (Resources(workers=2), [(2, 0), (3, 0)], 2),
-        (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
-        (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
-    ],
-)
+@pytest.mark.parametrize(("resources", "nodes", "fit"), [
+    (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
+    # the driver reserves a small fraction of a CPU, which must exist on some node
+    (Resources(workers=2), [(2, 0), (2, 0)], 1),
+    (Resources(workers=2), [(2, 0), (3, 0)], 2),
+    (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
+    (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
+])  # fmt: skip
 def test_a_worker_is_not_split_over_nodes(resources, nodes, fit):
     assert concurrency(resources, cluster(*nodes)) == fit
 
@@ -218,11 +205,9 @@ def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     assert view.news() == []
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(None, "?"), (0, "0s"), (59.6, "1m00s"), (185, "3m05s"), (7800, "2h10m")]
-)
-def test_clock(seconds, text):
-    assert clock(seconds) == text
+def test_clock():
+    said = {None: "?", 0: "0s", 59.6: "1m00s", 185: "3m05s", 7800: "2h10m"}
+    assert {seconds: clock(seconds) for seconds in said} == said
 
 
 @pytest.mark.parametrize("root", ["file", "/proc/titans"])
@@ -245,11 +230,10 @@ def database(root: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [lock, database])
-@pytest.mark.parametrize(
-    ("number", "kind"),
-    [(errno.EROFS, NotWritable), (errno.EACCES, NotWritable), (errno.ENOSPC, StorageError)],
-)
-def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number, kind):
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
+def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number):
+    kind = StorageError if number == errno.ENOSPC else NotWritable
+
     def fail(*arguments, **options):
         raise OSError(number, os.strerror(number))
 

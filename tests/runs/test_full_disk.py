@@ -2,8 +2,6 @@
 found are also tested separately, for users who may not mount a file system.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import shutil
@@ -65,9 +63,8 @@ shutil.copytree(disk / "runs", kept)
 def disk(tmp_path: Path) -> Path:
     """An empty mount point."""
     (folder := tmp_path / "disk").mkdir()
-    tried = subprocess.run(
-        ["sh", "-c", '"$@"', "sh", *MOUNTED, folder, "true"], capture_output=True, text=True
-    )
+    command = ["sh", "-c", '"$@"', "sh", *MOUNTED, folder, "true"]
+    tried = subprocess.run(command, capture_output=True, text=True)
     if tried.returncode:
         pytest.skip(f"this user may not mount a file system: {tried.stderr.strip()}")
     return folder
@@ -111,9 +108,7 @@ def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_goes_on_to_the_same_numbers(
-    tiny_run, disk, tmp_path
-):
+def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_ends_the_same(tiny_run, disk, tmp_path):
     cfg = changed(tiny_run, optim={"steps": 40}, checkpoint={"every": 7})
     prepare(cfg.data, tmp_path)
     straight = run(cfg, tmp_path)

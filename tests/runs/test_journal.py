@@ -1,7 +1,5 @@
 """The run log during an MLflow outage: training does not block, and no point is lost or duplicated."""
 
-from __future__ import annotations
-
 import json
 import socket
 import threading
@@ -38,7 +36,7 @@ class Server:
     def uri(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def __enter__(self) -> Server:
+    def __enter__(self) -> "Server":
         self.up()
         return self
 

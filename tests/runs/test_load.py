@@ -1,26 +1,19 @@
 """`load_run`: load a trained model by any name of its run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
 import pytest
 import torch
 
-from tests.small import trained
+from tests.small import RUN, trained
 from titans_platform import load_run
 from titans_platform.cli import run
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 
 SERIES = {
-    "model": {
-        "d_model": 16,
-        "n_layers": 1,
-        "memory": {"heads": 2, "chunk_size": 8},
-        "attention": {"heads": 2},
-    },
+    "model": {key: value for key, value in RUN["model"].items() if key not in ("variant", "vocab_size")},
     "data": {"sequence_length": 16},
     "optim": {"steps": 2, "global_batch_size": 4},
     "eval": {"items": 4, "columns": {"mse": [{"task": "mse"}]}},

@@ -1,7 +1,5 @@
 """Loggers beside MLflow: TensorBoard, W&B, and somebody's own class."""
 
-from __future__ import annotations
-
 import struct
 import sys
 from collections.abc import Iterator
@@ -37,9 +35,8 @@ class Broken(Recorder):
 
 @pytest.fixture
 def spec(tiny_run, tmp_path):
-    return lambda *names: RunSpec(
-        tiny_run.model_copy(update={"log": LogConfig(loggers=list(names))}), tmp_path, "run", "c0ffee"
-    )
+    logged = lambda names: tiny_run.model_copy(update={"log": LogConfig(loggers=[*names])})  # noqa: E731
+    return lambda *names: RunSpec(logged(names), tmp_path, "run", "c0ffee")
 
 
 def trained(spec: RunSpec, steps: range) -> None:
@@ -93,26 +90,19 @@ def test_tensorboard_replaces_what_came_after_the_checkpoint(spec):
 
 def test_wandb_gets_the_config_and_resumes(spec, monkeypatch):
     asked, logged = {}, []
-    run = SimpleNamespace(
-        log=lambda values, step: logged.append((step, values["loss"])), finish=lambda: None, summary={}
-    )
+    log = lambda values, step: logged.append((step, values["loss"]))  # noqa: E731
+    run = SimpleNamespace(log=log, finish=lambda: None, summary={})
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: asked.update(how) or run))
     trained(spec("wandb"), range(3, 5))
     assert (asked["id"], asked["resume"], asked["config"]["optim"]["steps"]) == ("run", "allow", 20)
     assert logged == [(3, 3.0), (4, 4.0)]
 
 
-@pytest.mark.parametrize(
-    ("name", "says"),
-    [
-        ("wandb", "log.loggers: wandb: wandb is not installed; pip install wandb"),
-        (
-            "tensorbord",
-            "log.loggers: 'tensorbord' is not one of tensorboard, wandb; did you mean tensorboard",
-        ),
-        ("json:JSONDecoder", "log.loggers: json:JSONDecoder is not a subclass"),
-    ],
-)
+@pytest.mark.parametrize(("name", "says"), [
+    ("wandb", "log.loggers: wandb: wandb is not installed; pip install wandb"),
+    ("tensorbord", "log.loggers: 'tensorbord' is not one of tensorboard, wandb; did you mean tensorboard"),
+    ("json:JSONDecoder", "log.loggers: json:JSONDecoder is not a subclass"),
+])  # fmt: skip
 def test_what_cannot_be_logged_to_is_refused(spec, name, says, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(UsageError) as error:

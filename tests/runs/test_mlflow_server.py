@@ -1,7 +1,5 @@
 """Logging to a real `mlflow server` that is killed during training and restarted later."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

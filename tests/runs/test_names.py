@@ -1,7 +1,5 @@
 """Cell names, pinned so that no change silently renames finished cells."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from typing import Any
@@ -99,14 +97,11 @@ def test_tokens_of_a_run():
     assert (config.tokens_per_step, config.tokens) == (15, 105)
 
 
-@pytest.mark.parametrize(
-    ("model", "line"),
-    [
-        ({"variant": "mak"}, "model.variant: 'mak' is not one of lmm, mac, mag, mal, tnt, transformer, "),
-        ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),
-        ({"options": {"width": 2}}, "model.options.width: unknown option; LMM takes none"),
-    ],
-)
+@pytest.mark.parametrize(("model", "line"), [
+    ({"variant": "mak"}, "model.variant: 'mak' is not one of lmm, mac, mag, mal, tnt, transformer, "),
+    ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),
+    ({"options": {"width": 2}}, "model.options.width: unknown option; LMM takes none"),
+])  # fmt: skip
 def test_a_model_that_cannot_be_built_is_one_line(model, line):
     with pytest.raises(UsageError) as error:
         build_objective(run(json.dumps({"model": model}))).check()

@@ -1,8 +1,6 @@
 """Ctrl-C, SIGTERM and preempted workers: a checkpoint is written first, and no number changes."""
 
 # ruff: noqa: PT012  what raises is a signal, at any of a block's statements
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -14,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs.test_execute import UNLIKE, changed, run, weights_hash
+from tests.small import until
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import Interrupted
@@ -41,13 +40,6 @@ main(sys.argv[1:])
 
 def steps_of(folder: RunFolder) -> int:
     return int((folder.progress() or {}).get("step", 0))
-
-
-def until(what, timeout: float = 240.0) -> None:
-    deadline = time.monotonic() + timeout
-    while not what():
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -82,9 +74,7 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
     assert folder.state() == "interrupted"
     again = execute(spec_for(cfg, tmp_path))
     straight = run(cfg, tmp_path, name="straight")
-    assert {k: v for k, v in again.model_dump().items() if k not in UNLIKE | {"cell"}} == {
-        k: v for k, v in straight.model_dump().items() if k not in UNLIKE | {"cell"}
-    }
+    assert again.model_dump(exclude=UNLIKE | {"cell"}) == straight.model_dump(exclude=UNLIKE | {"cell"})
     assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(tmp_path, "straight"))
 
 

@@ -1,7 +1,5 @@
 """The MLflow store: one run across restarts, each step logged once, one-line error if it cannot be opened."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -72,13 +70,9 @@ def test_without_a_cache_folder_mlflow_makes_the_store(tmp_path, monkeypatch):
 def test_cells_are_children_of_their_study(store):
     parent = store.study_run("ablation-smoke")
     child = store.cell_run(
-        "cell1",
-        "lmm seed 0",
-        parent=parent,
-        params={"depth": 3},
-        config={"model": {"d": 3}},
+        "cell1", "lmm seed 0", parent=parent, params={"depth": 3}, config={"model": {"d": 3}},
         tags={"row": "lmm"},
-    )
+    )  # fmt: skip
     assert store.study_run("ablation-smoke") == parent
     run = store.client.get_run(child)
     assert run.data.tags["mlflow.parentRunId"] == parent

@@ -1,7 +1,5 @@
 """Validation loss during training: logged, displayed, and without effect on the numbers."""
 
-from __future__ import annotations
-
 import json
 import math
 from copy import deepcopy
@@ -20,7 +18,7 @@ from titans_platform.objectives.next_token import NextToken
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
-from titans_platform.runs.spec import Tracking
+from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import saved, step_of
 
@@ -85,8 +83,11 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, 
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
     assert (result.best_step, result.best_validation_loss) == ((2, 2.0) if best else (None, None))
-    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
-    assert steps == ({2, 5} if best else {5})
+    assert kept_steps(spec) == ({2, 5} if best else {5})
+
+
+def kept_steps(spec: RunSpec) -> set[int]:
+    return {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
 
 
 def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
@@ -96,8 +97,7 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
-    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
-    assert steps == {result.best_step, 5}
+    assert kept_steps(spec) == {result.best_step, 5}
 
 
 def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):
@@ -141,39 +141,27 @@ def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tm
         Mine(watched, Mine.Options()).check()
 
 
-@pytest.mark.parametrize(
-    ("data", "optim", "expected"),
-    [
-        ({}, {}, 64),
-        ({"rows": "streams"}, {}, 500 * 64),
-        ({"rows": "streams"}, {"carry_after": 450, "bptt_rows": 2}, 50 * 128),
-        # of 32 * 500 * 0.05 stretches the longest is about ln(800) / 0.05 rows
-        ({"rows": "streams"}, {"reset_probability": 0.05}, 134 * 64),
-    ],
-)
+@pytest.mark.parametrize(("data", "optim", "expected"), [
+    ({}, {}, 64),
+    ({"rows": "streams"}, {}, 500 * 64),
+    ({"rows": "streams"}, {"carry_after": 450, "bptt_rows": 2}, 50 * 128),
+    # of 32 * 500 * 0.05 stretches the longest is about ln(800) / 0.05 rows
+    ({"rows": "streams"}, {"reset_probability": 0.05}, 134 * 64),
+])  # fmt: skip
 def test_how_far_training_carries_a_state(data, optim, expected):
     config = {"data": {"sequence_length": 64} | data, "optim": {"steps": 500} | optim}
     assert RunConfig.model_validate_json(json.dumps(config)).trained_context == expected
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"variant": "transformer", "attention": {"heads": 2}},
-            "data.rows: the state of variant transformer",
-        ),
-        ({"variant": "hyena"}, None),
-        (
-            {"memory": {"heads": 2, "chunk_size": 24}},
-            "data.sequence_length: streams are reset between rows of 32",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("changed", "message"), [
+    ({"variant": "transformer", "attention": {"heads": 2}}, "data.rows: the state of variant transformer"),
+    ({"variant": "hyena"}, None),
+    ({"memory": {"heads": 2, "chunk_size": 24}},
+     "data.sequence_length: streams are reset between rows of 32"),
+])  # fmt: skip
 def test_streams_need_a_state_that_can_be_carried(changed, message):
-    cfg = RunConfig.model_validate_json(
-        json.dumps(RUN | {"model": RUN["model"] | changed, "data": RUN["data"] | {"rows": "streams"}})
-    )
+    fields = {"model": RUN["model"] | changed, "data": RUN["data"] | {"rows": "streams"}}
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
     if message is None:
         return build_objective(cfg).check()
     with pytest.raises(UsageError, match=f"^{message}"):

@@ -1,7 +1,5 @@
 """A run under Ray Train: in-process, on two workers, and with a killed worker."""
 
-from __future__ import annotations
-
 import json
 import os
 import platform
@@ -132,6 +130,13 @@ def test_a_worker_keeps_its_large_blocks():
     assert ray.get(ray.remote(pages_asked_for).remote()) < 20_000
 
 
+def printed(program: str, *arguments: object, **told: str) -> str:
+    """What a program prints whose allocator is told nothing but this."""
+    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | told
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    return subprocess.check_output(command, env=env, cwd=Path(__file__).parents[2], text=True)
+
+
 QUIETED = """
 from tests.runs.test_workers import pages_asked_for
 from titans_platform.runs.ray_session import quiet
@@ -141,19 +146,12 @@ print(pages_asked_for())
 
 
 @GLIBC
-@pytest.mark.parametrize(
-    ("told", "kept"),
-    [
-        ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
-        ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("told", "kept"), [
+    ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
+    ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
+])  # fmt: skip
 def test_a_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
-    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()}
-    command = [sys.executable, "-c", QUIETED]
-    top = Path(__file__).parents[2]
-    done = subprocess.run(command, env=env | told, cwd=top, capture_output=True, text=True, check=True)
-    assert (int(done.stdout) < 20_000) == kept
+    assert (int(printed(QUIETED, **told)) < 20_000) == kept
 
 
 TERMINATED = """
@@ -238,11 +236,7 @@ def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
         "optim": {"steps": 3, "global_batch_size": 32, "lr": 3e-3},
     }
     (tmp_path / "run.yaml").write_text(json.dumps(cfg))
-    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()}
-    command = [sys.executable, "-c", CELLS, str(tmp_path)]
-    top = Path(__file__).parents[2]
-    done = subprocess.run(command, env=env, cwd=top, capture_output=True, text=True, check=True)
-    peaks = json.loads(done.stdout)
+    peaks = json.loads(printed(CELLS, tmp_path))
     assert max(peaks[3:]) < 1.05 * peaks[2]
 
 
@@ -268,7 +262,5 @@ barrier.wait()
 
 @GLIBC
 def test_threads_share_two_arenas(tmp_path):
-    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()}
-    path, top = tmp_path / "arenas.xml", Path(__file__).parents[2]
-    subprocess.run([sys.executable, "-c", ARENAS, str(path)], env=env, cwd=top, check=True)
-    assert path.read_text().count("<heap nr=") == 2
+    printed(ARENAS, tmp_path / "arenas.xml")
+    assert (tmp_path / "arenas.xml").read_text().count("<heap nr=") == 2

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import json
 import socket
 import subprocess
@@ -14,9 +12,8 @@ from titans_platform import cli
 from titans_platform.cli import sweep
 from titans_platform.study import plan, status
 
-STUDY = study(
-    steps=4, scales={"small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}}}
-)
+SCALES = {"small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}}}
+STUDY = study(steps=4, scales=SCALES)
 
 
 @pytest.fixture
@@ -33,11 +30,10 @@ def call(*arguments: str) -> int:
     return cli.run(["sweep", *arguments])
 
 
-def test_list_and_show(tiny, capsys):
+def test_list_and_show(tiny, capsys, answer):
     assert call("list") == 0
     assert "tiny" in capsys.readouterr().out
-    assert call("show", "tiny", "--scale", "small", "--json") == 0
-    shown = json.loads(capsys.readouterr().out)
+    shown = answer("sweep", "show", "tiny", "--scale", "small")
     assert shown["rows"]["Linear Memory"]["model"]["memory"]["depth"] == 1
     assert shown["seeds"] == [0, 1]
 
@@ -50,14 +46,11 @@ def test_show_prints_expectations_and_training_data(capsys):
     assert "one run of each for every task: recall capacity model.attention.window=160" in shown
 
 
-def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys):
+def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys, answer):
     arguments = ("run", "tiny", "--scale", "small", "--dry-run", "--seeds", "0-2", "--concurrency", "1")
-    assert call(*arguments, "--json") == 0
-    plan = json.loads(capsys.readouterr().out)
-    assert [(c["row"], c["seed"], c["state"]) for c in plan["cells"][:2]] == [
-        ("LMM", 0, "missing"),
-        ("Linear Memory", 0, "missing"),
-    ]
+    plan = answer("sweep", *arguments)
+    assert [c["row"] for c in plan["cells"][:2]] == ["LMM", "Linear Memory"]
+    assert {(c["seed"], c["state"]) for c in plan["cells"][:2]} == {(0, "missing")}
     assert len(plan["cells"]) == plan["to_run"] == 6
     assert plan["concurrency"] == 1
     assert plan["cells"][0]["tokens"] == 4 * 4 * 32
@@ -69,35 +62,29 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys):
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (("run", "tinny"), "did you mean tiny"),
-        (("run", "tiny", "--scale", "smal"), "did you mean small"),
-        (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
-        (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
-        (("run", "tiny", "--scale", "small", "--seeds", "x"), "--seeds x"),
-        (("run", "tiny", "--scale", "small", "--concurrency", "999"), "--concurrency 999"),
-        (("run", "tiny", "--scale", "huge"), "a run takes 100000 CPU"),
-        (("run", "tiny", "--scale", "small", "--seeds", "3-1"), "names no seed"),
-        (("run", "tiny", "--scale", "small", "--rows", ""), "give the name of a row"),
-        (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
-        (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
-    ],
-)
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("run", "tinny"), "did you mean tiny"),
+    (("run", "tiny", "--scale", "smal"), "did you mean small"),
+    (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
+    (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
+    (("run", "tiny", "--scale", "small", "--seeds", "x"), "--seeds x"),
+    (("run", "tiny", "--scale", "small", "--concurrency", "999"), "--concurrency 999"),
+    (("run", "tiny", "--scale", "huge"), "a run takes 100000 CPU"),
+    (("run", "tiny", "--scale", "small", "--seeds", "3-1"), "names no seed"),
+    (("run", "tiny", "--scale", "small", "--rows", ""), "give the name of a row"),
+    (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
+    (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
+])  # fmt: skip
 def test_bad_input_is_one_line_and_writes_nothing(tiny, refused, arguments, said):
     assert said in refused("sweep", *arguments)
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
-        ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
-        ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
-    ],
-)
+@pytest.mark.parametrize(("change", "said"), [
+    ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
+    ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
+    ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
+])  # fmt: skip
 def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, refused, change, said):
     assert said in refused("sweep", "run", "tiny", "--scale", "small", "--set", change)
     assert not (tiny / "runs" / "cells").exists()
@@ -194,13 +181,10 @@ def test_a_complete_study_is_read_again_after_any_change(tiny, capsys, monkeypat
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_running_some_rows_keeps_the_whole_table(tiny, capsys, monkeypatch):
-    assert call("run", "tiny", "--scale", "small", "--rows", "LMM", "--seeds", "0", "--json") == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["row"], row["columns"]["reasoning"]["seeds"], len(row["cells"])) for row in rows] == [
-        ("LMM", 1, 2),
-        ("Linear Memory", 0, 2),
-    ]
+def test_running_some_rows_keeps_the_whole_table(tiny, capsys, answer, monkeypatch):
+    rows = answer("sweep", "run", "tiny", "--scale", "small", "--rows", "LMM", "--seeds", "0")["rows"]
+    counts = [(row["row"], row["columns"]["reasoning"]["seeds"], len(row["cells"])) for row in rows]
+    assert counts == [("LMM", 1, 2), ("Linear Memory", 0, 2)]
     # a seed more than the scale's own joins the table, and stays in it
     assert call("run", "tiny", "--scale", "small", "--rows", "lin*", "--seeds", "0,7") == 0
     assert "Overhead: " in capsys.readouterr().out
@@ -220,8 +204,7 @@ def test_running_some_rows_keeps_the_whole_table(tiny, capsys, monkeypatch):
     (tiny / "sweeps" / "tiny.yaml").unlink()
     monkeypatch.chdir("/")
     capsys.readouterr()
-    assert call("status", "tiny", "--scale", "small", "--json") == 0
-    status = json.loads(capsys.readouterr().out)
+    status = answer("sweep", "status", "tiny", "--scale", "small")
     assert status["counts"] == {"done": 3, "running": 0, "failed": 0, "interrupted": 0, "missing": 2}
     assert status["overhead"]["cells"] == 2
     assert call("status") == 0

@@ -1,19 +1,16 @@
 """A study end to end: killed twice, it has the numbers of an undisturbed run."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import ray  # noqa: F401 - brings psutil
 
-from tests.small import study
+from tests.small import study, until
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.files import read_json
@@ -27,32 +24,18 @@ from titans_platform.tracking import open_store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-STUDY = study(
-    steps=250,
-    items=20,
-    # stops being a number at its first step
-    more_rows=({"name": "diverges", "set": {"optim.lr": 1e30, "optim.grad_clip": None}},),
-)
+# stops being a number at its first step
+DIVERGES = {"name": "diverges", "set": {"optim.lr": 1e30, "optim.grad_clip": None}}
+STUDY = study(steps=250, items=20, more_rows=(DIVERGES,))
 
 
 def driver(folder: Path, *more: str) -> subprocess.Popen:
     command = "import sys; from titans_platform.cli import main; main(sys.argv[1:])"
     arguments = ["sweep", "run", "tiny.yaml", "--scale", "small", "--root", "runs", *more]
     return subprocess.Popen(
-        [sys.executable, "-c", command, *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-
-
-def until(what, timeout: float = 300.0):
-    deadline = time.monotonic() + timeout
-    while not (found := what()):
-        assert time.monotonic() < deadline, "timed out"
-        time.sleep(0.02)
-    return found
+        [sys.executable, "-c", command, *arguments], cwd=folder, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
 
 
 def worker_of(cell: RunFolder) -> int | None:

@@ -1,7 +1,5 @@
 """A variant in a user's own file: preset, training, resume, evaluation, table."""
 
-from __future__ import annotations
-
 import csv
 import json
 import shutil
@@ -79,7 +77,7 @@ def test_a_preset_gives_it_the_parameters_of_the_size():
     assert config.options == {"width": 9}
 
 
-def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch):
+def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, answer, monkeypatch):
     model = preset("smoke", VARIANT, vocab_size=260, options={"width": 3}).model_dump(mode="json")
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
     assert train("--json") == 0
@@ -104,8 +102,7 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, monkeypatch
     assert 20 <= len(steps) < 35, "it resumed from a checkpoint"
     for key in ("cell", "columns", "final_train_loss", "parameters", "state_bytes"):
         assert resumed[key] == straight[key]
-    assert cli.run(["eval", resumed["cell"], "--root", "runs", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["columns"] == straight["columns"]
+    assert answer("eval", resumed["cell"], "--root", "runs")["columns"] == straight["columns"]
 
 
 @pytest.mark.nightly
@@ -130,17 +127,14 @@ def test_it_is_a_row_of_a_study(lab):
     assert 0 <= float(line["mean"]) <= 1
 
 
-@pytest.mark.parametrize(
-    ("source", "line"),
-    [
-        (BLOCK.replace("def state_bytes", "def bytes"), "does not define state_bytes, which a block must"),
-        (BLOCK.replace("def mix", "def mixed"), "does not define mix, which a block must"),
-        (BLOCK.replace("(Block)", "(nn.Module)"), "is not a subclass of titans_core.blocks.base.Block"),
-        (BLOCK.replace("MovingAverage", "MovingMean"), "has no 'MovingAverage'; did you mean MovingMean?"),
-        (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
-        ("x = 1 +", "cannot be imported: SyntaxError"),
-    ],
-)
+@pytest.mark.parametrize(("source", "line"), [
+    (BLOCK.replace("def state_bytes", "def bytes"), "does not define state_bytes, which a block must"),
+    (BLOCK.replace("def mix", "def mixed"), "does not define mix, which a block must"),
+    (BLOCK.replace("(Block)", "(nn.Module)"), "is not a subclass of titans_core.blocks.base.Block"),
+    (BLOCK.replace("MovingAverage", "MovingMean"), "has no 'MovingAverage'; did you mean MovingMean?"),
+    (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
+    ("x = 1 +", "cannot be imported: SyntaxError"),
+])  # fmt: skip
 def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line):
     (lab / "my_lab" / "blocks.py").write_text(source)
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
@@ -151,13 +145,10 @@ def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, li
     assert not (lab / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("options", "line"),
-    [
-        ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
-        ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
-    ],
-)
+@pytest.mark.parametrize(("options", "line"), [
+    ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
+    ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
+])  # fmt: skip
 def test_its_options_are_checked(lab, refused, options, line):
     model = {"variant": VARIANT, "vocab_size": 260, "options": options}
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
@@ -165,11 +156,9 @@ def test_its_options_are_checked(lab, refused, options, line):
 
 
 def test_a_mixer_larger_than_the_size_is_refused(lab):
-    source = BLOCK.replace(
-        "nn.Linear(config.d_model, config.d_model", "nn.Linear(config.d_model, 64 * config.d_model"
-    )
+    linear = "nn.Linear(config.d_model, {}config.d_model"
+    source = BLOCK.replace(linear.format(""), linear.format("64 * "))
     (lab / "my_lab" / "blocks.py").write_text(source)
-    with pytest.raises(
-        ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward layer"
-    ):
+    said = r"preset: my_lab.* parameters a block before its feed-forward layer"
+    with pytest.raises(ValueError, match=said):
         preset("smoke", VARIANT)

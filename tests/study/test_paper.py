@@ -1,7 +1,5 @@
 """Every row of the paper's tables is run by a study or is a reference with a source."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_platform.errors import UsageError
@@ -10,12 +8,8 @@ from titans_platform.study.grid import expand, known_studies, load_study
 from titans_platform.study.spec import Printed, Row, read_paper
 
 PAPER = read_paper()
-ROWS = [
-    (key, size, row)
-    for key, table in PAPER.tables.items()
-    for size, rows in table.by_size().items()
-    for row in rows
-]
+SIZES = [(key, *sized) for key, table in PAPER.tables.items() for sized in table.by_size().items()]
+ROWS = [(key, size, row) for key, size, rows in SIZES for row in rows]
 
 
 @pytest.fixture(scope="module")

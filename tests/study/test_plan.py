@@ -1,7 +1,5 @@
 """Estimates: how long a plan takes, and how many cells fit into memory."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_platform.config import RunConfig
@@ -22,7 +20,8 @@ GIB = 2**30
 def study(tmp_path):
     """Three rows of two seeds each, told apart by their width."""
     columns = {"acc": Column(title="Accuracy")}
-    file = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=tuple(map(_row, ROWS)))
+    rows = tuple(Row(name=name) for name in ROWS)
+    file = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=rows)
     cells = tuple(
         Cell(row, seed, RunConfig.model_validate({"seed": seed, "model": {"d_model": width}}), f"{row}{seed}")
         for seed in (0, 1)
@@ -31,19 +30,13 @@ def study(tmp_path):
     return StudyRun(file, "small", tmp_path, "c0ffee", cells=cells, whole=cells)
 
 
-def _row(name: str) -> Row:
-    return Row(name=name)
-
-
 def finish(study: StudyRun, cell: Cell, **numbers: float) -> None:
-    write_json(
-        cell.folder(study.root).path / "result.json", {"cell": cell.name, "commit": "c0ffee"} | numbers
-    )
+    result = {"cell": cell.name, "commit": "c0ffee"} | numbers
+    write_json(cell.folder(study.root).path / "result.json", result)
 
 
 def test_each_row_is_timed_with_its_own_model(study, monkeypatch):
-    per_token = {16: 1e-5, 32: 3e-5, 64: 9e-5}
-    timed = []
+    per_token, timed = {16: 1e-5, 32: 3e-5, 64: 9e-5}, []
 
     def seconds_per_token(config: RunConfig) -> float:
         timed.append(config.model.d_model)
@@ -93,9 +86,8 @@ def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):
     monkeypatch.setattr(module, "machine_memory", lambda: 8 * GIB)
     plan = make_plan(study, machine=Machine(cpus=4))
     assert plan.concurrency == 2
-    assert plan.warning == (
-        "4 cells at once need 12.0 GiB of memory (3.0 GiB each, measured), this machine has 8.0; 2 at a time"
-    )
+    memory = "4 cells at once need 12.0 GiB of memory (3.0 GiB each, measured)"
+    assert plan.warning == f"{memory}, this machine has 8.0; 2 at a time"
     with pytest.raises(UsageError, match=r"--concurrency 3: 3 cells at once need 9.0 GiB .* give 2$"):
         make_plan(study, requested=3, machine=Machine(cpus=4))
     assert make_plan(study, requested=2, machine=Machine(cpus=4)).warning == ""

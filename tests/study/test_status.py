@@ -1,7 +1,5 @@
 """What is shown of a study: cells that ended, and where their time went."""
 
-from __future__ import annotations
-
 import pytest
 
 from titans_platform.cli.live import StudyView

@@ -5,8 +5,6 @@ workers together against those of one. Rank 0 writes the largest differences of 
 FOLDER/differences.json.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys
@@ -60,18 +58,15 @@ def differences(variant: str, window: int = 24) -> dict[str, float]:
     pairs = zip(tree_leaves(state), tree_leaves(state_of_one), strict=True)
     carried = [(a - b).abs().max().item() for a, b in pairs if isinstance(a, Tensor) and a.numel()]
     return {
-        "losses": (losses - expected).abs().max().item(),
-        "gradients": max(relative),
-        "state": max(carried),
+        "losses": (losses - expected).abs().max().item(), "gradients": max(relative), "state": max(carried),
         "position": abs(state.position - state_of_one.position),
-    }
+    }  # fmt: skip
 
 
 def main() -> None:
     folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    dist.init_process_group(
-        "gloo", init_method=f"file://{folder / 'store'}", rank=rank, world_size=world_size
-    )
+    store = f"file://{folder / 'store'}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
     found = {variant: differences(variant) for variant in BLOCKS}
     # a window of one token keeps no keys

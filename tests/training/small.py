@@ -1,7 +1,5 @@
 """A trainer with millisecond steps: a model of two matrices on random rows seeded by the step."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -50,9 +48,7 @@ class Tied(nn.Module):
     def parameter_groups(self, weight_decay: float) -> list[dict]:
         return [{"params": list(self.parameters()), "weight_decay": weight_decay}]
 
-    def forward(
-        self, tokens_BT: Tensor, document_starts: Tensor | None = None, targets_BT: Tensor | None = None
-    ) -> SimpleNamespace:
+    def forward(self, tokens_BT: Tensor, document_starts=None, targets_BT=None) -> SimpleNamespace:
         x = self.norm(self.embedding(tokens_BT))
         logits = self.head(x + torch.tanh(self.mix(x).cumsum(1)))
         losses = None

@@ -1,7 +1,5 @@
 """State carried across steps (truncated BPTT): forward values, gradients, and restore after a restart."""
 
-from __future__ import annotations
-
 import random
 from functools import partial
 

@@ -1,7 +1,5 @@
 """Divergence (NaN, inf or a loss spike): the run stops, skips the batch, or rewinds to a checkpoint."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
@@ -60,13 +58,9 @@ def hooks(saver: Saver, folder: Path, **more) -> Hooks:
         saver.finish()
         return checkpoint.rewind(saver.folder, t, EVERY) is not None
 
-    return Hooks(
-        on_checkpoint=saver.save,
-        checkpoint_every=EVERY,
-        on_divergence=lambda batch, error: save_batch(folder, batch, t.progress.step + 1, 0, error),
-        rewind=rewind,
-        **more,
-    )
+    keep = lambda batch, error: save_batch(folder, batch, t.progress.step + 1, 0, error)  # noqa: E731
+    options = {"on_checkpoint": saver.save, "checkpoint_every": EVERY, "on_divergence": keep}
+    return Hooks(**options, rewind=rewind, **more)
 
 
 def train(t: Trainer, folder: Path, until: int | None = None, **more) -> Trainer:
@@ -98,11 +92,10 @@ def test_the_batch_at_fault_is_kept_and_named(tmp_path):
         assert torch.equal(kept.get_tensor("tokens"), t.stream.batch(6).tokens)
 
 
-@pytest.mark.parametrize(
-    ("policy", "poisoned", "left_out", "rewinds"),
-    # a rewind goes back to step 8 and past what had been read
-    [("skip", (6, 11), (6, 11), 0), ("rewind", (10,), (8, 9, 10), 1)],
-)
+@pytest.mark.parametrize(("policy", "poisoned", "left_out", "rewinds"), [
+    ("skip", (6, 11), (6, 11), 0),
+    ("rewind", (10,), (8, 9, 10), 1),  # back to step 8 and past what had been read
+])  # fmt: skip
 def test_batches_are_left_out_and_the_next_take_their_places(tmp_path, policy, poisoned, left_out, rewinds):
     t = train(sick(*poisoned, on_divergence=policy), tmp_path)
     assert (t.progress.step, t.progress.offset, t.progress.rewinds) == (20, len(left_out), rewinds)

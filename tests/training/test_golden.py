@@ -1,7 +1,5 @@
 """Golden losses: twenty steps of every variant, to detect any change in the arithmetic."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import pytest
@@ -16,13 +14,11 @@ VOCAB, ROWS, LENGTH = 61, 4, 45
 AT = (1, 5, 10, 20)
 """Steps whose loss (nats) is pinned. Rounding changes it by 2e-7, relative."""
 LOSSES = {
-    "lmm": [4.7466927, 4.7524271, 4.8255916, 4.800601],
-    "mac": [4.9488773, 4.9564047, 4.811717, 4.7684045],
-    "mag": [4.9651279, 4.9392643, 4.787077, 4.7717447],
-    "mal": [4.9467525, 4.8348145, 4.6979718, 4.8083158],
+    "lmm": [4.7466927, 4.7524271, 4.8255916, 4.800601], "mac": [4.9488773, 4.9564047, 4.811717, 4.7684045],
+    "mag": [4.9651279, 4.9392643, 4.787077, 4.7717447], "mal": [4.9467525, 4.8348145, 4.6979718, 4.8083158],
     "mamba2": [4.799058, 4.9092407, 4.6730442, 4.719059],
     "transformer": [4.7028437, 4.7384624, 4.7608671, 4.7125931],
-}
+}  # fmt: skip
 
 
 class Batch(NamedTuple):
@@ -48,17 +44,12 @@ class Stream:
 
 def losses(variant: str) -> list[float]:
     config = ModelConfig(
-        variant=variant,
-        vocab_size=VOCAB,
-        d_model=16,
-        n_layers=2,
-        memory=MemoryConfig(heads=2, chunk_size=8),
+        variant=variant, vocab_size=VOCAB, d_model=16, n_layers=2, memory=MemoryConfig(heads=2, chunk_size=8),
         attention=AttentionConfig(heads=2, window=16, segment_size=16),
-    )
+    )  # fmt: skip
     with deterministic(seed=0, threads=1):
-        trainer = Trainer(
-            LanguageModel(config), OptimConfig(steps=20, lr=1e-3), Stream(), sequence_length=LENGTH
-        )
+        optim = OptimConfig(steps=20, lr=1e-3)
+        trainer = Trainer(LanguageModel(config), optim, Stream(), sequence_length=LENGTH)
         return [trainer.step()["loss"] for _ in range(20)]
 
 

@@ -1,7 +1,5 @@
 """Recipes for hybrids: the window of each step, the auxiliary pass, and resuming in the middle of both."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest
@@ -85,16 +83,13 @@ def test_micro_batches_and_a_restart_change_nothing(variant, tmp_path):
         assert whole.step()["loss"] == resumed.step()["loss"]
 
 
-@pytest.mark.parametrize(
-    ("variant", "fields", "why"),
-    [
-        ("mag", {"windows": (8, 12)}, r"optim\.windows: the longest is 12, but the model is evaluated with"),
-        ("mag", {"windows": (8, 32)}, r"optim\.windows: window: 32 is longer than the model's own, 16"),
-        ("mac", {"windows": (12, 16)}, r"optim\.windows: window: 12 is not a multiple of memory"),
-        ("mac", {"auxiliary_window": 4}, r"optim\.auxiliary_window: window: 4 is not a multiple"),
-        ("lmm", {"windows": (8,)}, r"optim\.windows: the model has no attention window"),
-    ],
-)
+@pytest.mark.parametrize(("variant", "fields", "why"), [
+    ("mag", {"windows": (8, 12)}, r"optim\.windows: the longest is 12, but the model is evaluated with"),
+    ("mag", {"windows": (8, 32)}, r"optim\.windows: window: 32 is longer than the model's own, 16"),
+    ("mac", {"windows": (12, 16)}, r"optim\.windows: window: 12 is not a multiple of memory"),
+    ("mac", {"auxiliary_window": 4}, r"optim\.auxiliary_window: window: 4 is not a multiple"),
+    ("lmm", {"windows": (8,)}, r"optim\.windows: the model has no attention window"),
+])  # fmt: skip
 def test_windows_that_the_model_cannot_take(variant, fields, why):
     with pytest.raises(UsageError, match=why):
         check_windows(LanguageModel(config(variant, window=16)), OptimConfig(**fields))

@@ -1,7 +1,5 @@
 """Step speed: FLOP counts, model FLOPs utilisation, profiler traces."""
 
-from __future__ import annotations
-
 import gzip
 import json
 import time
@@ -61,9 +59,8 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
 
 def test_operations_of_a_step_are_shared_by_the_workers(monkeypatch):
     given: list[float | None] = []
-    monkeypatch.setattr(
-        "titans_platform.training.loop.device_metrics", lambda _, rate: given.append(rate) or {}
-    )
+    metrics = "titans_platform.training.loop.device_metrics"
+    monkeypatch.setattr(metrics, lambda _, rate: given.append(rate) or {})
     t = trainer()
     t.flops_per_token, t.world_size = 100.0, 4
     assert t._speed(tokens_per_second=8.0) == {"tokens_per_second": 8.0}

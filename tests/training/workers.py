@@ -4,8 +4,6 @@ Writes its results to FOLDER/worker-RANK.json. The test that starts it also impo
 a run without a process group.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import random
@@ -29,13 +27,9 @@ from titans_platform.training.loop import Hooks, Trainer, deterministic
 LENGTH, ROWS, STEPS = 16, 8, 20
 BYTE = load_tokenizer("byte")
 MODEL = ModelConfig(
-    variant="lmm",
-    vocab_size=BYTE.vocab_size,
-    d_model=16,
-    n_layers=2,
-    memory=MemoryConfig(heads=2, chunk_size=8),
-    attention=AttentionConfig(heads=2),
-)
+    variant="lmm", vocab_size=BYTE.vocab_size, d_model=16, n_layers=2,
+    memory=MemoryConfig(heads=2, chunk_size=8), attention=AttentionConfig(heads=2),
+)  # fmt: skip
 
 
 def rows(key: str, count: int) -> Batch:
@@ -68,9 +62,7 @@ class CarriedStream(Stream):
         return StreamBatch(*(part[self.share] for part in (tokens, loss, reset)))
 
 
-def trainer(
-    parallel: str, rank: int = 0, world_size: int = 1, stream: type[Stream] = Stream, **optim: Any
-) -> Trainer:
+def trainer(parallel: str, rank: int = 0, world_size: int = 1, stream=Stream, **optim: Any) -> Trainer:
     cfg = OptimConfig(steps=STEPS, global_batch_size=ROWS, micro_batch_size=2, lr=3e-3, grad_clip=0.5)
     groups = {"stream_groups": 2} if stream is CarriedStream else {}
     cfg = cfg.model_copy(update={"parallel": parallel} | groups | optim)
@@ -117,9 +109,7 @@ def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     return {"hsdp": found, "placements": [type(p).__name__ for p in weight.placements]}
 
 
-def carry(
-    folder: Path, rank: int, world_size: int, kinds: tuple[str, ...] = ("ddp", "fsdp", "sequence")
-) -> dict[str, Any]:
+def carry(folder: Path, rank: int, world_size: int, kinds=("ddp", "fsdp", "sequence")) -> dict[str, Any]:
     """Streams, resumed from the checkpoint in the folder, or writing one there for other world sizes."""
     found: dict[str, Any] = {}
     for kind in kinds:
