@@ -38,8 +38,7 @@ def commit() -> str:
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
-    baked = PACKAGE / BAKED
-    if baked.is_file():
+    if (baked := PACKAGE / BAKED).is_file():
         return baked.read_text().strip()
     tree = checkout()
     return commit_of_tree(tree) if tree else "unknown"
@@ -100,9 +99,8 @@ def command_line() -> str:
 def note_command(folder: Path) -> None:
     """Append this process's command to the study's list, for its report."""
     folder.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"time": time.time(), "command": command_line()})
     with (folder / COMMANDS).open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+        file.write(json.dumps({"time": time.time(), "command": command_line()}) + "\n")
 
 
 def commands(folder: Path) -> list[str]:
@@ -115,7 +113,5 @@ def commands(folder: Path) -> list[str]:
 
 
 def _git(tree: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(tree), *arguments], capture_output=True, text=True, check=True, timeout=20
-    )
-    return done.stdout.strip()
+    command = ["git", "-C", str(tree), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()

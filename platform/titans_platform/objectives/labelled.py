@@ -77,8 +77,7 @@ class LabelledData:
                 raise UsageError(f"objective.options.{part}_fraction: leaves {part} no sequence; raise it")
             self.tokens[part] = tokenizer.encode_batch(split[part].sequences)
             self.labels[part] = np.array([number[label] for label in split[part].labels])
-        longest = 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])
-        if longest > length:
+        if (longest := 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])) > length:
             short = f"a row of {length} tokens does not hold the longest sequence with its start"
             raise UsageError(f"data.sequence_length: {short}; set it to {longest}")
         self.fingerprint = digest([_content(split), tokenizer.fingerprint, length], 16)
@@ -96,11 +95,8 @@ class LabelledData:
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-
-        def batch(step: int, which: NDArray[np.int64]) -> Labelled:
-            return self.batch("train", which, labelled=step >= self.pretrain_steps)
-
-        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, batch)
+        make = lambda step, which: self.batch("train", which, step >= self.pretrain_steps)  # noqa: E731
+        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, make)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
         """Up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
