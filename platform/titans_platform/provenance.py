@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -70,10 +71,8 @@ def environment() -> dict[str, str]:
     """What a result was computed with: versions of packages, Python and the system, and the device."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found | {"device": _device()}
 
 

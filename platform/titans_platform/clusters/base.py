@@ -10,7 +10,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -345,10 +345,9 @@ class Answer:
 
     def text(self) -> str:
         """The answer, empty where the command printed none; all other lines go to the rest."""
-        try:
+        answer, rest = "", self._held
+        with suppress(ValueError):
             _, end = json.JSONDecoder().raw_decode(self._held)
-        except ValueError:
-            end = 0
-        answer = self._held[:end] + "\n" if end else ""
-        self._rest(self._held[end:].removeprefix("\n" if end else ""))
+            answer, rest = self._held[:end] + "\n", self._held[end:].removeprefix("\n")
+        self._rest(rest)
         return answer

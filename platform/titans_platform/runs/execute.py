@@ -75,11 +75,10 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             with interruptible(folder):
                 outcome = _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
             seconds = outcome.seconds
-        except Interrupted:
-            raise
         except Exception as error:
-            with ignore_disk_full():
-                folder.record_failure(error, spec.commit)
+            if not isinstance(error, Interrupted):
+                with ignore_disk_full():
+                    folder.record_failure(error, spec.commit)
             raise
         finally:
             folder.clear_interrupt()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -151,13 +151,9 @@ def _run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
 def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
     """Run one cell on a worker. A failure is recorded in its folder, not raised: Tune would retry it."""
     die_with_parent()
-    try:
+    with suppress(Exception):
         execute(space["spec"])
-    except Interrupted:
-        return {"state": "interrupted"}
-    except Exception as error:
-        return {"state": "busy" if isinstance(error, Busy) else "failed"}
-    return {"state": "done"}
+    return {"ended": True}
 
 
 def _run_search(plan: Plan, tracker: Tracker) -> None:
@@ -226,12 +222,10 @@ def _measure(spec: RunSpec, rung: Rung) -> float | None:
         return None
     try:
         found = execute(spec) if last else execute(spec, rung)
-    except TitansError as error:
-        if not isinstance(error, Busy | Interrupted):
+    except Exception as error:
+        if isinstance(error, TitansError) and not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
             folder.stop(str(error))
-        return None
-    except Exception:
         return None
     return (found.columns if isinstance(found, Result) else found)[rung.column]
 
