@@ -44,9 +44,9 @@ def backoff(patience: float) -> Iterator[float]:
         waited, wait = waited + wait, min(2 * wait, 30.0)
 
 
-def retry_transient(do: Callable[[], Value], patience: float = PATIENCE) -> Value:
+def retry_transient(do: Callable[[], Value]) -> Value:
     """The value of ``do``, retried with backoff on transient errors. Raises StorageError."""
-    for seconds in backoff(patience):
+    for seconds in backoff(PATIENCE):
         try:
             return do()
         except (OSError, RuntimeError) as error:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from titans_platform.config import SourceConfig, digest
 from titans_platform.data import Tokenizer
@@ -106,13 +107,9 @@ class LabelledData:
 
     def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
         """The items ``which`` of a split as one padded batch."""
-        rows = [self.tokens[part][i] for i in which]
-        tokens = torch.full((len(rows), 1 + max(map(len, rows))), self.tokenizer.pad)
-        tokens[:, 0] = self.tokenizer.bos
-        for row, ids in zip(tokens, rows, strict=True):
-            row[1 : 1 + len(ids)] = torch.from_numpy(ids.astype(np.int64))
-        labels = torch.from_numpy(self.labels[part][which])
-        lengths = torch.tensor([1 + len(ids) for ids in rows])
+        rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in which]
+        tokens = pad_sequence([torch.from_numpy(row) for row in rows], True, self.tokenizer.pad)
+        labels, lengths = torch.from_numpy(self.labels[part][which]), torch.tensor([len(row) for row in rows])
         return Labelled(tokens, lengths, labels if labelled else torch.full_like(labels, UNLABELLED))
 
 
