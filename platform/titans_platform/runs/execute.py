@@ -312,7 +312,8 @@ class Worker:
             rewinds=progress.rewinds,
             world_sizes=progress.worlds,
             mlflow_run_id=self.reporter.run_id,
-            **self.spec.labels,
+            study=self.spec.labels.get("study", ""),
+            row=self.spec.labels.get("row", ""),
         )
         with self.phases.phase("record"):
             self.reporter.finish(result)
