@@ -86,13 +86,11 @@ class SourceConfig(Frozen):
 
     @model_validator(mode="after")
     def _complete(self) -> SourceConfig:
-        needed = {"files": "path", "hub": "dataset", "task": "tasks"}.get(self.kind)
-        if needed and not getattr(self, needed):
-            raise ValueError(f"{needed}: missing; a source of kind {self.kind} needs it")
+        for needed in {"files": ["path"], "hub": ["dataset"], "task": ["tasks", "rows"]}.get(self.kind, ()):
+            if not getattr(self, needed):
+                raise ValueError(f"{needed}: missing; a source of kind {self.kind} needs it")
         if self.kind == "corpus" and self.subset not in (None, "prose", "code"):
             raise ValueError(f"subset: the corpus has prose and code, not {self.subset}")
-        if self.kind == "task" and self.rows is None:
-            raise ValueError("rows: missing; a source of kind task needs it")
         return self
 
     def identity(self) -> dict[str, Any]:
@@ -132,10 +130,9 @@ class DataConfig(Frozen):
     def _long_items_need_streams(self) -> DataConfig:
         for i, source in enumerate(self.sources):
             if source.item_length not in (None, self.sequence_length) and self.rows != "streams":
-                raise ValueError(
-                    f"sources.{i}.item_length: items of {source.item_length} tokens do not fit in rows of "
-                    f"{self.sequence_length}; set data.rows to streams, or data.sequence_length"
-                )
+                long = f"items of {source.item_length} tokens do not fit in rows of {self.sequence_length}"
+                fix = "set data.rows to streams, or data.sequence_length"
+                raise ValueError(f"sources.{i}.item_length: {long}; {fix}")
         return self
 
     def item_tokens(self, source: SourceConfig) -> int:
@@ -284,27 +281,23 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _streams_are_read(self) -> RunConfig:
+        if self.data.rows == "streams":
+            return self
         for key in ("bptt_rows", "stream_groups", "reset_probability", "carry_after", "state_passing"):
-            default = OptimConfig.model_fields[key].default
-            if getattr(self.optim, key) != default and self.data.rows != "streams":
-                raise ValueError(
-                    f"optim.{key}: {getattr(self.optim, key)} has no effect on shuffled rows, which all "
-                    "start from the initial state; set data.rows to streams"
-                )
-        if self.optim.parallel == "sequence" and self.data.rows != "streams":
-            raise ValueError(
-                "optim.parallel: sequence passes a row's state from worker to worker, but documents begin "
-                "inside shuffled rows; set data.rows to streams"
-            )
+            if (given := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
+                why = "has no effect on shuffled rows, which all start from the initial state"
+                raise ValueError(f"optim.{key}: {given} {why}; set data.rows to streams")
+        if self.optim.parallel == "sequence":
+            why = "a row's state from worker to worker, but documents begin inside shuffled rows"
+            raise ValueError(f"optim.parallel: sequence passes {why}; set data.rows to streams")
         return self
 
     @model_validator(mode="after")
     def _best_is_kept(self) -> RunConfig:
         needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
         if needs and not (self.eval.every and self.checkpoint.best):
-            raise ValueError(
-                f"eval.{needs}: {getattr(self.eval, needs)} needs eval.every and checkpoint.best: true"
-            )
+            given = getattr(self.eval, needs)
+            raise ValueError(f"eval.{needs}: {given} needs eval.every and checkpoint.best: true")
         return self
 
     @property
@@ -368,9 +361,8 @@ class RunConfig(Frozen):
         if point := self.start_from:
             files = (read_json(Path(point) / "manifest.json") or {}).get("files")
             if not isinstance(files, dict):
-                raise UsageError(
-                    f"start_from: {point} is not a checkpoint; give a run, or a folder step-XXXXXXXX"
-                )
+                fix = "give a run, or a folder step-XXXXXXXX"
+                raise UsageError(f"start_from: {point} is not a checkpoint; {fix}")
             parts["start_from"] = digest(files)
         return digest(parts)
 

@@ -51,12 +51,12 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 
 @contextmanager
-def within(field: str) -> Iterator[None]:
-    """Prefix the message of a UsageError with ``field``, its place in the config."""
+def within(place: str, of: type[Exception] = UsageError, sep: str = ".") -> Iterator[None]:
+    """Raise errors of the class ``of`` as UsageErrors that begin with ``place``, a field of the config."""
     try:
         yield
-    except UsageError as error:
-        raise UsageError(f"{field}.{error}") from None
+    except of as error:
+        raise UsageError(f"{place}{sep}{error}") from None
 
 
 def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:

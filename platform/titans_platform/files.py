@@ -9,7 +9,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,9 +44,9 @@ def backoff(patience: float) -> Iterator[float]:
         waited, wait = waited + wait, min(2 * wait, 30.0)
 
 
-def retry_transient(do: Callable[[], Value], patience: float = PATIENCE) -> Value:
+def retry_transient(do: Callable[[], Value]) -> Value:
     """The value of ``do``, retried with backoff on transient errors. Raises StorageError."""
-    for seconds in backoff(patience):
+    for seconds in backoff(PATIENCE):
         try:
             return do()
         except (OSError, RuntimeError) as error:
@@ -71,13 +71,11 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 def file_times(paths: Iterable[str]) -> dict[str, list[int] | None]:
     """[mtime in nanoseconds, bytes] of each file or folder; None for a missing one."""
-    found: dict[str, list[int] | None] = {}
-    for path in paths:
-        try:
+    found: dict[str, list[int] | None] = dict.fromkeys(paths)
+    for path in found:
+        with suppress(OSError):
             state = os.stat(path)
             found[path] = [state.st_mtime_ns, state.st_size]
-        except OSError:
-            found[path] = None
     return found
 
 

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from titans_core.config import ModelConfig
 from titans_platform.config import VOCABULARIES, RunConfig
-from titans_platform.errors import UsageError, nearest, one_line
+from titans_platform.errors import UsageError, nearest, one_line, within
 from titans_platform.provenance import shipped
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -42,9 +42,8 @@ def _mapping_of_names(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]
     seen: set[Any] = set()
     for key_node, _ in node.value:
         if key_node.value in seen:
-            raise yaml.constructor.ConstructorError(
-                problem=f"key {key_node.value!r} is written twice", problem_mark=key_node.start_mark
-            )
+            problem = f"key {key_node.value!r} is written twice"
+            raise yaml.constructor.ConstructorError(None, None, problem, key_node.start_mark)
         seen.add(key_node.value)
         if key_node.tag in ("tag:yaml.org,2002:int", "tag:yaml.org,2002:float"):
             key_node.tag = "tag:yaml.org,2002:str"
@@ -58,8 +57,7 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_of_names)
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
-    mapping = read_yaml(Path(path))
-    if not mapping:
+    if not (mapping := read_yaml(Path(path))):
         raise UsageError(f"{path}: is empty; `titans init {path} --force` writes a run file")
     for override in overrides:
         apply_override(mapping, override)
@@ -103,10 +101,8 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
     # a size has the same parameter count for all variants, so its widths depend on the variant
     chosen = {key: model[key] for key in ("variant", "vocab_size", "options") if key in model}
     validate(ModelConfig, chosen, "model")
-    try:
+    with within("model", ValueError):
         config = preset(name, **chosen) if fit else size_config(name, chosen.get("vocab_size"))
-    except ValueError as error:
-        raise UsageError(f"model.{error}") from None
     return overlay(config.model_dump(mode="json"), model)
 
 
@@ -132,8 +128,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: no such file{_near_file(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: cannot be read: {one_line(error)}") from None
-    value = parse_yaml(text, str(path))
-    if value is None:
+    if (value := parse_yaml(text, str(path))) is None:
         return {}
     if not isinstance(value, dict):
         raise UsageError(f"{path}: should hold a mapping of keys to values, found a {type(value).__name__}")
@@ -174,10 +169,10 @@ def parse_yaml(text: str, where: str) -> Any:
 def apply_override(mapping: dict[str, Any], override: str) -> None:
     """Set one ``a.b=c`` in place: the value is YAML, an integer key is a list index."""
     dotted, equals, text = override.partition("=")
-    dotted = dotted.strip()
-    if not equals or not all(dotted.split(".")):
+    keys = (dotted := dotted.strip()).split(".")
+    if not equals or not all(keys):
         raise UsageError(f"--set {override}: should be key=value, for example model.memory.depth=2")
-    value, keys = parse_yaml(text, f"--set {dotted}"), dotted.split(".")
+    value = parse_yaml(text, f"--set {dotted}")
     if value is None and (section := _model_at(RunConfig, keys)):
         fields = ", ".join(f"{dotted}.{name}" for name in list(section.model_fields)[:3])
         raise UsageError(f"--set {dotted}: is a section, which cannot be null; set its fields: {fields}, ...")
@@ -201,9 +196,8 @@ def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
     if not isinstance(holder, list):
         raise UsageError(f"--set {dotted}: {at} is a value, not a section")
     if not key.isdigit() or int(key) >= len(holder):
-        raise UsageError(
-            f"--set {dotted}: {at} is a list of length {len(holder)}; give an index from 0, not {key!r}"
-        )
+        what = f"{at} is a list of length {len(holder)}"
+        raise UsageError(f"--set {dotted}: {what}; give an index from 0, not {key!r}")
     return int(key)
 
 
@@ -282,6 +276,6 @@ def _plain(annotation: Any) -> Any:
 def _near_file(path: Path) -> str:
     folder = path.parent
     # by stems: every .json is near to every other
-    names = {p.stem: p.name for p in folder.iterdir()} if folder.is_dir() else {}
+    names = {p.stem: p.name for p in folder.glob("*")}
     close = difflib.get_close_matches(path.stem, names, n=1)
     return f"; did you mean {folder / names[close[0]]}?" if close else ""

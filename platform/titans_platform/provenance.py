@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 
@@ -38,8 +39,7 @@ def commit() -> str:
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
-    baked = PACKAGE / BAKED
-    if baked.is_file():
+    if (baked := PACKAGE / BAKED).is_file():
         return baked.read_text().strip()
     tree = checkout()
     return commit_of_tree(tree) if tree else "unknown"
@@ -71,10 +71,8 @@ def environment() -> dict[str, str]:
     """What a result was computed with: versions of packages, Python and the system, and the device."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
     return found | {"device": _device()}
 
 
@@ -100,9 +98,8 @@ def command_line() -> str:
 def note_command(folder: Path) -> None:
     """Append this process's command to the study's list, for its report."""
     folder.mkdir(parents=True, exist_ok=True)
-    line = json.dumps({"time": time.time(), "command": command_line()})
     with (folder / COMMANDS).open("a", encoding="utf-8") as file:
-        file.write(f"{line}\n")
+        file.write(json.dumps({"time": time.time(), "command": command_line()}) + "\n")
 
 
 def commands(folder: Path) -> list[str]:
@@ -115,7 +112,5 @@ def commands(folder: Path) -> list[str]:
 
 
 def _git(tree: Path, *arguments: str) -> str:
-    done = subprocess.run(
-        ["git", "-C", str(tree), *arguments], capture_output=True, text=True, check=True, timeout=20
-    )
-    return done.stdout.strip()
+    command = ["git", "-C", str(tree), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()

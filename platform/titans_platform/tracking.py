@@ -69,9 +69,8 @@ class Unreachable(UsageError):
 def store_uri(root: Path) -> str:
     """The address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under it."""
     if (given := os.environ.get(STORE)) and urlsplit(given).password:
-        raise UsageError(
-            f"{STORE}: holds a password; set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
-        )
+        fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
+        raise UsageError(f"{STORE}: holds a password; {fix}")
     return given or f"sqlite:///{root.resolve() / 'mlflow.db'}"
 
 
@@ -107,8 +106,7 @@ def adopt(root: Path) -> None:
 
     Raises UsageError if there is no store, or it cannot be opened.
     """
-    path = root.resolve() / "mlflow.db"
-    if not path.exists():
+    if not (path := root.resolve() / "mlflow.db").exists():
         raise UsageError(f"{path}: no store there to adopt")
     _check_sqlite(path)
     here = f"{root.resolve().as_uri()}/artifacts"
@@ -117,11 +115,9 @@ def adopt(root: Path) -> None:
             of = "SELECT artifact_location FROM experiments WHERE name = ?"
             for (there,) in connection.execute(of, (EXPERIMENT,)).fetchall():
                 for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
-                    connection.execute(
-                        f"UPDATE {table} SET {column} = ? || substr({column}, ?) "
-                        f"WHERE substr({column}, 1, ?) = ?",
-                        (here, len(there) + 1, len(there), there),
-                    )
+                    moved = f"{column} = ? || substr({column}, ?)"
+                    update = f"UPDATE {table} SET {moved} WHERE substr({column}, 1, ?) = ?"
+                    connection.execute(update, (here, len(there) + 1, len(there), there))
     except sqlite3.Error as error:
         raise _refused(path, "cannot be changed", "is it a store of MLflow?", error) from None
 
@@ -186,9 +182,8 @@ def _check_sqlite(path: Path) -> None:
         raise write_error(path, error) from None
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY):
-            raise NotWritable(
-                f"{path}: cannot be written: {error}; free space there, or give another --root"
-            ) from None
+            why = f"cannot be written: {error}; free space there, or give another --root"
+            raise NotWritable(f"{path}: {why}") from None
         raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
@@ -225,7 +220,7 @@ class Store:
         self, study: str, tags: Mapping[str, str] | None = None, params: Mapping[str, Any] | None = None
     ) -> str:
         """The parent run of a study, created with ``params`` the first time; its run id."""
-        run_id = self._resumed(STUDY_TAG, study, study, params, tags)
+        run_id = self.cell_run(study, study, tag=STUDY_TAG, params=params, tags=tags)
         self.client.update_run(run_id, status="RUNNING")
         return run_id
 
@@ -238,21 +233,14 @@ class Store:
         params: Mapping[str, Any] | None = None,
         config: Mapping[str, Any] | None = None,
         tags: Mapping[str, str] | None = None,
+        tag: str = CELL_TAG,
     ) -> str:
-        """The run of a cell, created the first time; its run id.
+        """The run of a cell, which ``tag`` names, created as ``name`` the first time; its run id.
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
         """
-        return self._resumed(CELL_TAG, cell, name, params, tags, parent, config)
-
-    def _resumed(
-        self, tag: str, value: str, name: str, params: Mapping[str, Any] | None,
-        tags: Mapping[str, str] | None, parent: str | None = None, config: Mapping[str, Any] | None = None,
-    ) -> str:  # fmt: skip
-        """The id of the run that has a tag; of a new run ``name`` where there is none."""
-        run_id = self.find(tag, value)
-        if run_id is None:
-            own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: value}
+        if (run_id := self.find(tag, cell)) is None:
+            own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: cell}
             own |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self.client.create_run(self.experiment, tags=own, run_name=name).info.run_id
             columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
@@ -322,9 +310,8 @@ class Store:
 
     def find(self, tag: str, value: str) -> str | None:
         """The run id of the newest run with this tag."""
-        runs = self.client.search_runs(
-            [self.experiment], f"tags.`{tag}` = '{value}'", max_results=1, order_by=["start_time DESC"]
-        )
+        where, order = f"tags.`{tag}` = '{value}'", ["start_time DESC"]
+        runs = self.client.search_runs([self.experiment], where, max_results=1, order_by=order)
         return runs[0].info.run_id if runs else None
 
     @property
@@ -335,16 +322,18 @@ class Store:
 
 def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None:
     """Log params, metrics or tags, in as many calls as it takes."""
-    ((kind, values),) = entries.items()
-    for start in range(0, len(values), _BATCH[kind]):
-        part: dict[str, Any] = {kind: values[start : start + _BATCH[kind]]}
-        client.log_batch(run_id, **part)
+    for kind, values in entries.items():
+        for start in range(0, len(values), _BATCH[kind]):
+            part: dict[str, Any] = {kind: values[start : start + _BATCH[kind]]}
+            client.log_batch(run_id, **part)
 
 
 def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step: int) -> None:
-    """Log values of a step, except those that equal the run's latest values."""
-    have = client.get_run(run_id).data.metrics
-    new = [metric for metric in metrics_of(values, step) if metric.value != have.get(metric.key)]
+    """Log the finite values of a step, except those that equal the run's latest values."""
+    now, have = int(time.time() * 1000), client.get_run(run_id).data.metrics
+    # a NaN would stay a run's latest value; @ is not allowed in a name
+    finite = {key.replace("@", "/"): float(value) for key, value in values.items() if math.isfinite(value)}
+    new = [Metric(key, value, now, step) for key, value in finite.items() if value != have.get(key)]
     log_entries(client, run_id, metrics=new)
 
 
@@ -389,8 +378,7 @@ class RunLog:
     def _logged(self, key: str) -> set[int]:
         """The steps at which the store has a value; asked for the first time, and after a failure."""
         if key not in self._steps:
-            history = self._client.get_metric_history(self.run_id, key)
-            self._steps[key] = {point.step for point in history}
+            self._steps[key] = {point.step for point in self._client.get_metric_history(self.run_id, key)}
         return self._steps[key]
 
     def summary(self, values: Mapping[str, float], step: int = 0) -> None:
@@ -401,8 +389,8 @@ class RunLog:
         """Name one of the run's inputs; ``context`` is "training" or "validation". Idempotent."""
         source, profile = json.dumps({"uri": where}), json.dumps(dict(about))
         entry = Dataset(name, digest, "local", source, profile=profile)
-        used = DatasetInput(entry, [InputTag(MLFLOW_DATASET_CONTEXT, context)])
-        self._client.log_inputs(self.run_id, [used])
+        tag = InputTag(MLFLOW_DATASET_CONTEXT, context)
+        self._client.log_inputs(self.run_id, [DatasetInput(entry, [tag])])
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
@@ -462,13 +450,6 @@ class _NoRetries:
 
 
 NO_RETRIES = _NoRetries()
-
-
-def metrics_of(values: Mapping[str, float], step: int = 0) -> list[Metric]:
-    """Metrics of the finite values: a NaN would stay a run's latest value; @ is not allowed in a name."""
-    now = int(time.time() * 1000)
-    finite = {key.replace("@", "/"): float(v) for key, v in values.items() if math.isfinite(v)}
-    return [Metric(key, value, now, step) for key, value in finite.items()]
 
 
 def tags_of(tags: Mapping[str, str]) -> list[RunTag]:

@@ -39,8 +39,7 @@ def known_clusters() -> dict[str, Path]:
 def load_cluster(name: str) -> Cluster:
     """Read a cluster by name or path. Raises UsageError, one line, for anything wrong in it."""
     if (path := file_at(name, "cluster")) is None:
-        known = known_clusters()
-        if name not in known:
+        if name not in (known := known_clusters()):
             raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, known)}")
         path = known[name]
     if not NAME.fullmatch(path.stem):

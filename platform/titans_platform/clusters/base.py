@@ -10,7 +10,7 @@ import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -158,13 +158,11 @@ class Cluster(Frozen, ABC):
             raise ClusterError(f"cluster {self.name}: not up; {start}")
         return found
 
-    @contextmanager
-    def connected(self) -> Iterator[Jobs]:
+    def connected(self) -> AbstractContextManager[Jobs]:
         """Its jobs, connected for the duration of the block."""
         if self.started_here:
             self.require_up()
-        with self.jobs().connected() as jobs:
-            yield jobs
+        return self.jobs().connected()
 
     def status(self) -> dict[str, Any]:
         """Its `state`, and what is known of its `nodes` and `jobs`."""
@@ -334,24 +332,22 @@ class Answer:
     """
 
     def __init__(self, rest: Callable[[str], None]):
-        self._rest = rest
-        self._held = ""
+        self._rest, self._held = rest, ""
 
     def write(self, text: str) -> None:
         """Add a chunk of the log; all before the last line that may open an answer goes to the rest."""
         self._held += text
-        whole = self._held.rfind("\n") + 1
-        opened = [match.start() for match in _OPENS.finditer(self._held, 0, whole)]
-        count = opened[-1] if opened else whole
+        count = whole = self._held.rfind("\n") + 1
+        for match in _OPENS.finditer(self._held, 0, whole):
+            count = match.start()
         self._rest(self._held[:count])
         self._held = self._held[count:]
 
     def text(self) -> str:
         """The answer, empty where the command printed none; all other lines go to the rest."""
-        try:
+        answer, rest = "", self._held
+        with suppress(ValueError):
             _, end = json.JSONDecoder().raw_decode(self._held)
-        except ValueError:
-            end = 0
-        answer = self._held[:end] + "\n" if end else ""
-        self._rest(self._held[end:].removeprefix("\n" if end else ""))
+            answer, rest = self._held[:end] + "\n", self._held[end:].removeprefix("\n")
+        self._rest(rest)
         return answer

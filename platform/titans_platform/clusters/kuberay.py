@@ -210,10 +210,8 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
     Raises UsageError: the files do not fit into a ConfigMap.
     """
     if sum(map(len, job.files.values())) > _CONFIG_MAP_BYTES:
-        raise UsageError(
-            f"lifetime: job: {', '.join(job.files)} do not fit into a ConfigMap; put the tokenizer into "
-            f"{spec.storage} and give its absolute path"
-        )
+        fix = f"put the tokenizer into {spec.storage} and give its absolute path"
+        raise UsageError(f"lifetime: job: {', '.join(job.files)} do not fit into a ConfigMap; {fix}")
     ray, keys = spec.ray_spec(), {path: re.sub(r"[^-._a-zA-Z0-9]", "_", path) for path in job.files}
     manifests = steps.render(
         "rayjob.yaml",

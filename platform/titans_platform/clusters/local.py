@@ -95,10 +95,9 @@ class LocalJobs(Jobs):
         return []
 
     def info(self, job_id: str) -> NoReturn:
-        raise UsageError(
-            f"cluster {self.cluster}: has no job list: a command runs in the shell that started it; "
-            "Ctrl-C stops it, titans sweep status shows its progress"
-        )
+        why = "has no job list: a command runs in the shell that started it"
+        fix = "Ctrl-C stops it, titans sweep status shows its progress"
+        raise UsageError(f"cluster {self.cluster}: {why}; {fix}")
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         self.info(job_id)
@@ -218,15 +217,13 @@ class Nodes(Cluster):
     def _wait(self, what: str, count: int) -> Step:
         """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
-        def alive() -> int:
-            # the dashboard serves some endpoints before this one
-            with suppress(ClusterError):
-                return sum(node["alive"] for node in self.jobs().about()["nodes"])
-            return 0
-
         def wait() -> None:
             deadline = time.monotonic() + _START_SECONDS
-            while alive() < count:
+            while True:
+                # the dashboard serves some endpoints before this one
+                with suppress(ClusterError):
+                    if sum(node["alive"] for node in self.jobs().about()["nodes"]) >= count:
+                        return
                 for number, process in enumerate(self.require_up()["processes"]):
                     if find(process) is None:
                         raise ClusterError(f"{process['role']} exited early; see {self._log(number)}")
@@ -263,8 +260,7 @@ class Nodes(Cluster):
 
     def status(self) -> dict[str, Any]:
         """Down, or what Ray reports, with the process of each node."""
-        found = self.recorded()
-        if found is None:
+        if (found := self.recorded()) is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
         processes = [{**process, "alive": find(process) is not None} for process in found["processes"]]
         if processes and processes[0]["alive"]:
@@ -319,8 +315,7 @@ def find(process: Mapping[str, Any]) -> Any | None:
 
 def family(process: Mapping[str, Any]) -> list[Any]:
     """The living process of a record and all its descendants."""
-    found = find(process)
-    if found is None:
+    if (found := find(process)) is None:
         return []
     with suppress(_psutil().Error):
         return [found, *found.children(recursive=True)]

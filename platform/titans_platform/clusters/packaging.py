@@ -39,10 +39,9 @@ def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
     if cluster.sees_paths:
         return root.resolve()
     if not explicit:
-        raise UsageError(
-            f"clusters/{cluster.name}.yaml.storage: missing: the nodes do not see this machine's {root}; "
-            "set it to the absolute path of a folder that every node mounts"
-        )
+        why = f"missing: the nodes do not see this machine's {root}"
+        fix = "set it to the absolute path of a folder that every node mounts"
+        raise UsageError(f"clusters/{cluster.name}.yaml.storage: {why}; {fix}")
     if not root.is_absolute():
         where = f"should be an absolute path on the nodes of {cluster.name}"
         raise UsageError(f"--root {root}: {where}; or leave it out")
@@ -70,10 +69,9 @@ def job_environment(cluster: Cluster) -> dict[str, str]:
     # it imports mlflow, which takes seconds
     from titans_platform.tracking import STORE
 
-    here = Path(os.environ.get("TITANS_HOME", "titans-runs"))
+    here, grown = Path(os.environ.get("TITANS_HOME", "titans-runs")), cluster.grows_to()
     # the default --root of the job, the same as here
     home = cluster.storage or (str(here.resolve()) if cluster.sees_paths else None)
-    grown = cluster.grows_to()
     given = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
     return {
         **QUIET,
@@ -137,24 +135,19 @@ def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
 
     for source in sorted({source.path for one in data for source in one.sources if source.path}):
         if not Path(source).is_absolute() and "://" not in source:
-            raise UsageError(
-                f"data.sources: {source} is relative to this folder, which a job does not see; give its "
-                "absolute path on the nodes"
-            )
+            why = f"{source} is relative to this folder, which a job does not see"
+            raise UsageError(f"data.sources: {why}; give its absolute path on the nodes")
     # absolute paths and Hub names of tokenizers are left to the cluster
     names = {one.tokenizer for one in data}
     files = map(Path, sorted(name for name in names - set(BUILT_IN) if not names_hub(name)))
     here = [path for path in files if not path.is_absolute()]
     for path in here:
         if not path.is_file():
-            raise UsageError(
-                f"data.tokenizer: no file {path} here to ship with the job; run from the folder it is in, or "
-                "give an absolute path on the cluster"
-            )
+            fix = "run from the folder it is in, or give an absolute path on the cluster"
+            raise UsageError(f"data.tokenizer: no file {path} here to ship with the job; {fix}")
         if ".." in path.parts:
-            raise UsageError(
-                "data.tokenizer: a path with .. cannot be shipped with a job; run from the folder it is in"
-            )
+            fix = "run from the folder it is in"
+            raise UsageError(f"data.tokenizer: a path with .. cannot be shipped with a job; {fix}")
     return {path.as_posix(): path.read_bytes() for path in here}
 
 
@@ -165,8 +158,7 @@ def constraints() -> bytes:
 
 def requirements() -> list[str]:
     """What the project requires, without its extras."""
-    found = importlib.metadata.requires(DISTRIBUTION) or []
-    return [line for line in found if "extra ==" not in line]
+    return [line for line in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
 
 
 def put_code(folder: Path) -> None:

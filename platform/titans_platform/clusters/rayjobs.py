@@ -121,11 +121,11 @@ class RayJobs(Jobs):
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
         """Upload the job's folder, its files and the code in it, and submit."""
         # the equivalent command of Ray's CLI
-        runtime_env = _runtime_env(job, "<job folder>")
+        env = json.dumps(_runtime_env(job, "<job folder>"))
         line = (
             f"# job folder: {', '.join(sorted({*job.files, CONSTRAINTS}))}, this version's packages\n"
             f"ray job submit --address {shlex.quote(self.address)} --submission-id {job_id} \\\n"
-            f"  --runtime-env-json {shlex.quote(json.dumps(runtime_env))} \\\n"
+            f"  --runtime-env-json {shlex.quote(env)} \\\n"
             f"  -- {shlex.join(job.command)}"
         )
         return [Step(line, partial(self._submit, job, job_id))]
@@ -143,8 +143,8 @@ class RayJobs(Jobs):
                     metadata={"name": job.name},
                 )
             except Exception as error:
-                why = one_line(error)
-                raise ClusterError(f"cluster {self.cluster}: the job was not accepted: {why}") from None
+                why = f"the job was not accepted: {one_line(error)}"
+                raise ClusterError(f"cluster {self.cluster}: {why}") from None
 
     def list(self) -> list[JobInfo]:
         found = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
@@ -175,10 +175,9 @@ class RayJobs(Jobs):
             except Exception as error:
                 reconnects = reconnects + 1 if log.written == before else 0
                 if reconnects > _MAX_RECONNECTS:
-                    raise ClusterError(
-                        f"cluster {self.cluster}: following the log of {job_id} failed: {one_line(error)}; "
-                        f"titans cluster logs {self.cluster} {job_id} resumes it"
-                    ) from None
+                    why = f"following the log of {job_id} failed: {one_line(error)}"
+                    fix = f"titans cluster logs {self.cluster} {job_id} resumes it"
+                    raise ClusterError(f"cluster {self.cluster}: {why}; {fix}") from None
                 time.sleep(self.poll)
 
     def stop_steps(self, job_id: str) -> list[Step]:
@@ -352,8 +351,7 @@ class RayUp(Cluster):
 
     def _ray(self, command: str, *options: str) -> Run:
         # it takes minutes and may ask for input: stream its output
-        argv = (*_RAY, command, *options, str(self.file))
-        return Run(argv, {"RAY_AUTH_MODE": "token"}, quiet=False)
+        return Run((*_RAY, command, *options, str(self.file)), {"RAY_AUTH_MODE": "token"}, quiet=False)
 
     def where(self) -> str:
         provider: Any = self.ray.get("provider")

@@ -57,8 +57,7 @@ class Slurm(Cluster):
             raise ValueError("storage: missing; give a folder that login and compute nodes share")
         if self.pip:
             raise ValueError("pip: install the requirements once, and activate them in `setup`")
-        bad = [line for line in self.options if not line.startswith("-") or "\n" in line]
-        if bad:
+        if bad := [line for line in self.options if not line.startswith("-") or "\n" in line]:
             raise ValueError(f"options: {bad[0]!r} is not an sbatch option")
         return self
 
@@ -114,8 +113,7 @@ class SlurmJobs(Jobs):
         ]
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
-        path = self.folder / job_id / "log.txt"
-        if path.exists():
+        if (path := self.folder / job_id / "log.txt").exists():
             log.add(path.read_text(encoding="utf-8", errors="replace"))
 
     def log_steps(self, job_id: str) -> list[Step]:
@@ -164,10 +162,5 @@ def _number(folder: Path) -> str:
 
 def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
     """The script for sbatch. It names the token's file, on the shared storage, not the token."""
-    exports = {
-        **job.env,
-        **token_variables(token),
-        "RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300",
-        "PYTHONPATH": str(at / "code"),
-    }
-    return render("job.sbatch", spec=spec, at=at, exports=exports)
+    own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": str(at / "code")}
+    return render("job.sbatch", spec=spec, at=at, exports={**job.env, **token_variables(token), **own})

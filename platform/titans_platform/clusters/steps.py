@@ -56,8 +56,7 @@ class Token(Frozen):
             value = os.environ.get(self.env, "") if self.env else self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
             value = ""
-        value = value.strip()
-        if not value:
+        if not (value := value.strip()):
             fix = f"set {self.env}" if self.env else f"put the cluster's token into {self.path}"
             raise ClusterError(f"cluster {cluster}: no token in {self}; {fix}")
         if not value.isascii() or any(c.isspace() for c in value):
@@ -69,8 +68,7 @@ def write_token(path: Path, value: str | None = None) -> None:
     """Write a token, a new random one by default, where only its owner can read it."""
     path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
     path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
         file.write(value or secrets.token_hex(32))
 
 
@@ -176,11 +174,9 @@ class Run(Step):
 
 def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quiet: bool) -> str:
     """The stdout of a command. Raises ClusterError."""
-    pipe = subprocess.PIPE if quiet else None
+    pipe, env = subprocess.PIPE if quiet else None, clean_environment(env)
     try:
-        done = subprocess.run(
-            argv, env=clean_environment(env), input=stdin or None, stdout=pipe, stderr=pipe, text=True
-        )
+        done = subprocess.run(argv, env=env, input=stdin or None, stdout=pipe, stderr=pipe, text=True)
     except FileNotFoundError:
         raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
     if done.returncode:
@@ -200,10 +196,8 @@ def render(template: str, **values: Any) -> str:
     """A file of `templates/` with these values; its filter `quote` is the shell's."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
-    loader = FileSystemLoader(Path(__file__).parent / "templates")
-    templates = Environment(
-        loader=loader, trim_blocks=True, keep_trailing_newline=True, undefined=StrictUndefined
-    )
+    options: Any = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
+    templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), **options)
     templates.filters["quote"] = shlex.quote
     return templates.get_template(template).render(values)
 

@@ -168,11 +168,9 @@ class Classification(Objective[LabelledData]):
             left = f"all {steps} of optim.steps; leave some for the classes"
             raise UsageError(f"{OPTIONS}.pretrain_steps: {left}")
         self.check_vocabulary(self.tokenizer())
-        if data is not None and len(data.classes) != options.classes:
-            raise UsageError(
-                f"{OPTIONS}.classes: {options.classes} are not the {len(data.classes)} of the sequences "
-                f"({', '.join(data.classes[:10])}); set it to {len(data.classes)}"
-            )
+        if data is not None and (n := len(data.classes)) != options.classes:
+            found = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
+            raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {found}; set it to {n}")
         super().check(data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: LabelledData | None) -> None:
@@ -199,8 +197,7 @@ class Classification(Objective[LabelledData]):
         return dict(zip(PARTS, (train, validation, test), strict=True))
 
     def _file(self, option: str) -> Items | None:
-        name = getattr(self.options, option)
-        if name is None:
+        if (name := getattr(self.options, option)) is None:
             return None
         path = Path(self.options.folder or "").expanduser() / name
         return read_file(str(path), self.options.fields, f"{OPTIONS}.{option}")
@@ -241,8 +238,7 @@ class LabelledTask(Task):
         data: LabelledData = context.prepared
         rows = context.scorer.rows(context.length)
         batches = data.batches(self.options.part, context.config.items, rows)
-        guess_K = self.guess(data.shares)
-        measured = measure_distributed(batches, partial(self._values, context, guess_K))
+        measured = measure_distributed(batches, partial(self._values, context, self.guess(data.shares)))
         values, guesses = (torch.cat(parts) for parts in zip(*measured, strict=True))
         stderr = values.std(correction=0).item() / math.sqrt(len(values))
         return Measurement(values.mean().item(), stderr, guesses.mean().item(), len(values))

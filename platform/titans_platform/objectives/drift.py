@@ -33,7 +33,7 @@ from titans_core import Model
 from titans_core.config import Frozen, MemoryConfig, PositiveInt
 from titans_kernels import Rule, find_rule, neural_memory
 from titans_platform.config import digest
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.evals import Measurement, Task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
@@ -144,9 +144,8 @@ class DriftData:
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-        return ItemStream(
-            ROWS, batch_size, seed, rank, world_size, lambda _, which: self.rows(which, "train")
-        )
+        make = lambda step, which: self.rows(which, "train")  # noqa: E731
+        return ItemStream(ROWS, batch_size, seed, rank, world_size, make)
 
     def held_out(self, length: int, items: int, rows: int, seed: int) -> Iterator[Steps]:
         """``items`` rows of ``length`` steps that no training row equals, in batches of ``rows``."""
@@ -161,16 +160,13 @@ class DriftData:
         outlier = torch.zeros(B, T, F, dtype=torch.bool)
         for row, number in enumerate(which.tolist()):
             own = torch.Generator().manual_seed(int(digest([self.seed, part, number]), 16) % 2**63)
-            moves[row].normal_(generator=own)
-            x[row].normal_(generator=own)
-            m[row].normal_(generator=own)
+            for drawn in (moves, x, m):
+                drawn[row].normal_(generator=own)
             if self.options.outliers:
                 outlier[row] = torch.rand(T, F, generator=own) < self.options.outliers
         x = x * (d**0.5 / x.norm(dim=-1, keepdim=True))
         moves *= d**-0.5
-        w = moves[:, 0].clone()
-        clean = torch.empty(B, T, F)
-        angle = self.options.turn / d
+        w, clean, angle = moves[:, 0].clone(), torch.empty(B, T, F), self.options.turn / d
         for t in range(T):
             if t:
                 if angle:
@@ -255,10 +251,8 @@ class Drift(Objective[DriftData]):
 
     def build_model(self) -> DriftModel:
         """The memory with its two gates."""
-        try:
+        with within("model.memory", ValueError):
             return DriftModel(self.cfg.model.memory, self.options.width, self.options.outputs)
-        except ValueError as error:
-            raise UsageError(f"model.memory.{error}") from None
 
     def least_activations(self, rows: int) -> int:
         """Keys and values of every step."""
@@ -266,8 +260,7 @@ class Drift(Objective[DriftData]):
 
     def losses(self, model: Callable[..., Any], batch: Steps) -> Tensor:
         """[B] mean squared error against the noisy y after the burn-in."""
-        error = model(batch.x, batch.y) - batch.y
-        return error[:, self.options.burn_in :].square().mean((1, 2))
+        return (model(batch.x, batch.y) - batch.y)[:, self.options.burn_in :].square().mean((1, 2))
 
     def sample_batch(self, rows: int) -> Steps:
         """Rows like those of training."""
@@ -280,14 +273,12 @@ class Drift(Objective[DriftData]):
         if (length := self.cfg.data.sequence_length) <= options.burn_in:
             short = f"{length} steps end within burn_in {options.burn_in}"
             raise UsageError(f"data.sequence_length: {short}; raise it")
-        if options.drift >= options.width:
-            high = f"{options.drift:g} must be below width {options.width}, since q < 1"
-            raise UsageError(f"objective.options.drift: {high}")
+        if (high := options.drift) >= (d := options.width):
+            raise UsageError(f"objective.options.drift: {high:g} must be below width {d}, since q < 1")
         if options.turn and options.width % 2:
             odd = f"{options.width} is odd, and a turn is of two coordinates"
             raise UsageError(f"objective.options.width: {odd}; make it even")
-        needed = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
-        for name, value in needed.items():
+        for name, value in {"depth": 1, "chunk_size": 1, "surprise_bound": None}.items():
             if (given := getattr(memory, name)) != value:
                 why = f"the best risk of objective drift is not known for {given}"
                 raise UsageError(f"model.memory.{name}: {why}; set it to {json.dumps(value)}")
@@ -326,11 +317,8 @@ class DriftTask(Task):
         options, model, kind = data.options, cast(DriftModel, context.scorer.model), self.options.kind
         if kind in ("alpha", "eta", "step"):
             best = best_gates(options, momentum=model.memory.momentum)
-            gates = {
-                "alpha": (model.alpha, 1 - best.kept), "eta": (model.eta, best.eta),
-                "step": (2 * model.theta, best.step),
-            }  # fmt: skip
-            learnt, wanted = gates[kind]
+            learnt = {"alpha": model.alpha, "eta": model.eta, "step": 2 * model.theta}[kind]
+            wanted = {"alpha": 1 - best.kept, "eta": best.eta, "step": best.step}[kind]
             return Measurement(learnt.item() / wanted if wanted else math.nan, 0.0, self.chance, 1)
         rows, items = context.scorer.rows(2 * context.length), context.config.items
         batches = data.held_out(context.length, items, rows, context.config.seed)

@@ -132,9 +132,8 @@ def save_series(table: Table, index: Path) -> None:
 
 def load_series(index: Path) -> Table:
     """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
-    return load_copy(
-        index, ".npy", lambda path, noted: Table(np.load(path), tuple(noted["channels"])), content
-    )
+    read = lambda path, noted: Table(np.load(path), tuple(noted["channels"]))  # noqa: E731
+    return load_copy(index, ".npy", read, content)
 
 
 def content(table: Table) -> str:
@@ -154,15 +153,13 @@ def read_series(name: str, columns: Sequence[str], field: str) -> Table:
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")
     if twice := next((column for column in numbers if table.column_names.count(column) > 1), ""):
         raise UsageError(f"{where} has the column {twice} more than once; rename one")
-    chosen = tuple(columns or numbers)
-    if not chosen or not len(table):
+    if not (chosen := tuple(columns or numbers)) or not len(table):
         raise UsageError(f"{where} has no numbers")
     try:
         values_NC = np.stack([table.column(key).cast(pa.float64()).to_numpy() for key in chosen], 1)
     except pa.ArrowInvalid as error:  # integers that float64 would round
         raise UsageError(f"{where} cannot be read: {one_line(error)}") from None
-    wrong = np.argwhere(~np.isfinite(values_NC))
-    if len(wrong):
+    if len(wrong := np.argwhere(~np.isfinite(values_NC))):
         step, channel = wrong[0]
         raise UsageError(f"{where} has no finite number in row {step} of {chosen[channel]}")
     return Table(values_NC, chosen)
@@ -210,21 +207,17 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     if folder is None:
         raise UsageError(f"{FOLDER}: dataset {name} needs the folder of {known.file}, from {known.source}")
     places = [Path(folder).expanduser() / f"{known.file}{suffix}" for suffix in ("", *OPENERS)]
-    path = next((place for place in places if place.is_file()), None)
-    if path is None:
+    if (path := next((place for place in places if place.is_file()), None)) is None:
         raise UsageError(f"{FOLDER}: no {known.file} (or .gz, .xz) in {folder}; it is from {known.source}")
     if known.sha256:
         found = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
         if found != known.sha256:
-            raise UsageError(
-                f"{FOLDER}: {path} is not the standard file: its sha256 is {found}, not {known.sha256}; get "
-                f"it from {known.source}, or name it as objective.options.path"
-            )
+            why = f"{path} is not the standard file: its sha256 is {found}, not {known.sha256}"
+            fix = f"get it from {known.source}, or name it as objective.options.path"
+            raise UsageError(f"{FOLDER}: {why}; {fix}")
     table = read_series(str(path), columns, FOLDER)
     steps, channels = table.values_NC.shape
     if (steps, channels) != (known.steps, len(columns) or known.channels):
-        raise UsageError(
-            f"{FOLDER}: {path} has {steps} steps of {channels} channels, {name} has {known.steps} of "
-            f"{known.channels}; get it from {known.source}"
-        )
+        found, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
+        raise UsageError(f"{FOLDER}: {path} has {found}, {name} has {right}; get it from {known.source}")
     return table

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from pyarrow import parquet
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
 
 from titans_platform.config import SourceConfig, digest
 from titans_platform.data import Tokenizer
@@ -77,8 +78,7 @@ class LabelledData:
                 raise UsageError(f"objective.options.{part}_fraction: leaves {part} no sequence; raise it")
             self.tokens[part] = tokenizer.encode_batch(split[part].sequences)
             self.labels[part] = np.array([number[label] for label in split[part].labels])
-        longest = 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])
-        if longest > length:
+        if (longest := 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])) > length:
             short = f"a row of {length} tokens does not hold the longest sequence with its start"
             raise UsageError(f"data.sequence_length: {short}; set it to {longest}")
         self.fingerprint = digest([_content(split), tokenizer.fingerprint, length], 16)
@@ -96,11 +96,8 @@ class LabelledData:
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-
-        def batch(step: int, which: NDArray[np.int64]) -> Labelled:
-            return self.batch("train", which, labelled=step >= self.pretrain_steps)
-
-        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, batch)
+        make = lambda step, which: self.batch("train", which, step >= self.pretrain_steps)  # noqa: E731
+        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, make)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
         """Up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
@@ -110,13 +107,9 @@ class LabelledData:
 
     def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
         """The items ``which`` of a split as one padded batch."""
-        rows = [self.tokens[part][i] for i in which]
-        tokens = torch.full((len(rows), 1 + max(map(len, rows))), self.tokenizer.pad)
-        tokens[:, 0] = self.tokenizer.bos
-        for row, ids in zip(tokens, rows, strict=True):
-            row[1 : 1 + len(ids)] = torch.from_numpy(ids.astype(np.int64))
-        labels = torch.from_numpy(self.labels[part][which])
-        lengths = torch.tensor([1 + len(ids) for ids in rows])
+        rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in which]
+        tokens = pad_sequence([torch.from_numpy(row) for row in rows], True, self.tokenizer.pad)
+        labels, lengths = torch.from_numpy(self.labels[part][which]), torch.tensor([len(row) for row in rows])
         return Labelled(tokens, lengths, labels if labelled else torch.full_like(labels, UNLABELLED))
 
 

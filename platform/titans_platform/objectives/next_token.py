@@ -40,10 +40,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def build_model(self) -> LanguageModel:
         """A language model."""
-        try:
+        with within("model", ValueError):
             return LanguageModel(self.cfg.model)
-        except ValueError as error:
-            raise UsageError(f"model.{error}") from None
 
     def least_activations(self, rows: int) -> int:
         """Also count the logits that are in memory at once."""
@@ -67,9 +65,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def inputs(self, data: PreparedData) -> list[Input]:
         """The sources, each with the hash of its tokens."""
-        listed = zip(data.labels, data.sources, self.cfg.data.sources, strict=True)
         found = []
-        for label, rows, source in listed:
+        for label, rows, source in zip(data.labels, data.sources, self.cfg.data.sources, strict=True):
             where, manifest = source.path or source.dataset or label, rows.manifest
             tokens = {"train tokens": manifest.train.tokens, "validation tokens": manifest.validation.tokens}
             found.append(Input(label, manifest.content, where, tokens, rows.weight > 0))
@@ -93,10 +90,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 size = FilesSource(source, f"data.sources.{i}", Path()).text_bytes()
                 most = min((given for given in (most, size) if given is not None), default=None)
             if most is not None and most <= length and source.weight:
-                raise UsageError(
-                    f"data.sequence_length: {length:,} is more than the at most {most:,} tokens of "
-                    f"data.sources.{i}; lower it or give the source more text"
-                )
+                more = f"{length:,} is more than the at most {most:,} tokens of data.sources.{i}"
+                raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")
 
     def check(self, data: PreparedData | None = None) -> None:
         """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
@@ -122,14 +117,10 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Reject a model whose state cannot be carried across rows. Raises UsageError."""
         model, length = self.build_small(), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
+        here = f"data.sequence_length: streams are reset between rows of {length} tokens"
         for window in self.cfg.optim.windows or (None,):
-            try:
-                with intervene(model, Intervention(window=window)):
-                    state = model(tokens).state
-                    model(tokens, state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
-            except ValueError as error:
-                here = f"streams are reset between rows of {length} tokens"
-                raise UsageError(f"data.sequence_length: {here}, and {error}") from None
+            with within(here, ValueError, ", and "), intervene(model, Intervention(window=window)):
+                model(tokens, model(tokens).state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
         if model.state_bytes(length << 20) != model.state_bytes(length << 21):
             raise UsageError(
                 f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "

@@ -23,7 +23,7 @@ from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import Fraction, digest
-from titans_platform.errors import UsageError, nearest
+from titans_platform.errors import UsageError, nearest, within
 from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
@@ -88,8 +88,7 @@ class SeriesOptions(Frozen):
             raise ValueError("patch: forecasters cut windows by themselves; leave it out")
         if self.forecaster_options and not self.forecaster:
             raise ValueError("forecaster_options: give the forecaster that takes them")
-        shares = any(part % 1 for part in self.split or ())
-        if self.split and shares and abs(sum(self.split) - 1) > 1e-6:
+        if self.split and any(part % 1 for part in self.split) and abs(sum(self.split) - 1) > 1e-6:
             raise ValueError(f"split: shares add up to {sum(self.split):g}, not to 1")
         return self
 
@@ -131,9 +130,8 @@ class Parts(NamedTuple):
         else:
             training, test = int(steps * split[0]), int(steps * split[2])
             parts = Parts(training, steps - training - test, test)
-        if (total := sum(parts)) > steps:
-            more = f"{total} steps are more than the {steps} of the series"
-            raise UsageError(f"objective.options.split: {more}")
+        if (n := sum(parts)) > steps:
+            raise UsageError(f"objective.options.split: {n} steps are more than the {steps} of the series")
         return parts
 
 
@@ -150,12 +148,7 @@ class SeriesData:
     """
 
     def __init__(
-        self,
-        table: Table,
-        length: int,
-        horizon: int,
-        validation_fraction: float,
-        split: Sequence[float] | None = None,
+        self, table: Table, length: int, horizon: int, validation_fraction: float, split: Sequence[float] = ()
     ):
         N = len(table.values_NC)
         self.channels, self.length, self.horizon = table.channels, length, horizon
@@ -164,17 +157,13 @@ class SeriesData:
         self.train_steps, self.validation_steps, _ = self.parts
         self.windows = self.train_steps - length - horizon + 1
         if self.windows < 1:
-            raise UsageError(
-                f"data.sequence_length: {self.train_steps} training steps make no window of {length} + "
-                f"{horizon}; lower it, or objective.options.horizon"
-            )
+            short = f"{self.train_steps} training steps make no window of {length} + {horizon}"
+            raise UsageError(f"data.sequence_length: {short}; lower it, or objective.options.horizon")
         if self.validation_steps < horizon or 0 < self.parts.test < horizon:
             name = "split" if split else "validation_fraction"
             few = "test" if self.validation_steps >= horizon else "validation"
-            raise UsageError(
-                f"objective.options.{name}: {getattr(self.parts, few)} {few} steps make no "
-                f"horizon of {horizon}; raise it"
-            )
+            short = f"{getattr(self.parts, few)} {few} steps make no horizon of {horizon}"
+            raise UsageError(f"objective.options.{name}: {short}; raise it")
         train = table.values_NC[: self.train_steps]
         # a constant channel has zero standard deviation
         scale = np.where(train.std(0) > 0, train.std(0), 1.0)
@@ -183,11 +172,8 @@ class SeriesData:
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-
-        def batch(step: int, which: NDArray[np.int64]) -> Windows:
-            return self.cut(which, self.length)
-
-        return ItemStream(self.windows, batch_size, seed, rank, world_size, batch)
+        make = lambda step, which: self.cut(which, self.length)  # noqa: E731
+        return ItemStream(self.windows, batch_size, seed, rank, world_size, make)
 
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"
@@ -237,18 +223,15 @@ class Regression(Objective[SeriesData]):
         """A series model, or the forecaster that the options name."""
         options, model, at = self.options, self.cfg.model, f"{FORECASTER}_options"
         if not options.forecaster:
-            try:
+            with within("model", ValueError):
                 return SeriesModel(model, options.width, options.horizon, options.patch)
-            except ValueError as error:
-                raise UsageError(f"model.{error}") from None
         try:
             found = FORECASTERS.find(options.forecaster, FORECASTER)
         except ValueError as error:
             raise UsageError(str(error)) from None
         own = validate(found.Options, options.forecaster_options, at)
         try:
-            window = Window(self.cfg.data.sequence_length, options.horizon, options.width)
-            return found(model, window, own)
+            return found(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
         except ValueError as error:
             # the message starts with the field
             known = str(error).partition(":")[0] in found.Options.model_fields
@@ -287,11 +270,9 @@ class Regression(Objective[SeriesData]):
         if length % options.patch:
             given = f"{options.patch} does not divide data.sequence_length {length}"
             raise UsageError(f"objective.options.patch: {given}")
-        if data is not None and len(data.channels) != options.width:
-            raise UsageError(
-                f"objective.options.channels: {options.width} are not the {len(data.channels)} of the "
-                f"series; set it to {len(data.channels)}, or name columns"
-            )
+        if data is not None and (n := len(data.channels)) != options.width:
+            given = f"{options.width} are not the {n} of the series"
+            raise UsageError(f"objective.options.channels: {given}; set it to {n}, or name columns")
         super().check(data)
 
     def check_task(self, task: Task, lengths: Sequence[float], data: SeriesData | None) -> None:
@@ -322,7 +303,7 @@ class Regression(Objective[SeriesData]):
 
     def _cut(self, table: Table) -> SeriesData:
         options, length = self.options, self.cfg.data.sequence_length
-        return SeriesData(table, length, options.horizon, options.validation_fraction, options.parts)
+        return SeriesData(table, length, options.horizon, options.validation_fraction, options.parts or ())
 
 
 class ErrorOptions(Frozen):

@@ -19,7 +19,7 @@ import torch
 from titans_core import Model
 from titans_core.sequence_parallel import row_parts
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.objectives import build_objective
 from titans_platform.provenance import commit
 from titans_platform.runs.loggers import LOGGERS
@@ -72,8 +72,7 @@ def _sizes(text: str) -> Sizes:
     def of(measure: Callable[[Model], int]) -> int:
         return measure(one) + further * (measure(two) - measure(one))
 
-    length = cfg.data.sequence_length
-    return Sizes(of(lambda m: m.num_parameters()), of(lambda m: m.state_bytes(length)))
+    return Sizes(of(lambda m: m.num_parameters()), of(lambda m: m.state_bytes(cfg.data.sequence_length)))
 
 
 @cache
@@ -133,8 +132,8 @@ def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
 def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
     """Lower bound on the memory of each worker, in bytes."""
     rows, parts = rows_at_once(cfg, resources)
-    streams = cfg.optim.stream_groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
-    streams = streams if cfg.data.rows == "streams" else 0
+    groups = cfg.optim.stream_groups if cfg.data.rows == "streams" else 0
+    streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     return Needed(
         BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
@@ -156,8 +155,7 @@ def seconds_per_token(config: RunConfig) -> float | None:
     if sizes(config).parameters > TIMED_PARAMETERS:
         return None
     batch_size, length = config.optim.global_batch_size, config.data.sequence_length
-    rows = min(config.optim.micro_batch_size or batch_size, batch_size, timed_rows(config))
-    if not rows:
+    if not (rows := min(config.optim.micro_batch_size or batch_size, batch_size, timed_rows(config))):
         return None
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
@@ -228,11 +226,9 @@ def check_start(cfg: RunConfig) -> None:
         return
     with torch.device("meta"):
         model = build_objective(cfg).build_model()
-    assert isinstance(model, torch.nn.Module)
-    try:
+
+    with within("start_from", sep=": "):
         check_weights(Path(cfg.start_from), model)
-    except UsageError as error:
-        raise UsageError(f"start_from: {error}") from None
 
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:
@@ -266,12 +262,11 @@ def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     needed = least_memory(cfg, resources)
     if needed.total <= have:
         return
-    if needed.total - needed.streams <= have:
-        groups = f"the states of {cfg.optim.stream_groups} groups of streams"
+    if (beside := needed.total - needed.streams) <= have:
         raise UsageError(
-            f"optim.stream_groups: {groups} take {needed.streams / 2**30:,.1f} GiB beside "
-            f"{(needed.total - needed.streams) / 2**30:,.1f} to train, a worker here has {have / 2**30:,.1f} "
-            "GiB; lower it, or train on a cluster"
+            f"optim.stream_groups: the states of {cfg.optim.stream_groups} groups of streams take "
+            f"{needed.streams / 2**30:,.1f} GiB beside {beside / 2**30:,.1f} to train, a worker here has "
+            f"{have / 2**30:,.1f} GiB; lower it, or train on a cluster"
         )
     if needed.model + needed.process > have:
         field, tokens = "model" if needed.model > have else "workers", ""

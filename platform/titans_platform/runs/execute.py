@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, overload
 
 import torch
 
-from titans_core import Model
 from titans_kernels import forms_used
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.files import ignore_disk_full
@@ -76,11 +75,10 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             with interruptible(folder):
                 outcome = _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
             seconds = outcome.seconds
-        except Interrupted:
-            raise
         except Exception as error:
-            with ignore_disk_full():
-                folder.record_failure(error, spec.commit)
+            if not isinstance(error, Interrupted):
+                with ignore_disk_full():
+                    folder.record_failure(error, spec.commit)
             raise
         finally:
             folder.clear_interrupt()
@@ -103,9 +101,9 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
     from ray.train.torch import TorchTrainer
 
-    resources, storage = spec.resources, spec.root.resolve() / "ray"
+    resources, several, storage = spec.resources, spec.resources.several, spec.root.resolve() / "ray"
     gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
-    several = resources.several
+    failures = FailureConfig(max_failures=MAX_FAILURES)
     while True:
         before = last_checkpoint_step(spec)
         trainer = TorchTrainer(
@@ -118,11 +116,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
                 use_gpu=resources.gpus_per_worker > 0,
                 resources_per_worker={"CPU": resources.cpus_per_worker} | gpus if several else None,
             ),
-            run_config=RunConfig(
-                name=spec.name,
-                storage_path=str(storage),
-                failure_config=FailureConfig(max_failures=MAX_FAILURES),
-            ),
+            run_config=RunConfig(name=spec.name, storage_path=str(storage), failure_config=failures),
         )
         try:
             outcome = trainer.fit().return_value
@@ -130,8 +124,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
         except TrainingFailedError as error:
             # a run of weeks may lose workers any number of times
             if last_checkpoint_step(spec) <= before:
-                lines = [line for line in str(error).splitlines() if line.strip()]
-                reason = lines[-1].strip() if lines else "unknown"
+                reason = (str(error).strip() or "unknown").splitlines()[-1].strip()
                 raise WorkersFailed(f"the workers failed: {reason}") from error
     if isinstance(outcome, TitansError):
         # raised here, so that a run fails with the same error with one worker or several
@@ -188,8 +181,7 @@ class Worker:
             self.objective = spec.objective
             self.data = self.objective.open(spec.root)
         with self.phases.phase("record"):
-            made_of = self.objective.inputs(self.data)
-            self.reporter = Reporter(spec, made_of) if rank() == 0 else None
+            self.reporter = Reporter(spec, self.objective.inputs(self.data)) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Outcome:
         """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
@@ -211,30 +203,26 @@ class Worker:
         return Outcome(result, dict(self.phases.seconds))
 
     def _train(self, until: Rung | None) -> Trainer:
+        cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("build"):
             self.objective.check(self.data)
-            stream = self.objective.train_stream(self.data, *data_shard(self.cfg.optim))
-            length, seed = self.cfg.data.sequence_length, self.cfg.seed
+            stream = self.objective.train_stream(self.data, *data_shard(cfg.optim))
+            model, length = self.objective.build_model(), cfg.data.sequence_length
             trainer = Trainer(
-                self.objective.build_model(), self.cfg.optim, stream, self.device, self.objective,
-                sequence_length=length, seed=seed,
-            )  # fmt: skip
-        checkpoints = self.spec.folder.path / CHECKPOINTS
+                model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
+            )
         with self.phases.phase("checkpoint"):
-            restored = checkpoint.restore(checkpoints, trainer)
-            if restored is None and self.cfg.start_from:
-                checkpoint.load_model(Path(self.cfg.start_from), trainer.model)
+            if checkpoint.restore(folder, trainer) is None and cfg.start_from:
+                checkpoint.load_model(Path(cfg.start_from), trainer.model)
         _record_world_size(trainer)
         if self.reporter:
             self.reporter.start(trainer.progress.step)
-        keep, pinned = self.cfg.checkpoint.keep, before_decay(self.cfg.optim)
+        keep, pinned = cfg.checkpoint.keep, before_decay(cfg.optim)
         # a run that may rewind keeps its periodic checkpoints, which do not depend on interruptions
-        every = self.cfg.checkpoint_interval if self.cfg.optim.on_divergence == "rewind" else 1
-        saver = checkpoint.Saver(
-            checkpoints, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases
-        )
-        if trainer.device.type == "cuda" and (flops := training_flops(self.cfg)):
-            trainer.flops_per_token = flops / self.cfg.row_tokens
+        every = cfg.checkpoint_interval if cfg.optim.on_divergence == "rewind" else 1
+        saver = checkpoint.Saver(folder, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases)
+        if trainer.device.type == "cuda" and (flops := training_flops(cfg)):
+            trainer.flops_per_token = flops / cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
         watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
         with self.phases.phase("train"), saver, watched as stepped:
@@ -242,8 +230,7 @@ class Worker:
         return trainer
 
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
-        reporter, model = self.reporter, trainer.model
-        assert isinstance(model, Model)
+        reporter, cfg = self.reporter, self.cfg
         guard = PreemptionGuard(self.spec.folder, self.spec.resources.several)
         # the log up to a checkpoint is durable before the checkpoint is committed
         flush = reporter.flush if reporter else None
@@ -272,19 +259,18 @@ class Worker:
             on_checkpoint=lambda: saver.save(flush),
             on_divergence=on_divergence,
             rewind=rewind,
-            validate=lambda: self.objective.validation_loss(model, self.data, trainer.device),
-            checkpoint_every=self.cfg.checkpoint_interval,
+            validate=lambda: self.objective.validation_loss(trainer.model, self.data, trainer.device),
+            checkpoint_every=cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
-            checkpoint_best=self.cfg.checkpoint.best,
-            validate_every=self.cfg.eval.every or 0,
-            patience=self.cfg.eval.patience or 0,
-            telemetry_every=max(1, self.cfg.optim.steps // DETAILED),
+            checkpoint_best=cfg.checkpoint.best,
+            validate_every=cfg.eval.every or 0,
+            patience=cfg.eval.patience or 0,
+            telemetry_every=max(1, cfg.optim.steps // DETAILED),
             phases=self.phases,
         )
 
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """Evaluate these columns, all of them if none is given."""
-        assert isinstance(trainer.model, Model)
         return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
@@ -300,7 +286,6 @@ class Worker:
         if not self.reporter:
             return {}
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
-        assert isinstance(model, Model)
         result = Result(
             cell=self.spec.name,
             seed=cfg.seed,
@@ -347,8 +332,7 @@ def peak_rss(reset: bool = False) -> int:
         # not permitted in some containers; the peak is then over the life of the process
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
-    status = Path("/proc/self/status").read_text()
-    return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 def _record_world_size(trainer: Trainer) -> None:

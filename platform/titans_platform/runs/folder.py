@@ -13,7 +13,7 @@ import shutil
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -138,10 +138,9 @@ class Result(Measures):
     @staticmethod
     def read(path: Path) -> Result | None:
         """Read a result; None if the file is missing or does not hold a result."""
-        found = read_json(path)
         try:
-            return None if found is None else Result.model_validate(found)
-        except ValidationError:
+            return Result.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
             return None
 
 
@@ -197,14 +196,10 @@ class RunFolder:
 
     def progress(self) -> dict[str, Any] | None:
         """The run's last progress record (step, steps, loss, ...), with its ``age`` in seconds."""
-        found = read_json(self.path / PROGRESS)
-        if found is None:
-            return None
-        try:
-            changed = (self.path / PROGRESS).stat().st_mtime
-        except OSError:
-            return None
-        return {**found, "age": max(0.0, time.time() - changed)}
+        with suppress(OSError):
+            if found := read_json(self.path / PROGRESS):
+                return {**found, "age": max(0.0, time.time() - (self.path / PROGRESS).stat().st_mtime)}
+        return None
 
     def is_held(self) -> bool:
         """Whether a live process holds the run.
@@ -263,9 +258,8 @@ class RunFolder:
         """Record why the attempt failed, for the table and for the next attempt."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         trace = "".join(traceback.format_exception(error))[-8000:]
-        write_json(
-            self.path / FAILED, {"reason": reason, "trace": trace, "commit": commit, "time": time.time()}
-        )
+        record = {"reason": reason, "trace": trace, "commit": commit, "time": time.time()}
+        write_json(self.path / FAILED, record)
 
     def forget_failure(self) -> None:
         """Delete the record of the last failure, before a new attempt."""
@@ -280,8 +274,7 @@ class RunFolder:
 
         All numbers of a run come from one commit, so the checkpoints and logs of another are deleted.
         """
-        restarted = self.commit() not in (None, commit)
-        if restarted:
+        if restarted := self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
             for name in (RUNGS, *LOGGED):
                 (self.path / name).unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from titans_core import Model
 from titans_platform.config import RunConfig
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.loading import load_config
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, Result, RunFolder
@@ -59,8 +59,7 @@ def find_checkpoint(run: str, root: Path) -> Path:
             raise UsageError(f"{run}: no such checkpoint")
         return path.resolve()
     folder = path if path.is_dir() else _folder_named(run, root)
-    points = saved(folder / CHECKPOINTS)
-    if not points:
+    if not (points := saved(folder / CHECKPOINTS)):
         raise UsageError(f"{run}: {folder} has no checkpoint; train it first")
     # an older checkpoint has other weights, so the user must choose it explicitly
     if damage := find_corruption(points[0]):
@@ -77,11 +76,8 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
     """The config with ``start_from`` resolved to the folder of a checkpoint. Raises UsageError."""
     if cfg.start_from is None:
         return cfg
-    try:
-        point = find_checkpoint(cfg.start_from, root)
-    except UsageError as error:
-        raise UsageError(f"start_from: {error}") from None
-    return cfg.model_copy(update={"start_from": str(point)})
+    with within("start_from", sep=": "):
+        return cfg.model_copy(update={"start_from": str(find_checkpoint(cfg.start_from, root))})
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -142,15 +138,13 @@ def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> Pat
 
 def start_from_shorter(spec: RunSpec, point: Path) -> None:
     """Begin a run with a checkpoint of another run, found by `checkpoint_of_shorter`, and with its curves."""
-    shorter = RunFolder(point.parents[3], point.parents[1].name)
+    shorter = RunFolder(point.parents[3], point.parents[1].name).result()
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
         # none of the longer run's last twentieth is done
-        copy_checkpoint(
-            point, spec.folder.path / CHECKPOINTS, lambda p: replace(p, tail_loss=0.0, tail_steps=0)
-        )
-        result = shorter.result()
-        if spec.tracking and result and (logged := result.mlflow_run_id):
+        folder = spec.folder.path / CHECKPOINTS
+        copy_checkpoint(point, folder, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
+        if spec.tracking and shorter and (logged := shorter.mlflow_run_id):
             store, run_id = mlflow_run(spec.folder, spec.tracking)
             store.copy_curves(logged, run_id, step_of(point))
 

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -150,15 +151,16 @@ def _connected(where: dict[str, Any], named: str) -> Iterator[None]:
     import ray
 
     log = {"include_dashboard": False, "log_to_driver": False, "logging_level": logging.ERROR}
-    over = threading.Event()
+    over, handler = threading.Event(), signal.getsignal(signal.SIGTERM)
     try:
-        with _own_sigterm():
+        try:
             _start(lambda: ray.init(**log, configure_logging=True, **where), over)
-    except Exception as error:
-        ray.shutdown()
-        over.set()
-        raise ClusterError(f"Ray cluster {named}: {' '.join(str(error).split())}") from error
-    try:
+        except Exception as error:
+            raise ClusterError(f"Ray cluster {named}: {' '.join(str(error).split())}") from error
+        finally:
+            if threading.current_thread() is threading.main_thread():
+                # `ray.init` may install a handler that aborts the process
+                signal.signal(signal.SIGTERM, handler or signal.SIG_DFL)
         yield
     finally:
         ray.shutdown()
@@ -171,43 +173,24 @@ def _start(call: Callable[[], object], over: threading.Event) -> None:
     The thread lives until ``over`` is set: the kernel kills Ray's processes when the thread that started them
     ends.
     """
-    raised: list[BaseException] = []
-    started = threading.Event()
+    started: Future[object] = Future()
 
     def run() -> None:
         deadline = time.monotonic() + START_SECONDS
-        while True:
+        while not started.done():
             try:
-                call()
-                break
+                started.set_result(call())
             except BaseException as error:
                 # Ray's own timeout for its node is 30 s, which a busy machine can exceed: retry
                 if "timed out during startup" not in str(error) or time.monotonic() > deadline:
-                    raised.append(error)
-                    break
-        started.set()
+                    started.set_exception(error)
         over.wait()
 
     threading.Thread(target=run, daemon=True, name="ray-start").start()
-    if not started.wait(START_SECONDS):
-        raise TimeoutError(
-            f"did not start in {START_SECONDS:.0f} s; its logs are in /tmp/ray/session_latest/logs"
-        )
-    if raised:
-        raise raised[0]
-
-
-@contextmanager
-def _own_sigterm() -> Iterator[None]:
-    """Restore our SIGTERM handler after `ray.init`, which may install one that aborts the process."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before if before is not None else signal.SIG_DFL)
+    if not wait([started], START_SECONDS).done:
+        logs = "/tmp/ray/session_latest/logs"
+        raise TimeoutError(f"did not start in {START_SECONDS:.0f} s; its logs are in {logs}")
+    started.result()
 
 
 def die_with_parent() -> None:
@@ -253,8 +236,7 @@ def check_reach(root: Path) -> None:
         raise ClusterError(f"storage {root}: cannot be written on the head node: {error.strerror}") from None
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    wrong = {node: fault for node, fault in faults.items() if fault}
-    if wrong:
+    if wrong := {node: fault for node, fault in faults.items() if fault}:
         named = {fault: ", ".join(n[:8] for n in wrong if wrong[n] == fault) for fault in wrong.values()}
         text = "; ".join(f"{fault} (nodes {nodes})" for fault, nodes in named.items())
         raise ClusterError(f"{len(wrong)} of {len(faults)} nodes cannot work on the study: {text}")
@@ -299,8 +281,7 @@ def _ask_mlflow(uri: str) -> str:
         with urllib.request.urlopen(address, timeout=20):
             return ""
     except urllib.error.HTTPError as error:
-        body = error.read(200).decode(errors="replace")
-        if "Host header" in body:
+        if "Host header" in error.read(200).decode(errors="replace"):
             return f"MLflow at {uri} takes no requests under this name; start it with --allowed-hosts"
         # 401: the server wants a password, which the MLflow client will send
         return "" if error.code == 401 else f"MLflow at {uri}: {error}"

@@ -44,8 +44,8 @@ _LOSSES = 200
 DETAILED = 50
 """Number of steps per run whose other metrics are logged too, the inner memory's telemetry among them."""
 LOSSES = frozenset({"loss", "validation_loss"})
-SIZES = ["parameters", "state_bytes", "peak_rss_bytes"]
-TIMES = ["train_seconds", "eval_seconds", "final_train_loss"]
+FINAL = ["parameters", "state_bytes", "peak_rss_bytes", "train_seconds", "eval_seconds", "final_train_loss"]
+"""Fields of a result that are logged with its columns and tasks."""
 _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
@@ -64,7 +64,9 @@ class Reporter:
         write_json(self.folder.path / CONFIG, spec.config.model_dump(mode="json"))
         self._write()
         if spec.tracking:
-            keep_tracking(self.folder, spec.tracking)
+            # a later command that sends what is unsent must know where
+            state = read_json(self.folder.path / STATE) or {}
+            write_json(self.folder.path / STATE, state | {"tracking": asdict(spec.tracking), "ended": None})
             self._log = Journal(self.folder.path, lambda: connected(self.folder, inputs))
             self._log.start()
 
@@ -180,16 +182,11 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     values: dict[str, Any] = dict(result.columns)
     for name, task in result.tasks.items():
         values |= {name: task.value, f"{name}/stderr": task.stderr}
-    values |= {name: getattr(result, name) for name in SIZES + TIMES}
+    values |= {name: getattr(result, name) for name in FINAL}
     run.summary({name: value for name, value in values.items() if value is not None}, result.steps)
-    made = {f"titans.{name}": value for name, value in result.environment.items()}
-    made |= {
-        "titans.commit": result.commit,
-        "mlflow.source.git.commit": result.commit,
-        "titans.data": result.data_fingerprint,
-        "titans.eval_version": result.eval_version,
-    }
-    run.tags(made)
+    made = {"commit": result.commit, "data": result.data_fingerprint, "eval_version": result.eval_version}
+    tags = {f"titans.{name}": value for name, value in (result.environment | made).items()}
+    run.tags(tags | {"mlflow.source.git.commit": result.commit})
     run.close(ended=ended)
 
 
@@ -210,22 +207,9 @@ def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
     # these imports take a second, which an untracked run need not wait for
     from titans_platform.tracking import open_store
 
-    store = open_store(tracking.uri)
-    run_id = store.cell_run(
-        folder.name,
-        tracking.title,
-        parent=tracking.parent,
-        params=tracking.params,
-        config=read_json(folder.path / CONFIG),
-        tags=tracking.tags,
-    )
-    return store, run_id
-
-
-def keep_tracking(folder: RunFolder, tracking: Tracking) -> None:
-    """Record where a run is logged, for a later command that sends what is unsent."""
-    state = read_json(folder.path / STATE) or {}
-    write_json(folder.path / STATE, state | {"tracking": asdict(tracking), "ended": None})
+    store, config = open_store(tracking.uri), read_json(folder.path / CONFIG)
+    entries: Any = {"parent": tracking.parent, "params": tracking.params, "tags": tracking.tags}
+    return store, store.cell_run(folder.name, tracking.title, config=config, **entries)
 
 
 def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
@@ -234,19 +218,15 @@ def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
     config = read_json(folder.path / CONFIG) or {}
     store, run_id = mlflow_run(folder, Tracking(**state["tracking"]))
     log = store.run(run_id, system_metrics=bool(inputs) and config["log"]["system_metrics"])
-    for one in inputs:
-        use = "training" if one.trained_on else "validation"
-        log.dataset(one.name, one.digest, one.where, one.about, use)
+    for name, digest, where, about, trained_on in inputs:
+        log.dataset(name, digest, where, about, "training" if trained_on else "validation")
     return log
 
 
 def send_left(root: Path) -> list[str]:
     """Send the unsent logs of all runs under ``root`` that no process holds. Returns the failures."""
-    lines = []
-    for path in sorted((root / "cells").glob(f"*/{STATE}")):
-        folder = RunFolder(root, path.parent.name)
-        if unsent(folder.path) and not folder.is_held():
-            lines.append(_send_rest(folder))
+    folders = [RunFolder(root, path.parent.name) for path in sorted((root / "cells").glob(f"*/{STATE}"))]
+    lines = (_send_rest(folder) for folder in folders if unsent(folder.path) and not folder.is_held())
     return [line for line in lines if line]
 
 
@@ -348,8 +328,7 @@ class Journal:
 
     def _write(self) -> None:
         """Append the waiting lines; a partial write is truncated."""
-        data = b"".join(self._waiting)
-        if not data:
+        if not (data := b"".join(self._waiting)):
             return
         self._file.parent.mkdir(parents=True, exist_ok=True)
         with self._file.open("ab", buffering=0) as file:
@@ -405,8 +384,7 @@ def curve(folder: Path, metric: str = "loss") -> list[tuple[int, float]]:
 
 def unsent(folder: Path) -> bool:
     """Whether MLflow lacks part of a run's log. The run must not be held by a process."""
-    state = read_json(folder / STATE)
-    if state is None:
+    if (state := read_json(folder / STATE)) is None:
         return False
     path = folder / JOURNAL
     size = path.stat().st_size if path.exists() else 0

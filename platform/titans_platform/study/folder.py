@@ -23,7 +23,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import file_lock, is_locked, read_json, write_json
 from titans_platform.provenance import note_command
 from titans_platform.runs.folder import RunFolder
-from titans_platform.study.spec import Parameter, Search
+from titans_platform.study.spec import Search
 
 STUDIES = "studies"
 
@@ -77,10 +77,8 @@ class StudyFolder:
         # longer than `sweep status` holds it to see whether it is taken
         with file_lock(self.path / "lock", timeout=2) as got:
             if not got:
-                raise UsageError(
-                    f"{self.label}: another sweep run works on this study under {self.root}; "
-                    "wait for it, or look at titans sweep status"
-                )
+                busy = f"another sweep run works on this study under {self.root}"
+                raise UsageError(f"{self.label}: {busy}; wait for it, or look at titans sweep status")
             yield
 
     def is_locked(self) -> bool:
@@ -221,14 +219,12 @@ class SearchState:
     def line(self) -> str:
         """The state in one sentence."""
         states = Counter(trial.state for trial in self.trials)
-        counted = [f"{states[s]} {s}" for s in ("done", "stopped", "running", "failed") if states[s]]
-        best = self.best
+        ended = [f"{states[s]} {s}" for s in ("done", "stopped", "running", "failed") if states[s]]
+        best, share = self.best, self.tokens / self.tokens_of_grid
         shown = f"; best {self.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
-        share = self.tokens / self.tokens_of_grid
         return (
-            f"Search: {len(self.trials)} of {self.search.trials} trials "
-            f"({', '.join(counted) or 'none ended'}){shown}; "
-            f"{self.tokens:,} tokens, {share:.0%} of all trials to their end"
+            f"Search: {len(self.trials)} of {self.search.trials} trials ({', '.join(ended) or 'none ended'})"
+            f"{shown}; {self.tokens:,} tokens, {share:.0%} of all trials to their end"
         )
 
     def record(self) -> dict[str, Any]:
@@ -267,23 +263,16 @@ def number_trial(folder: StudyFolder, name: str, params: dict[str, Any]) -> int:
 def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:
     """Optuna's tree-structured Parzen estimator; the known trials are replayed to it first."""
     import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
     from ray.tune.search.optuna import OptunaSearch
 
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # a resumed sampler must not propose again what it proposed the first time
-    sampler = optuna.samplers.TPESampler(
-        seed=search.seed + len(known), n_startup_trials=min(8, search.trials)
-    )
-    space = {key: _distribution(parameter) for key, parameter in search.space.items()}
+    seed, startup = search.seed + len(known), min(8, search.trials)
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
+    space = {
+        key: CategoricalDistribution(of.choices) if of.choices else FloatDistribution(*of.ends(), log=of.log)
+        for key, of in search.space.items()
+    }
     points = [dict(params) for params in known[: search.trials] if params.keys() == space.keys()]
     return OptunaSearch(space, metric="value", mode=mode, sampler=sampler, points_to_evaluate=points)
-
-
-def _distribution(parameter: Parameter) -> Any:
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-
-    if parameter.choices:
-        return CategoricalDistribution(parameter.choices)
-    assert parameter.low is not None
-    assert parameter.high is not None
-    return FloatDistribution(parameter.low, parameter.high, log=parameter.log)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig, digest
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.loading import (
     apply_override,
     complete,
@@ -97,8 +98,7 @@ class StudyRun:
 
     def with_search(self) -> StudyRun:
         """The study with the state of its search, if it has one. Raises UsageError."""
-        search = self.study.search_at(self.scale_name)
-        if search is None:
+        if (search := self.study.search_at(self.scale_name)) is None:
             return self
         config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
         state = SearchState(self.folder, search, higher, config.tokens_per_step, config.optim.steps)
@@ -123,10 +123,6 @@ class StudyRun:
 
     def record(self) -> StudyRecord:
         """The study as stored in ``cells.json``."""
-        cells = tuple(
-            CellRecord(cell=c.name, row=c.row, seed=c.seed, config=c.config.model_dump(mode="json"))
-            for c in self.whole
-        )
         return StudyRecord(
             study=self.study.name,
             scale=self.scale_name,
@@ -134,7 +130,10 @@ class StudyRun:
             commit=self.commit,
             host=platform.node(),
             mlflow=os.environ.get("TITANS_MLFLOW"),
-            cells=cells,
+            cells=tuple(
+                CellRecord(cell=c.name, row=c.row, seed=c.seed, config=c.config.model_dump(mode="json"))
+                for c in self.whole
+            ),
         )
 
 
@@ -163,9 +162,9 @@ def load_study(name: str) -> Study:
         for row in scale.rows:
             pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", path.name)
         study.search_at(scale_name)
-        _check_rows(study.columns_at(scale_name), study.rows_at(scale_name), path.name)
+        columns = study.columns_at(scale_name)
+        _check_rows(columns, study.rows_at(scale_name), path.name)
         if study.search:
-            columns = study.columns_at(scale_name)
             pick(study.search.metric, columns, "column (search.metric)", path.name)
     return study
 
@@ -173,11 +172,9 @@ def load_study(name: str) -> Study:
 def _read(path: Path, *readers: Path) -> dict[str, Any]:
     """The content of a study file, merged over the study that it is ``like``."""
     if path in readers:
-        raise UsageError(
-            f"{path.name}: like: {readers[0].name} is like this study; `like` must not be circular"
-        )
-    study = read_yaml(path)
-    if "like" not in study:
+        given = f"{readers[0].name} is like this study"
+        raise UsageError(f"{path.name}: like: {given}; `like` must not be circular")
+    if "like" not in (study := read_yaml(path)):
         return study
     if not isinstance(other := study.pop("like"), str):
         raise UsageError(f"{path.name}: like: {other!r} should be the name of a study")
@@ -189,16 +186,13 @@ def _read(path: Path, *readers: Path) -> dict[str, Any]:
             if isinstance(scale, dict) and isinstance(given := scale.get("rows"), dict):
                 scale["rows"] = {name: fields for name, fields in given.items() if name in names}
     study = overlay(below, study)
-    scales = study.get("scales")
-    if isinstance(scales, dict):  # null removes a scale of the other study
+    if isinstance(scales := study.get("scales"), dict):  # null removes a scale of the other study
         study["scales"] = {name: scale for name, scale in scales.items() if scale is not None}
     return study
 
 
 def _check_rows(known: Mapping[str, Column], rows: Sequence[Row], where: str) -> None:
-    names = [row.name for row in rows]
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
+    if twice := sorted(name for name, n in Counter(row.name for row in rows).items() if n > 1):
         raise UsageError(f"{where}: rows: {twice[0]!r} is listed twice; give each row its own name")
     for row in rows:
         for part, columns in (("paper", row.paper), ("expected", row.expected)):
@@ -242,10 +236,9 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
     for row, config in configs:
         measured.setdefault(row.as_line().name, set()).update(config.eval.columns)
     for line, columns in measured.items():
-        for column in study.columns_at(scale_name):
-            if column not in columns:
-                where = f"{study.name}, row {line!r}"
-                raise UsageError(f"{where}: eval.columns.{column}: missing; list the tasks of this column")
+        if missing := next((name for name in study.columns_at(scale_name) if name not in columns), None):
+            where = f"{study.name}, row {line!r}: eval.columns.{missing}"
+            raise UsageError(f"{where}: missing; list the tasks of this column")
 
 
 def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
@@ -266,8 +259,8 @@ def _names(text: str, known: Collection[str]) -> Iterator[str]:
     """Split at commas, but keep a known name that contains commas together."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     while parts:
-        sizes = range(len(parts), 1, -1)
-        size = next((n for n in sizes if ", ".join(parts[:n]).casefold() in known), 1)
+        longest_first = range(len(parts), 1, -1)
+        size = next((n for n in longest_first if ", ".join(parts[:n]).casefold() in known), 1)
         yield ", ".join(parts[:size])
         parts = parts[size:]
 
@@ -275,17 +268,15 @@ def _names(text: str, known: Collection[str]) -> Iterator[str]:
 def _matching(name: str, known: list[str], where: str) -> list[str]:
     if not any(sign in name for sign in "*?["):
         return [pick(name, known, "row", where)]
-    found = [row for row in known if fnmatchcase(row.casefold(), name.casefold())]
-    if not found:
+    if not (found := [row for row in known if fnmatchcase(row.casefold(), name.casefold())]):
         raise UsageError(f"{where}: no row matches {name!r}; {nearest(name.strip('*'), known)}")
     return found
 
 
 def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = ()) -> RunConfig:
     """The config of a row at a scale, validated. Raises UsageError."""
-    where = f"{study.name}, scale {scale_name}, row {row.name!r}"
     fragment: dict[str, Any] = {}
-    try:
+    with within(f"{study.name}, scale {scale_name}, row {row.name!r}", sep=": "):
         for layer in (study.base, study.scales[scale_name].fragment(), row.set):
             layer = overlay({}, layer)
             if isinstance(model := layer.get("model"), dict) and "preset" in model:
@@ -295,5 +286,3 @@ def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = 
         for override in overrides:
             apply_override(fragment, override)
         return validate(RunConfig, complete(fragment))
-    except UsageError as error:
-        raise UsageError(f"{where}: {error}") from None

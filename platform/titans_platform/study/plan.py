@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from titans_platform.config import RunConfig, digest
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.objectives import Data, build_objective
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
@@ -73,8 +73,7 @@ def _of_other_seeds(study: StudyRun, configs: dict[str, RunConfig]) -> list[Cell
     record, found = study.folder.record(), []
     for entry in record.cells if record else ():
         # under this name or an older one
-        known = entry.cell and RunFolder(study.root, entry.cell).state() != "missing"
-        if known and entry.row in configs:
+        if entry.cell and RunFolder(study.root, entry.cell).state() != "missing" and entry.row in configs:
             config = configs[entry.row].model_copy(update={"seed": entry.seed})
             found.append(Cell(entry.row, entry.seed, config))
     return found
@@ -85,11 +84,9 @@ def check_space(study: StudyRun) -> list[RunConfig]:
     assert study.search
     corners = []
     for params in study.search.search.corners():
-        try:
+        at = ", ".join(f"{key}={value}" for key, value in params.items())
+        with within(f"search.space at {at}", sep=": "):
             corners.append(study.trial_config(params))
-        except UsageError as error:
-            at = ", ".join(f"{key}={value}" for key, value in params.items())
-            raise UsageError(f"search.space at {at}: {error}") from None
     return corners
 
 
@@ -120,10 +117,8 @@ def check_with_data(study: StudyRun) -> None:
 def _check_rows(cells: Iterable[Cell], check: Callable[[RunConfig], None]) -> None:
     """Call ``check`` with the config of each row. Raises UsageError that names the row."""
     for row, config in {cell.row: cell.config for cell in cells}.items():
-        try:
+        with within(f"row {row!r}", sep=": "):
             check(config)
-        except UsageError as error:
-            raise UsageError(f"row {row!r}: {error}") from None
 
 
 Prepare = Callable[[RunConfig], Data]
@@ -148,19 +143,16 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
         name = build_objective(config).run_name(known[key].fingerprint, study.resources.hashed_workers)
         return replace(cell, config=config, name=name)
 
-    def all_named(cells: Iterable[Cell], open_data: Prepare) -> tuple[Cell, ...]:
-        found = []
-        for cell in cells:
-            with suppress(NotPrepared):
-                cell = named(cell, open_data)
-            found.append(cell)
-        return tuple(found)
+    def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:
+        with suppress(NotPrepared):
+            return named(cell, open_data)
+        return cell
 
     def at_hand(config: RunConfig) -> Data:
         return build_objective(config).open(study.root)
 
-    cells = all_named(study.cells, prepare or at_hand)
-    return replace(study, cells=cells, whole=all_named(study.whole, at_hand))
+    cells = tuple(named_if_prepared(cell, prepare or at_hand) for cell in study.cells)
+    return replace(study, cells=cells, whole=tuple(named_if_prepared(cell, at_hand) for cell in study.whole))
 
 
 @dataclass(frozen=True)
@@ -269,8 +261,7 @@ def _from_finished(plan: Plan) -> Estimate | None:
     """From the mean seconds of each row's finished cells; None without any."""
     known: dict[str, list[float]] = {}
     for cell in plan.study.cells:
-        result = cell.folder(plan.study.root).shown_result()
-        if result and result.train_seconds:
+        if (result := cell.folder(plan.study.root).shown_result()) and result.train_seconds:
             known.setdefault(cell.row, []).append(result.seconds)
     if not known:
         return None
@@ -287,17 +278,15 @@ def _from_timed_steps(plan: Plan) -> Estimate:
     began, stride = time.monotonic(), -(-len(rows) // 5)
     # an order in which every prefix is spread over all rows
     for row in (row for first in range(stride) for row in list(rows)[first::stride]):
-        per_token = seconds_per_token(rows[row])
-        if per_token is None:
+        if (per_token := seconds_per_token(rows[row])) is None:
             return Estimate(None, _without_timing(plan, rows))
         timed[row] = per_token
         if time.monotonic() - began > TIMING_SECONDS:
             break
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
-    each = [
-        timed.get(cell.row, mean) * (cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo
-    ]
+    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo]
+    each = [timed.get(row, mean) * count for row, count in tokens]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
     return Estimate(wall_seconds(each, plan.concurrency), f"optimiser steps of {of} timed now")
 

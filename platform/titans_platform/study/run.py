@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, Protocol
@@ -70,8 +70,11 @@ def run_plan(plan: Plan, display: Display) -> Plan:
     plan that was run: its cells have names, and the best trial of the search is a row. Raises
     UsageError, ClusterError, StorageError.
     """
-    plan = _prepare(plan, display)
-    search = plan.study.search
+    root = plan.study.root
+    with display.preparing() as progress:
+        study = name_cells(plan.study, lambda config: build_objective(config).prepare(root, progress))
+    check_with_data(study)
+    plan, search = replace(plan, study=study), study.search
     with ExitStack() as stack:
         if search and not search.over:
             plan = _search(plan, search, display, stack)
@@ -82,30 +85,18 @@ def run_plan(plan: Plan, display: Display) -> Plan:
     return plan
 
 
-def _prepare(plan: Plan, display: Display) -> Plan:
-    """Prepare the data of all requested cells, name the cells, and check them against the data."""
-    root = plan.study.root
-    with display.preparing() as progress:
-        study = name_cells(plan.study, lambda config: build_objective(config).prepare(root, progress))
-    check_with_data(study)
-    return replace(plan, study=study)
-
-
 def _search(plan: Plan, search: SearchState, display: Display, stack: ExitStack) -> Plan:
     """Run the search. Returns the plan with its best trial as another row, with the seeds of the others."""
     _write_record(plan)
+    study = plan.study
     # stays open for the cells that run after the search
     stack.enter_context(ray_session(plan.cpus, plan.gpus))
-    with (
-        display.searching(plan, search),
-        plan.study.folder.output("search.log"),
-        tracked(plan.study) as tracker,
-    ):
+    with display.searching(plan, search), study.folder.output("search.log"), tracked(study) as tracker:
         _run_search(plan, tracker)
     ended = search.read()
     if ended.best is None:
-        raise TitansError(f"{plan.study.label}: no trial was trained to the end; {ended.line}")
-    study = replace(plan.study, search=ended).with_found()
+        raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
+    study = replace(study, search=ended).with_found()
     seeds = [cell.seed for cell in study.cells]
     new = tuple(chosen_cells({FOUND: study.config(study.study.rows[-1])}, (), seeds))
     return replace(plan, study=name_cells(replace(study, cells=study.cells + new, whole=study.whole + new)))
@@ -144,33 +135,25 @@ def _run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
     left = list(specs)
     while left:
         space = {"spec": tune.grid_search(left)}
-        folders, kept = (
-            [spec.folder for spec in left],
-            {spec.name: last_checkpoint_step(spec) for spec in left},
-        )
+        folders = [spec.folder for spec in left]
+        kept = {spec.name: last_checkpoint_step(spec) for spec in left}
         results = _run_trials(plan, _run_cell, space, lambda folders=folders: folders)
         died = [result.config["spec"] for result in results if result.error is not None]
         left = [spec for spec in died if last_checkpoint_step(spec) > kept[spec.name]]
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
-                error = TitansError(
-                    f"its worker died {MAX_FAILURES + 1} times without a new checkpoint; "
-                    f"see {plan.study.folder.path / 'ray.log'}"
-                )
+                why = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
+                error = TitansError(f"{why}; see {plan.study.folder.path / 'ray.log'}")
                 spec.folder.record_failure(error, plan.study.commit)
 
 
 def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
     """Run one cell on a worker. A failure is recorded in its folder, not raised: Tune would retry it."""
     die_with_parent()
-    try:
+    with suppress(Exception):
         execute(space["spec"])
-    except Interrupted:
-        return {"state": "interrupted"}
-    except Exception as error:
-        return {"state": "busy" if isinstance(error, Busy) else "failed"}
-    return {"state": "done"}
+    return {"ended": True}
 
 
 def _run_search(plan: Plan, tracker: Tracker) -> None:
@@ -179,14 +162,10 @@ def _run_search(plan: Plan, tracker: Tracker) -> None:
 
     study, state = plan.study, plan.study.search
     assert state
-    mode = "max" if state.higher_is_better else "min"
+    mode, factor = "max" if state.higher_is_better else "min", state.search.reduction
+    first, last = state.milestones[0], state.milestones[-1]
     asha = ASHAScheduler(
-        time_attr="steps",
-        metric="value",
-        mode=mode,
-        grace_period=state.milestones[0],
-        max_t=state.milestones[-1],
-        reduction_factor=state.search.reduction,
+        time_attr="steps", metric="value", mode=mode, grace_period=first, max_t=last, reduction_factor=factor
     )
     fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
     _run_trials(
@@ -206,13 +185,12 @@ def _run_trial(space: dict[str, Any]) -> None:
 
     die_with_parent()
     params = dict(space)
-    tracker, fingerprint = params.pop("tracker"), params.pop("fingerprint")
-    spec = _trial_spec(tracker, fingerprint, params)
+    tracker = params.pop("tracker")
+    spec = _trial_spec(tracker, params.pop("fingerprint"), params)
     search = tracker.study.search.search
     try:
         for step in search.milestones(spec.config.optim.steps):
-            value = _measure(spec, Rung(step, search.metric))
-            if value is None:
+            if (value := _measure(spec, Rung(step, search.metric))) is None:
                 return
             tune.report({"steps": step, "value": value})
     except SystemExit:
@@ -244,12 +222,10 @@ def _measure(spec: RunSpec, rung: Rung) -> float | None:
         return None
     try:
         found = execute(spec) if last else execute(spec, rung)
-    except TitansError as error:
-        if not isinstance(error, Busy | Interrupted):
+    except Exception as error:
+        if isinstance(error, TitansError) and not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
             folder.stop(str(error))
-        return None
-    except Exception:
         return None
     return (found.columns if isinstance(found, Result) else found)[rung.column]
 
@@ -273,6 +249,8 @@ def _run_trials(
     if not resources.several:
         share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
         needed = {kind: amount for kind, amount in share.items() if amount}
+    where: Any = {"name": storage.name, "storage_path": str(storage.parent)}
+    failures = tune.FailureConfig(max_failures=MAX_FAILURES)
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
         tune.with_resources(trainable, needed),
@@ -286,12 +264,7 @@ def _run_trials(
             trial_dirname_creator=lambda trial: trial.trial_id,
             **config,
         ),
-        run_config=tune.RunConfig(
-            name=storage.name,
-            storage_path=str(storage.parent),
-            verbose=0,
-            failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
-        ),
+        run_config=tune.RunConfig(**where, verbose=0, failure_config=failures),
     )
     try:
         results = tuner.fit()

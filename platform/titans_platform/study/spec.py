@@ -189,9 +189,8 @@ class Scale(Frozen):
 
     def fragment(self) -> dict[str, Any]:
         """The fields of a RunConfig that this scale overrides."""
-        names = ("model", "data", "optim", "eval", "objective", "checkpoint")
-        parts = {name: getattr(self, name) for name in names}
-        return {**{key: value for key, value in parts.items() if value}, "threads": self.threads}
+        names = {"model", "data", "optim", "eval", "objective", "checkpoint", "threads"}
+        return {key: value for key, value in self.model_dump(include=names).items() if value}
 
 
 class Expectation(Frozen):
@@ -389,7 +388,6 @@ def printed(
         numbers |= read_paper().tables[table].numbers(row, size)
     found: dict[str, float | None] = {}
     for key, names in columns.items():
-        values = [value for name in names if (value := numbers.get(name)) is not None]
-        if values:
+        if values := [value for name in names if (value := numbers.get(name)) is not None]:
             found[key] = round(fmean(values), 3) if len(values) == len(names) else None
     return found

@@ -71,8 +71,8 @@ def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
 
 def counts(statuses: Sequence[CellStatus]) -> dict[str, int]:
     """Number of cells by state."""
-    states = ("done", "running", "failed", "interrupted", "missing")
-    return {state: sum(item.state == state for item in statuses) for state in states}
+    found = Counter(item.state for item in statuses)
+    return {state: found[state] for state in ("done", "running", "failed", "interrupted", "missing")}
 
 
 def counted(counts: Mapping[str, int]) -> str:
@@ -122,8 +122,7 @@ def read_status(study: str, scale: str, root: Path) -> StudyStatus:
     Raises UsageError.
     """
     known = {folder.label.casefold(): folder for folder in StudyFolder.all(root)}
-    folder = known.get(f"{study}-{scale}".casefold())
-    if folder is None:
+    if (folder := known.get(f"{study}-{scale}".casefold())) is None:
         file = load_study(study)
         folder = StudyFolder(root, f"{file.name}-{file.scale_name(scale)}")
     return status_of(folder)
@@ -131,23 +130,18 @@ def read_status(study: str, scale: str, root: Path) -> StudyStatus:
 
 def status_of(folder: StudyFolder) -> StudyStatus:
     """The status of the study in a folder. Raises UsageError."""
-    record = folder.record()
-    if record is None:
+    if (record := folder.record()) is None:
         raise UsageError(f"{folder.label}: nothing has run under {folder.root}; start with titans sweep run")
-    cells = [
-        Cell(entry.row, entry.seed, validate(RunConfig, entry.config), entry.cell) for entry in record.cells
-    ]
+    cells = [Cell(each.row, each.seed, validate(RunConfig, each.config), each.cell) for each in record.cells]
     statuses = cell_statuses(cells, folder.root)
     # locks may not be visible across machines; the files that cells write are
-    elsewhere = record.host != platform.node()
-    running = folder.is_locked() or (elsewhere and counts(statuses)["running"] > 0)
+    running = folder.is_locked() or (record.host != platform.node() and counts(statuses)["running"] > 0)
     return StudyStatus(folder, record.host, running, statuses, _search(folder, record), folder.timings())
 
 
 def _search(folder: StudyFolder, record: StudyRecord) -> dict[str, Any] | None:
     """The record of the study's search, with the current state of its trials."""
-    file = folder.study_file()
-    if file is None:
+    if (file := folder.study_file()) is None:
         return None
     study = validate(Study, file, str(folder.path / "study.json"))
     search = StudyRun(study, record.scale, folder.root, record.commit, record.set).with_search().search
@@ -161,19 +155,16 @@ def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict
     overhead; it has a part for each phase of a cell, one for the start of a cell's process, and one for the
     time in which a slot ran no cell.
     """
-    spans = [span for cell in cells if (span := read_json(cell.folder(root).path / TIME))]
-    spans = [span for span in spans if span["began"] >= began]
+    recorded = (read_json(cell.folder(root).path / TIME) for cell in cells)
+    spans = [span for span in recorded if span and span["began"] >= began]
     phases: Counter[str] = Counter()
     for span in spans:
         phases.update(span["seconds"])
     own = sum(phases.pop(name, 0.0) for name in ("train", "evaluate"))
     busy = sum(span["ended"] - span["began"] for span in spans)
     wall, count = time.time() - began, len(spans)
-    parts = dict(phases) | {
-        "start of a cell": max(0.0, busy - own - sum(phases.values())),
-        "outside of cells": wall * slots - busy,
-    }
-    overhead = wall * slots - own
+    start, overhead = max(0.0, busy - own - sum(phases.values())), wall * slots - own
+    parts = {**phases, "start of a cell": start, "outside of cells": wall * slots - busy}
     return {
         "cells": count,
         "slots": slots,
@@ -232,11 +223,7 @@ class Item:
         head = f"{' and '.join(self.names)}: {self.title}"
         if self.study is None:
             return [head, f"  study {self.printed[0].study} does not exist yet"]
-        ran = {
-            name: f"{name} ({done} of {cells} cells done)"
-            for name, (done, cells) in self.ran.items()
-            if cells
-        }
+        ran = {name: f"{name} ({done} of {of} cells done)" for name, (done, of) in self.ran.items() if of}
         scales = ", ".join(ran.get(name, name) for name in self.study.scales)
         return [head, f"  study {self.study.name}; scales {scales}"]
 

@@ -88,7 +88,15 @@ class Saver:
         Raises TitansError if writes have failed for too long.
         """
         if error := self._wait():
-            self._tolerate_failed_write(error)
+            now = time.monotonic()
+            self._failures += 1
+            if self._failures == 1:
+                self._failing_since = now
+            too_long = now - self._failing_since >= self.patience
+            tried = self._failures >= (TRIES if self.patience else 1)
+            if not isinstance(error, StorageError) or self.max_over_ranks(too_long and tried):
+                raise _with_hint(error)
+            log.warning("%s; the next checkpoint tries again", error)
         self._before_commit = before_commit
         return self._begin()
 
@@ -132,18 +140,6 @@ class Saver:
                 return kind(f"{final}: cannot be written: {one_line(cause)}")
         self._failures = 0
         return None
-
-    def _tolerate_failed_write(self, error: TitansError) -> None:
-        """Log a failed write and continue to train, unless writes have failed for too long."""
-        now = time.monotonic()
-        self._failures += 1
-        if self._failures == 1:
-            self._failing_since = now
-        too_long = now - self._failing_since >= self.patience
-        tried = self._failures >= (TRIES if self.patience else 1)
-        if not isinstance(error, StorageError) or self.max_over_ranks(too_long and tried):
-            raise _with_hint(error)
-        log.warning("%s; the next checkpoint tries again", error)
 
     def _begin(self) -> Path:
         with self.phases.phase("checkpoint"):
@@ -223,8 +219,7 @@ def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Pa
     ``among`` selects the steps to consider. Raises StorageError.
     """
     for path in filter(lambda path: among(step_of(path)), saved(folder)):
-        wrong = find_corruption(path)
-        if wrong is None:
+        if (wrong := find_corruption(path)) is None:
             return path
         log.warning("checkpoint %s is not whole (%s); using the one before", path, wrong)
     return None
@@ -236,15 +231,11 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     Every rank calls it; rank 0 chooses. Raises UsageError if there are checkpoints but all are corrupt, or if
     the checkpoint is of another model; StorageError.
     """
-    path = _chosen(lambda: newest(folder))
-    if path is None:
-        if latest := next(iter(saved(folder)), None):
-            raise UsageError(
-                f"{latest}: {find_corruption(latest)}, and no checkpoint before it is whole; delete {folder} "
-                "to train from the start"
-            )
-        return None
-    _restore(path, trainer)
+    if path := _chosen(lambda: newest(folder)):
+        _restore(path, trainer)
+    elif latest := next(iter(saved(folder)), None):
+        why = f"{find_corruption(latest)}, and no checkpoint before it is whole"
+        raise UsageError(f"{latest}: {why}; delete {folder} to train from the start")
     return path
 
 
@@ -255,8 +246,7 @@ def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
     Returns the path, or None, without a change to the trainer, if there is none.
     """
     step = trainer.progress.step
-    path = _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0))
-    if path is not None:
+    if path := _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0)):
         _restore(path, trainer)
     return path
 
@@ -297,7 +287,7 @@ def copy_checkpoint(point: Path, folder: Path, trained: Callable[[Progress], Pro
 
 def check_weights(path: Path, model: nn.Module) -> None:
     """Compare the names and shapes of weights with a checkpoint's metadata. Raises UsageError."""
-    there = _saved(FileSystemReader(path), path)
+    there = _saved(path)
     _check_shapes(path, there, _weights(model, there))
 
 
@@ -308,7 +298,7 @@ def load_model(path: Path, model: nn.Module) -> int:
     """
     if (wrong := find_corruption(path)) is not None:
         raise UsageError(f"{path}: not a whole checkpoint: {wrong}; use another step of this run")
-    weights = _weights(model, _saved(FileSystemReader(path), path))
+    weights = _weights(model, _saved(path))
     _load(path, {"model": weights})
     model.load_state_dict(weights, strict=False)
     return read_manifest(path).progress.step
@@ -317,11 +307,8 @@ def load_model(path: Path, model: nn.Module) -> int:
 def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
     """The model's weights, without the added ones that the checkpoint does not have."""
     added: tuple[str, ...] = getattr(model, "added", ())
-    return {
-        name: weight
-        for name, weight in model.state_dict().items()
-        if f"model.{name}" in there or not name.startswith(added)
-    }
+    own = model.state_dict()
+    return {name: own[name] for name in own if f"model.{name}" in there or not name.startswith(added)}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
@@ -339,57 +326,47 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
     """This rank's states by group of streams, resharded if the world size changed."""
-    reader = FileSystemReader(path)
-    there = _saved(reader, path)
-    names = [f"streams{group or ''}" for group in range(trainer.cfg.stream_groups)]
+    there, (number, readers) = _saved(path), trainer.shard
     states: dict[int, ModelState] = {}
-    for group, name in enumerate(names):
-        writers = len({key.split(".")[1] for key in there if key.startswith(f"{name}.")})
-        if not writers:
+    for group in range(trainer.cfg.stream_groups):
+        name = f"streams{group or ''}"
+        if not (writers := len({key.split(".")[1] for key in there if key.startswith(f"{name}.")})):
             continue
         # as many shares as were written: each rank reads its own
-        number, readers = trainer.shard
         wanted = [number] if writers == readers else range(writers)
         saved: dict[str, Any] = {}
         for writer in wanted:
             prefix = f"{name}.rank{writer}.tensors."
-            tensors = {
-                key.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype)
-                for key, entry in there.items()
-                if key.startswith(prefix)
-            }
+            own = {key.removeprefix(prefix): found for key, found in there.items() if key.startswith(prefix)}
+            tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
-        _read({name: saved}, path, reader)
+        _read({name: saved}, path)
         parts = []
         for part in saved.values():
             tensors = {key: x.to(trainer.device) for key, x in part["tensors"].items()}
             parts.append(restore_state(json.loads(part["structure"]), tensors))
-        if writers == readers:
-            states[group] = parts[0]
-        else:
-            streams = trainer.cfg.global_batch_size
-            order = [stream for writer in wanted for stream in range(writer, streams, writers)]
-            mine = [order.index(stream) for stream in range(number, streams, readers)]
-            states[group] = ModelState.cat(parts).take(mine)
+        streams = trainer.cfg.global_batch_size
+        order = [stream for writer in wanted for stream in range(writer, streams, writers)]
+        mine = [order.index(stream) for stream in range(number, streams, readers)]
+        states[group] = ModelState.cat(parts).take(mine)
     return states
 
 
 def _load(path: Path, state: dict[str, Any]) -> None:
-    reader = FileSystemReader(path)
-    there = _saved(reader, path)
+    there = _saved(path)
     _check_shapes(path, there, state["model"])
     # a run that resumes with more workers has ranks without a saved RNG state: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
     # streams are read separately: other ranks may have written them
-    _read({key: value for key, value in state.items() if not key.startswith("streams")}, path, reader)
+    _read({key: value for key, value in state.items() if not key.startswith("streams")}, path)
 
 
-def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:
+def _read(state: dict[str, Any], path: Path) -> None:
     """Fill ``state`` from the checkpoint. Raises UsageError, StorageError."""
 
     def load() -> None:
         try:
-            load_sharded(state, storage_reader=reader, no_dist=not dist.is_initialized())
+            load_sharded(state, storage_reader=FileSystemReader(path), no_dist=not dist.is_initialized())
         except CheckpointException as error:
             # the same error on all ranks, so that all of them retry
             raise cause if is_transient(cause := _cause(error)) else error from None
@@ -401,10 +378,10 @@ def _read(state: dict[str, Any], path: Path, reader: FileSystemReader) -> None:
         raise UsageError(f"{path}: cannot be loaded: {one_line(_cause(error))}; delete it") from error
 
 
-def _saved(reader: FileSystemReader, path: Path) -> dict[str, Any]:
+def _saved(path: Path) -> dict[str, Any]:
     """Metadata (shapes and dtypes) of what a checkpoint holds, by name."""
     try:
-        return reader.read_metadata().state_dict_metadata
+        return FileSystemReader(path).read_metadata().state_dict_metadata
     except Exception as error:  # a pickle of another version can raise anything
         raise UsageError(f"{path}: its .metadata cannot be read; delete this folder") from error
 
@@ -412,13 +389,11 @@ def _saved(reader: FileSystemReader, path: Path) -> dict[str, Any]:
 def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
     kept = {key.removeprefix("model."): entry for key, entry in there.items() if key.startswith("model.")}
     for name in [*weights, *kept]:
-        here = tuple(weights[name].shape) if name in weights else None
-        found = tuple(kept[name].size) if name in kept else None
+        here = tuple(weights[name].shape) if name in weights else "missing"
+        found = tuple(kept[name].size) if name in kept else "missing"
         if here != found:
-            raise UsageError(
-                f"{path}: {name} is {found or 'missing'} in the checkpoint and {here or 'missing'} in the "
-                "model; give the config the checkpoint was made with, or another folder"
-            )
+            fix = "give the config the checkpoint was made with, or another folder"
+            raise UsageError(f"{path}: {name} is {found} in the checkpoint and {here} in the model; {fix}")
 
 
 def _cause(error: CheckpointException) -> BaseException:

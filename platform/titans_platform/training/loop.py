@@ -18,9 +18,9 @@ from typing import Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from titans_core.backbone import ModelState
+from titans_core.backbone import Model, ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
@@ -187,7 +187,7 @@ class Trainer:
 
     def __init__(
         self,
-        model: nn.Module,
+        model: Model,
         cfg: OptimConfig,
         stream: Stream,
         device: torch.device | str = "cpu",
@@ -376,10 +376,8 @@ class Trainer:
 
     def _diverged(self, wrong: str, loss: float, norm: float) -> Diverged:
         seen = ", ".join(f"{k} {v:.3g}" for k, v in self.progress.telemetry.items()) or "none yet"
-        error = Diverged(
-            f"step {self.progress.step + 1}: {wrong}; last telemetry: "
-            f"{seen}; try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
-        )
+        fix = "try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
+        error = Diverged(f"step {self.progress.step + 1}: {wrong}; last telemetry: {seen}; {fix}")
         error.loss, error.norm = loss, norm
         return error
 

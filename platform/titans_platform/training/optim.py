@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +16,12 @@ from titans_core import Model
 from titans_core.interventions import Intervention, intervene, longest_window
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import uniform
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import TitansError, UsageError, within
 
 
-def adamw(model: nn.Module, cfg: OptimConfig) -> torch.optim.AdamW:
+def adamw(model: Model, cfg: OptimConfig) -> torch.optim.AdamW:
     """AdamW over the model's own parameter groups: the model decides which weights have weight decay."""
-    groups = cast(Model, model).parameter_groups(cfg.weight_decay)
+    groups = model.parameter_groups(cfg.weight_decay)
     return torch.optim.AdamW(groups, lr=cfg.lr, betas=(cfg.beta1, cfg.beta2), eps=1e-8, fused=True)
 
 
@@ -150,13 +150,8 @@ def check_windows(model: nn.Module, cfg: OptimConfig) -> None:
     for key, window in asked:
         if own is None:
             raise UsageError(f"optim.{key}: the model has no attention window; set model.attention.window")
-        try:
-            with intervene(model, Intervention(window=window)):
-                pass
-        except ValueError as error:
-            raise UsageError(f"optim.{key}: {error}") from None
+        with within(f"optim.{key}", ValueError, ": "), intervene(model, Intervention(window=window)):
+            pass
     if cfg.windows and max(cfg.windows) != own:
-        raise UsageError(
-            f"optim.windows: the longest is {max(cfg.windows)}, but the model is evaluated with {own}; "
-            "add it to the list"
-        )
+        used = f"the longest is {max(cfg.windows)}, but the model is evaluated with {own}"
+        raise UsageError(f"optim.windows: {used}; add it to the list")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import cast
 
@@ -98,10 +98,7 @@ def gradient_sync(module: nn.Module, enabled: bool) -> Iterator[None]:
     """Enable or disable gradient synchronisation in the block; if disabled, gradients accumulate locally."""
     if set_sync := getattr(module, "set_requires_gradient_sync", None):  # FSDP2's
         set_sync(enabled)
-    if isinstance(module, DistributedDataParallel) and not enabled:
-        with module.no_sync():
-            yield
-    else:
+    with module.no_sync() if isinstance(module, DistributedDataParallel) and not enabled else nullcontext():
         yield
 
 
