@@ -23,6 +23,7 @@ TABLES = {
     "hybrids.csv": ("docs/hybrids.md", "Ten reporting seeds"),
     "long-contexts.csv": ("docs/long-contexts.md", "Ten seeds"),
     "long-hybrids.csv": ("docs/long-contexts.md", "A memory, a window, and both"),
+    "long-parts.csv": ("docs/long-contexts.md", "The paper's memory, a window, and both"),
     "long-rules.csv": ("docs/long-contexts.md", "A gradient after every token"),
     "language.csv": ("docs/comparisons.md", "Language: the Titans and their eleven baselines"),
     "far-needle.csv": ("docs/results.md", "How far a memory holds"),
