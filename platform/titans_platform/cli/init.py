@@ -60,8 +60,13 @@ def run_file(data: str | None, preset: str) -> str:
         raise UsageError(f"--data: no file, folder or match for {data}")
     source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "corpus"}
     given = {
-        # trained on streams, so that the memory carries through a text of any length
-        "model": {"preset": preset, "variant": "mac", "memory": {"forget_to": "initial"}},
+        # trained on streams, so that the memory carries through a text of any length; with the preset's
+        # surprise_bound of 1 a trained deep memory can overshoot where a text repeats itself
+        "model": {
+            "preset": preset,
+            "variant": "mac",
+            "memory": {"forget_to": "initial", "surprise_bound": 0.3},
+        },
         "data": {
             "sources": [source | {"validation_fraction": 0.1}],
             # whole segments, whose state can be carried
