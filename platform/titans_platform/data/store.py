@@ -221,10 +221,10 @@ class RemoteShards:
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
         """As that of `LocalShards`, without mtimes; with ``verify`` every file is fetched."""
-        there, found = self.bucket.sizes(self.name), {}
+        sizes, found = self.bucket.sizes(self.name), {}
         for info in infos:
             name = self.bucket / f"{self.name}/{info.file}"
-            if (size := there.get(info.file)) is None:
+            if (size := sizes.get(info.file)) is None:
                 found[info.file] = f"{name}: missing shard"
             elif size != info.bytes:
                 found[info.file] = f"{name}: truncated shard, {size} bytes of {info.bytes}"

@@ -397,5 +397,12 @@ def _split_by_waste(order: Sequence[T], waste: Callable[[T, T], int]) -> list[li
 
 def _common_prefix(a: list[int], b: list[int], most: int) -> int:
     """Length of the common prefix of ``a`` and ``b``, at most ``most``."""
-    pairs = enumerate(zip(a[:most], b, strict=False))
-    return next((i for i, (x, y) in pairs if x != y), min(most, len(a), len(b)))
+    # by bisection: slices are compared in C, and contexts may have millions of tokens
+    low, high = 0, min(most, len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -49,8 +49,9 @@ class TensorBoard(Logger):
 
     def start(self, step: int) -> None:
         # events after the checkpoint are hidden: the resumed run logs them again
-        kept = {"purge_step": step + 1, "filename_suffix": f".after-{step}"}
-        self._writer = self._module.SummaryWriter(str(self.folder), **kept)
+        self._writer = self._module.SummaryWriter(
+            str(self.folder), purge_step=step + 1, filename_suffix=f".after-{step}"
+        )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         for name, value in metrics.items():

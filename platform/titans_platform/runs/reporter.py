@@ -208,8 +208,11 @@ def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
     from titans_platform.tracking import open_store
 
     store, config = open_store(tracking.uri), read_json(folder.path / CONFIG)
-    entries: Any = {"parent": tracking.parent, "params": tracking.params, "tags": tracking.tags}
-    return store, store.cell_run(folder.name, tracking.title, config=config, **entries)
+    run_id = store.cell_run(
+        folder.name, tracking.title, parent=tracking.parent, params=tracking.params, config=config,
+        tags=tracking.tags,
+    )  # fmt: skip
+    return store, run_id
 
 
 def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:

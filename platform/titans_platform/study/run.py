@@ -249,8 +249,6 @@ def _run_trials(
     if not resources.several:
         share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
         needed = {kind: amount for kind, amount in share.items() if amount}
-    where: Any = {"name": storage.name, "storage_path": str(storage.parent)}
-    failures = tune.FailureConfig(max_failures=MAX_FAILURES)
     shutil.rmtree(storage, ignore_errors=True)
     tuner = tune.Tuner(
         tune.with_resources(trainable, needed),
@@ -264,7 +262,12 @@ def _run_trials(
             trial_dirname_creator=lambda trial: trial.trial_id,
             **config,
         ),
-        run_config=tune.RunConfig(**where, verbose=0, failure_config=failures),
+        run_config=tune.RunConfig(
+            name=storage.name,
+            storage_path=str(storage.parent),
+            verbose=0,
+            failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
+        ),
     )
     try:
         results = tuner.fit()
