@@ -17,6 +17,8 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 SPILLED = {
     "gates": 0,
+    "delta.forward": {80: 0, 90: 64, 100: 0},
+    "delta.backward": {80: 72, 90: 150, 100: 64},
     "columns": {80: 1650, 90: 90, 100: 500},
     "reads.update": {80: 200, 90: 0, 100: 200},
     "reads": {80: 2400, 90: 200, 100: 100},
@@ -45,6 +47,7 @@ COVERED = {
     "l1-d128-short": ("gates", "columns", "reads.update"),
     "l2-d64-h64-bound": ("resident", "reads.forward", "reads.backward"),
     "l2-d64-h256": ("streamed", "reads.update"),
+    "l1-d128-online": ("delta",),
 }
 """Shapes that launch every kernel, and the kernels each is compiled for."""
 
@@ -72,7 +75,7 @@ def test_every_kernel_is_compiled_for_every_target(reports):
     assert kernels == {
         "gates.forward", "gates.backward", "columns.write", "columns.backward", "reads.forward",
         "reads.backward", "resident.write", "resident.backward", "streamed.write",
-        "streamed_backward.backward", "reads.update_backward",
+        "streamed_backward.backward", "reads.update_backward", "delta.forward", "delta.backward",
     }  # fmt: skip
     for kernel in kernels:
         assert {row["target"] for row in reports if row["kernel"].startswith(kernel)} == {80, 90, 100}

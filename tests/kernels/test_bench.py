@@ -18,6 +18,7 @@ from titans_kernels.bench.run import Bench, failures
 from titans_kernels.bench.shapes import SHAPES, Shape, Target, chosen, flops, traffic
 from titans_kernels.bench.subjects import OURS, Op, Subject
 from titans_kernels.memory.forms import chunked
+from titans_kernels.memory.forms.online import BLOCK
 
 CPU = torch.device("cpu")
 TINY = Shape("tiny", 2, 8, 16, 1, 50, chunk_size=16, heads=2, small=(1, 50))
@@ -73,8 +74,9 @@ def test_checks_keep_what_a_kernel_is_chosen_by(name):
     shape = SHAPES[name]
     for reduced in (shape.short(), shape.checked()):
         assert (reduced.widths, reduced.chunk_size) == (shape.widths, shape.chunk_size)
-        assert reduced.length % shape.chunk_size
-        assert reduced.length > 2 * shape.chunk_size
+        b = shape.chunk_size if shape.chunk_size > 1 else BLOCK
+        assert reduced.length % b
+        assert reduced.length > 2 * b
     assert (shape.checked().batch, shape.checked().heads) == (shape.batch, shape.heads)
 
 
@@ -96,9 +98,9 @@ def test_it_prints_a_table_and_writes_everything(tiny, tmp_path):
     assert written["machine"]["commit"] == "abc"
     assert {"date", "device", "torch", "triton", "cuda"} <= written["machine"].keys()
     ((shape,),) = [one["shapes"] for one in written["runs"]]
-    triton, ours = shape["rows"]
-    assert triton["state"] == "refused"
-    assert f"triton            chunked ({triton['why']}" in result.output
+    triton, ours, online = shape["rows"]
+    assert triton["state"] == online["state"] == "refused"
+    assert f"triton            other form ({triton['why']}" in result.output
     assert ours["state"] == "timed"
     for phase in ("forward", "backward"):
         measured = ours[phase]
@@ -203,7 +205,7 @@ def test_what_no_kernel_serves_is_never_timed_as_one(tiny, monkeypatch):
     found = types.SimpleNamespace(refusal=lambda q, k, v, weights, chunk_size: f"width {q.shape[-1]}")
     monkeypatch.setattr(subjects.importlib, "import_module", lambda name: found)
     result = next(Bench([OURS[0]], torch.float32, CPU, repeats=2).run([tiny]))
-    assert lines_of(result, timed=True, judged=False)[-1] == "triton            chunked (width 8)"
+    assert lines_of(result, timed=True, judged=False)[-1] == "triton            other form (width 8)"
 
 
 def test_what_is_interpreted_is_checked_and_not_timed(tiny, monkeypatch):

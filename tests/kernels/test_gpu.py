@@ -25,10 +25,11 @@ from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.bench.subjects import OURS
 from titans_kernels.memory.forms.triton.refusal import too_large
 
-TRITON = next(subject for subject in OURS if subject.name == "triton")
+TRITON, ONLINE = (next(s for s in OURS if s.name == name) for name in ("triton", "online"))
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-FITTING = [(name, x) for name, shape in SHAPES.items() for x in DTYPES if not too_large(x, shape.chunk_size)]
-"""Shapes of the registry, and the types that their kernels are for."""
+CHUNKED = {name: shape for name, shape in SHAPES.items() if shape.chunk_size > 1}
+FITTING = [(name, x) for name, shape in CHUNKED.items() for x in DTYPES if not too_large(x, shape.chunk_size)]
+"""Shapes of the registry with chunks of several tokens, and the types that their kernels are for."""
 ON_GPU = (
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
@@ -65,7 +66,7 @@ def served(shape: Shape, dtype: torch.dtype) -> None:
 
 def test_every_shape_but_one_has_kernels_for_every_type():
     """One, in float32, takes more shared memory than there is."""
-    left = {(name, dtype) for name in SHAPES for dtype in DTYPES} - set(FITTING)
+    left = {(name, dtype) for name in CHUNKED for dtype in DTYPES} - set(FITTING)
     assert left == {("l2-d64-h256-c128", torch.float32)}
 
 
@@ -78,6 +79,16 @@ def test_kernels_are_right_at_real_sizes(name, dtype):
         assert judge.inputs.tokens[0].isfinite().all()
         (verdict,) = TRITON.verify([judge])
         assert verdict.green, f"{judge.inputs.shape}: {verdict}"
+
+
+@on_gpu
+@pytest.mark.usefixtures("poisoned")
+def test_states_of_single_tokens_are_right_at_real_sizes():
+    forms_used(forget=True)
+    for judge in judges(SHAPES["l1-d128-online"], torch.float32, torch.device("cuda")):
+        (verdict,) = ONLINE.verify([judge])
+        assert verdict.green, f"{judge.inputs.shape}: {verdict}"
+    assert "delta_states: triton" in forms_used()
 
 
 @on_gpu
@@ -116,9 +127,11 @@ def bench(*line: str, under: tuple[str, ...] = (), **environment: str) -> subpro
 def test_no_access_is_out_of_bounds(name):
     if shutil.which("compute-sanitizer") is None:
         pytest.skip("compute-sanitizer is not on the PATH")
-    served(SHAPES[name], torch.bfloat16)
+    backend = "triton" if name in CHUNKED else "online"
+    if name in CHUNKED:
+        served(SHAPES[name], torch.bfloat16)
     checker = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-    line = ("--check", "--small", "--backend", "triton", "--shape", name)
+    line = ("--check", "--small", "--backend", backend, "--shape", name)
     # each tensor an allocation of its own, or what lies behind one is memory of PyTorch's cache
     done = bench(*line, under=checker, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
     if "Device not supported" in done.stdout + done.stderr:

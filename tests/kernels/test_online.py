@@ -10,6 +10,7 @@ from tests.kernels.test_rules import Case
 from titans_kernels import MemoryState, Rule, find_rule, forms_used
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import online
+from titans_kernels.memory.forms.triton import delta, pieces
 from titans_kernels.memory.rules import PAPER
 from titans_kernels.memory.rules.momentum_delta import MomentumDelta
 
@@ -96,6 +97,52 @@ def test_float32_at_length_is_near_float64():
         case.state = MemoryState(*(tuple(x.float() for x in part) for part in case.state))
         rounded, *_ = case.whole(**options)
     assert (rounded - exact).norm() < 1e-5 * exact.norm()
+
+
+@pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
+@pytest.mark.parametrize(("rule", "widths", "T"), [
+    ("paper", [32, 64], 3 * 32 + 5), ("gated_delta", [64, 32], 2 * 32), ("mdn", [16, 16], 5 * 32 + 31),
+    ("delta_ttt", [16, 16, 16], 3 * 32 + 1), ("paper", [16, 128], 640), ("gated_delta", [128, 16], 96),
+])  # fmt: skip
+def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
+    """In the interpreter, in float32, against the recurrence in float64: results and every gradient."""
+    case = made(T, find_rule(rule), widths=widths)
+    options = ONLINE | {"rule": rule}
+    expected = graded(case, backend="reference", **options)
+    monkeypatch.setattr(online, "COMPILED", 0)
+    monkeypatch.setattr(online, "_by_kernel", lambda k, v: k.shape[1] > 1 and delta.refusal(k, v) is None)
+    case.tokens, case.state = [single(x) for x in case.tokens], MemoryState(*map(singles, case.state))
+    forms_used(forget=True)
+    found = graded(case, backend="online", **options)
+    assert "delta_states: triton" in forms_used()
+    for x, wanted in zip(found, expected, strict=True):
+        assert (x - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+
+
+@pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
+def test_the_kernels_are_operators_of_torch():
+    """What torch.compile and torch.export rely on: shapes without data, no changed inputs, gradients."""
+    R, n, b, D, F = 2, 3, 16, 16, 32
+    sizes = [(R, n, b, F), *[(R, n, b, D)] * 3, (2, R, n, b), (3, R, n), (R, 2 * D, F)]
+    inputs = [(0.1 * torch.randn(size)).requires_grad_() for size in sizes]
+    torch.library.opcheck(delta.delta_states, inputs)
+    grads = [torch.randn(R, n + 1, 2 * D, F), torch.randn(R, n, b, F)]
+    torch.library.opcheck(delta.delta_states_backward, [x.detach() for x in inputs[1:6]] + grads)
+
+
+def single(x: Tensor) -> Tensor:
+    return x.detach().float().requires_grad_()
+
+
+def singles(xs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(map(single, xs))
+
+
+def graded(case: Case, **options: Any) -> list[Tensor]:
+    """Results, and the gradients of a fixed functional of them."""
+    results, generator = case.whole(**options), torch.Generator().manual_seed(3)
+    seeds = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in results]
+    return [*results, *torch.autograd.grad(results, case.leaves, seeds)]
 
 
 def test_the_state_keeps_no_more_than_itself_in_memory():

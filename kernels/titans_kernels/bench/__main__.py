@@ -19,7 +19,7 @@ from titans_kernels.bench.shapes import SHAPES, Shape, chosen
 from titans_kernels.bench.subjects import Subject, registered
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-ON_CPU = ("triton", "chunked")
+ON_CPU = ("triton", "online", "chunked")
 """What is timed, or listed as left out, by default where there is no GPU."""
 REPEATS = {"cuda": 30, "cpu": 5}
 
@@ -31,7 +31,7 @@ REPEATS = {"cuda": 30, "cpu": 5}
     "backends",
     multiple=True,
     metavar="NAME",
-    help="What of --list to time; repeatable  [all; on a CPU triton and chunked]",
+    help="What of --list to time; repeatable  [all; on a CPU triton, online and chunked]",
 )
 @click.option(
     "--dtype",
@@ -215,7 +215,7 @@ def _graph(row: dict[str, Any]) -> list[str]:
 def _untimed(row: dict[str, Any]) -> list[str]:
     says = "; ".join(check["says"] for check in row.get("checks", []))
     text = {
-        "refused": f"chunked ({row['why']})" if row["name"] == "triton" else f"left out ({row['why']})",
+        "refused": f"{'other form' if row['name'] == 'triton' else 'left out'} ({row['why']})",
         "red": f"RED, not timed: {row['why']}",
         "failed": f"failed: {row['why']}",
         "green": f"right: {says}" + (f"; not timed ({row['why']})" if row["why"] else ""),

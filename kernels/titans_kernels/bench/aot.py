@@ -25,6 +25,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
+from titans_kernels.memory.forms.online import BLOCK
+from titans_kernels.memory.forms.triton import delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
 from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
@@ -43,6 +45,7 @@ def largest(dtype: torch.dtype) -> tuple[Shape, ...]:
     """
     b = 64 if too_large(dtype, 128) else 128
     return (
+        Shape("largest-delta", 1, 128, 0, 32, 4096, 1),
         Shape("largest-columns", 1, 128, 0, 32, 4096, b),
         Shape("largest-columns-bound", 1, 64, 0, 32, 4096, b, bound=0.5),
         Shape("largest-resident", 2, 64, 64, 32, 4096, 64, bound=0.5),
@@ -75,6 +78,8 @@ class Report(NamedTuple):
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
     """Launches of the forward and backward of a shape, with and without saving for the backward."""
     B, T, H, widths = shape.batch, shape.length, shape.heads, shape.widths
+    if shape.chunk_size == 1:
+        return _delta_launches(B * H, T // BLOCK, *widths)
     size = sum(2 * a * b for a, b in shape.pairs)
     q, k, v = (
         torch.empty(B, T, H, w, dtype=dtype, device="meta") for w in (widths[0], widths[0], widths[-1])
@@ -86,6 +91,18 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
         for keep in (True, False):
             y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, None, kept, *rule)
+    return found
+
+
+def _delta_launches(R: int, n: int, D: int, F: int) -> list[Launch]:
+    """Of the states of ``n`` blocks; float32 whatever the inputs are."""
+    x, *keys = (torch.empty(R, n, BLOCK, width, device="meta") for width in (F, D, D, D))
+    writes, ends = torch.empty(2, R, n, BLOCK, device="meta"), torch.empty(3, R, n, device="meta")
+    with record_launches() as found:
+        states, written = delta.delta_states._init_fn(
+            x, *keys, writes, ends, torch.empty(R, 2 * D, F, device="meta")
+        )
+        delta.delta_states_backward._init_fn(*keys, writes, ends, states, written)
     return found
 
 

@@ -114,8 +114,11 @@ class Shape:
         return replace(self, batch=self.small[0], length=self.small[1], heads=2)
 
     def short(self, heads: int = 2) -> Shape:
-        """For a check against the token-by-token recurrence: two whole chunks and a ragged one."""
-        return replace(self, batch=2, heads=heads, length=min(self.length, 2 * self.chunk_size + 3))
+        """For a check against the token-by-token recurrence: two whole chunks, or blocks of single tokens,
+        and a ragged one.
+        """
+        length = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3
+        return replace(self, batch=2, heads=heads, length=min(self.length, length))
 
     def checked(self) -> Shape:
         """For a check at real size: batch, heads and widths are kept, the length as far as memory goes."""
@@ -137,6 +140,7 @@ _ALL = (
           beside="l1-d128-short", targets=(Target("step", "l1-d128-short", 0.9),)),
     Shape("l1-d64-bound", 1, 64, 0, 1, 32768, heads=32, bound=0.5),
     Shape("l1-d32-c16", 1, 32, 0, 8, 4096, chunk_size=16),
+    Shape("l1-d128-online", 1, 128, 0, 1, 32768, chunk_size=1, small=(1, 256)),
     Shape("l2-d64-h64", 2, 64, 64, 8, 4096, targets=RESIDENT),
     Shape("l2-d64-h64-bound", 2, 64, 64, 8, 4096, bound=0.5),
     Shape("l2-d64-h256", 2, 64, 256, 8, 4096, targets=WIDE),

@@ -57,6 +57,11 @@ def _no_kernel(inputs: Inputs) -> str | None:
     return found.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
 
 
+def _one_token(inputs: Inputs) -> str | None:
+    """Why a form for chunks is not for these inputs."""
+    return "chunks of one token: online" if inputs.shape.chunk_size == 1 else None
+
+
 COMPILED = (
     "coefficients", "coefficients_backward", "keys_pass", "advance", "read_pass", "read_backward",
     "step_backward", "held", "curves", "leaving",
@@ -96,6 +101,10 @@ def registered(*more: Sequence[Subject]) -> dict[str, Subject]:
 OURS = (
     _form("triton", "our kernels", "triton", refuse=_no_kernel, required=True,
           untimed=lambda: "Triton's interpreter is not timed" if interpreting() else None),
-    _form("chunked", "our parallel form in PyTorch, float32 inside", "chunked", required=True),
-    _form("chunked-compiled", "the same, its passes through torch.compile", "chunked", compiled_passes),
+    _form("chunked", "our parallel form in PyTorch, float32 inside", "chunked", required=True,
+          refuse=_one_token),
+    _form("chunked-compiled", "the same, its passes through torch.compile", "chunked", compiled_passes,
+          refuse=_one_token),
+    _form("online", "our triangular systems, states by a kernel on a GPU", "online", required=True,
+          refuse=lambda inputs: None if inputs.shape.chunk_size == 1 else "chunks of several tokens"),
 )  # fmt: skip

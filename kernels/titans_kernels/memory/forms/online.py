@@ -17,7 +17,7 @@ On a CPU a small memory goes token by token in C++ instead (`native/scans.cpp`),
 the number of rows.
 
 All blocks are solved at once, up to the state that each starts from. A block is an affine map of that state,
-so the states come from a scan over blocks (`_states`).
+so the states come from a scan over blocks: on a GPU a Triton kernel (`triton/delta.py`), elsewhere `_states`.
 
 Shapes: B rows, T tokens, H heads, D and F the widths of key and value; n blocks of b tokens, R = B H rows.
 A state [R, 2 D, F] is the weights and the momentum, one below the other.
@@ -33,6 +33,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from titans_kernels import ran
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.reference import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
@@ -167,14 +168,21 @@ def _blocks(
     among = C * (q @ k.mT)
     reads = torch.cat([beta[..., None] * q, m[..., None] * q], -1)
     # what a block does to the state before it
-    width = k.shape[-1]
-    keeps = torch.cat([x[:, :, -1, None].expand(-1, -1, width) for x in (beta, h)], 2)[..., None]
-    writes = torch.cat([(part[:, :, -1, :, None] * k).mT for part in (C, N)], 2)
-    seen = torch.cat([Y, Z], -1)
-    block = _Blocks(keeps, m[:, :, -1, None, None], writes, seen, writes @ X)
-    states = _states(block, torch.cat([W, S], 1))
-    starts = states[:, :-1]
-    written = X - seen @ starts
+    width, start = k.shape[-1], torch.cat([W, S], 1)
+    if _by_kernel(k, v):
+        from titans_kernels.memory.forms.triton.delta import delta_states
+
+        last = [torch.stack([x[:, :, -1] for x in part]) for part in ((C, N), (beta, m, h))]
+        ran.note("delta_states", "triton")
+        states, written = delta_states(X, Y, Z, k, *last, start)
+        starts = states[:, :-1]
+    else:
+        keeps = torch.cat([x[:, :, -1, None].expand(-1, -1, width) for x in (beta, h)], 2)[..., None]
+        writes = torch.cat([(part[:, :, -1, :, None] * k).mT for part in (C, N)], 2)
+        seen = torch.cat([Y, Z], -1)
+        states = _states(_Blocks(keeps, m[:, :, -1, None, None], writes, seen, writes @ X), start)
+        starts = states[:, :-1]
+        written = X - seen @ starts
     reads = [reads @ starts + among @ written]
     if at_keys:
         kept, moved, by = (c, n, D) if at_keys == "before" else (beta, m, C)
@@ -182,6 +190,19 @@ def _blocks(
         reads.append(scaled @ starts + (by * alike) @ written)
     # copies: a view would keep the states of all blocks in memory
     return [x.flatten(1, 2) for x in reads], states[:, -1, :width].clone(), states[:, -1, width:].clone()
+
+
+def _by_kernel(k: Tensor, v: Tensor) -> bool:
+    """Whether Triton's kernels compute the states, for keys [R, n, b, D] and values [R, n, b, F]."""
+    if not k.is_cuda or k.shape[1] == 1:
+        return False
+    # imported on first use: a CPU does not need Triton
+    from titans_kernels.memory.forms.triton.delta import refusal
+
+    reason = refusal(k, v)
+    if reason is not None and not torch.compiler.is_compiling():
+        ran.warn_once("delta_states", "PyTorch's operators", reason)
+    return reason is None
 
 
 class _Blocks(NamedTuple):
