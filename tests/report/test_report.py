@@ -314,6 +314,14 @@ def test_a_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_p
     assert figure_data(table).axes == ()
 
 
+def test_seeds_that_are_not_the_scales_are_named(tmp_path):
+    """Such as those that a recipe was tuned on: a mean that counts them says so."""
+    found = study([Row(name="LMM")]).model_copy(update={"scales": {"small": Scale(seeds=(0, 1))}})
+    counted = "Seeds that are not the scale's are counted: 100, 101."
+    for seeds, said in (((0, 1), False), ((0, 1, 100, 101), True)):
+        assert (counted in build_report(measured(tmp_path / str(len(seeds)), found, seeds)).notes) == said
+
+
 def test_long_fractions_in_configs_are_rounded(tmp_path):
     cell = Cell("LMM", 0, RunConfig.model_validate({"optim": {"lr": 2 / 3e4}}), "only")
     finish(tmp_path, cell, 0)

@@ -257,6 +257,8 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
+    if table.other_seeds:
+        lines.append(f"Seeds that are not the scale's are counted: {', '.join(map(str, table.other_seeds))}.")
     for made, mark in marks.items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale runs them again.")
     if only not in ("", table.commit):

@@ -98,6 +98,8 @@ class Table:
     """The command that reproduces the table."""
     unfinished: int
     """Cells asked for that have no result."""
+    other_seeds: tuple[int, ...] = ()
+    """Seeds of the table that are not the scale's, such as those that a recipe was tuned on."""
 
     @property
     def results(self) -> list[Result]:
@@ -134,7 +136,7 @@ def build_table(run: StudyRun) -> Table:
     results = [result for row in rows for result in row.results]
     levels = {key: [x for x in {r.chance.get(key) for r in results} if finite(x)] for key in columns}
     finished = {result.cell for result in results}
-    seeds = ",".join(map(str, sorted({cell.seed for row in rows for cell in row.cells})))
+    seeds = sorted({cell.seed for row in rows for cell in row.cells})
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
     study, scale = run.study, run.study.scales[run.scale_name]
     times = [span for cell in run.whole if (span := read_json(cell.folder(run.root).path / TIME))]
@@ -146,8 +148,10 @@ def build_table(run: StudyRun) -> Table:
         # cells of one row may have different levels
         chance={key: columns[key].factor * statistics.fmean(found) for key, found in levels.items() if found},
         side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
-        command=f"titans sweep run {study.name} --scale {run.scale_name} --seeds {seeds}{changed}",
+        command=f"titans sweep run {study.name} --scale {run.scale_name} "
+        f"--seeds {','.join(map(str, seeds))}{changed}",
         commit=run.commit, unfinished=len({cell.name for cell in run.cells} - finished),
+        other_seeds=tuple(seed for seed in seeds if seed not in scale.seeds),
     )  # fmt: skip
 
 
