@@ -1,5 +1,6 @@
 """The compiled CPU kernels match the recurrence and PyTorch's operators; they are optional."""
 
+import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise, product
@@ -9,7 +10,7 @@ import torch
 
 from tests.kernels.cases import Case, assert_same, needs_compiler
 from tests.kernels.test_neural_memory import CHUNKS, lengths
-from titans_kernels import OutputActivation, Residual, native, short_convolution
+from titans_kernels import OutputActivation, Residual, native, neural_memory, short_convolution
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import native as compiled
 from titans_kernels.memory.rules.robust import Huber, Yaad
@@ -51,6 +52,20 @@ def test_states_that_are_not_kept_are_computed_again(states, borders, monkeypatc
     every = {(1, False): 6, (9, False): 3, (1, True): 5, (9, True): 2}
     assert sizes[0].spec.every == every[states, borders is not None]
     assert_same(expected, found, case.leaves, results=(0, 0), gradients=(0, 0))
+
+
+@needs_compiler
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="set on x86 alone")
+def test_numbers_below_the_smallest_normal_one_are_zero_there_and_nowhere_else():
+    """With small eta the products of a chunk are so small, and slow on Intel."""
+    zero, tiny = torch.zeros(1, 4, 1, 16), torch.full((1, 16, 16), 1e-39)
+    gate = torch.zeros(1, 4, 1)
+    _, state = neural_memory(
+        zero, zero, zero, gate, gate + 1, gate, (tiny,), (tiny,), chunk_size=4, backend="native"
+    )
+    assert (state.weights[0] == 0).all()
+    assert (state.momentum[0] == 0).all()
+    assert (tiny * 0.5 > 0).all()
 
 
 @needs_compiler

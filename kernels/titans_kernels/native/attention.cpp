@@ -124,6 +124,7 @@ struct Head {
 
 extern "C" void window_forward(const Window* w, const Given* g, Real* y, Real* after_k, Real* after_v, int64_t first,
                                int64_t stop) {
+  FlushDenormals flush;
   Head head(*w, *g, false);
   for (int64_t job = first; job < stop; job++) {
     head.load(job);
@@ -143,6 +144,7 @@ extern "C" void window_forward(const Window* w, const Given* g, Real* y, Real* a
 extern "C" void window_backward(const Window* w, const Given* g, const Real* dy, const Real* dafter_k,
                                 const Real* dafter_v, Real* dq, Real* dk, Real* dv, Real* dprefix_k, Real* dprefix_v,
                                 Real* dscale, Real* dbefore_k, Real* dbefore_v, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   Head head(*w, *g, true);
   Buffer dturned, dplain, dkeys, dvalues, along;
   for (int64_t job = first; job < stop; job++) {

@@ -6,10 +6,9 @@
 #include <vector>
 
 #include "calls.h"
+#include "inner.h"
 
 namespace {
-
-constexpr int LANES = 16;
 
 // Keys of one chunk, padded with zeros, and their products k_t . k_u for u <= t.
 struct Keys {
@@ -28,14 +27,7 @@ struct Keys {
     n = count;
     for (int t = 0; t < n; t++) std::copy(k + t * stride, k + t * stride + D, rows.data() + t * P);
     for (int t = 0; t < n; t++)
-      for (int u = t < skipped ? t : 0; u <= t; u++) product(t)[u] = inner(row(t), row(u));
-  }
-  Real inner(const Real* x, const Real* y) const {
-    Real sum[LANES] = {}, total = 0;
-    for (int i = 0; i < P; i += LANES)
-      for (int j = 0; j < LANES; j++) sum[j] += x[i + j] * y[i + j];
-    for (Real part : sum) total += part;
-    return total;
+      for (int u = t < skipped ? t : 0; u <= t; u++) product(t)[u] = inner(P, row(t), row(u));
   }
 };
 
@@ -66,6 +58,7 @@ constexpr Real TINY = std::numeric_limits<Real>::min();
 
 extern "C" void budget_forward(const Shape* shape, const Real* k, const Real* eta, const Real* theta,
                                Real* limited, Real* steps, int64_t from, int64_t stop) {
+  FlushDenormals flush;
   const Shape& s = *shape;
   Keys keys(s);
   std::vector<Real> e(s.chunk);
@@ -94,6 +87,7 @@ extern "C" void budget_forward(const Shape* shape, const Real* k, const Real* et
 extern "C" void budget_backward(const Shape* shape, const Real* dlimited, const Real* dsteps, const Real* k,
                                 const Real* eta, const Real* theta, const Real* limited, const Real* steps,
                                 Real* dk, Real* deta, Real* dtheta, int64_t from, int64_t stop) {
+  FlushDenormals flush;
   const Shape& s = *shape;
   Keys keys(s);
   std::vector<Real> total(s.chunk), dkeys(s.chunk * keys.P);

@@ -76,6 +76,7 @@ struct Row {
 // x [T, C], weight [K, C], state [rows, K - 1, C]; a part of the output is [T, heads, width]
 extern "C" void mix_forward(const Mix* mix, const Real* x, const Real* weight, const Real* state, Real** out,
                             int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> y(mix->parts * mix->heads * mix->width);
   for (int64_t r = first; r < stop; r++) {
     Row row(*mix, r);
@@ -103,6 +104,7 @@ extern "C" void mix_forward(const Mix* mix, const Real* x, const Real* weight, c
 // dout may hold null pointers; dweight [K, C] is added to, dstate [rows, K - 1, C] written
 extern "C" void mix_backward(const Mix* mix, const Real* x, const Real* weight, const Real* state, Real** dout,
                              Real* dx, Real* dweight, Real* dstate, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> y(mix->parts * mix->heads * mix->width), dy, slope, dheld;
   for (int64_t r = first; r < stop; r++) {
     Row row(*mix, r);
@@ -174,6 +176,7 @@ APART void gated_norm_row_back(int n, Real scale, In x, In weight, In gate, In d
 // y = x / sqrt(mean x^2 + epsilon) weight silu(gate), rows of ``width``; the gate may be null
 extern "C" void norm_forward(int64_t width, double epsilon, const Real* x, const Real* weight, const Real* gate,
                              Real* y, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   for (int64_t r = first; r < stop; r++) {
     const Real* from = x + r * width;
     Real scale = 1 / std::sqrt(square_mean(width, from) + Real(epsilon));
@@ -186,6 +189,7 @@ extern "C" void norm_forward(int64_t width, double epsilon, const Real* x, const
 extern "C" void norm_backward(int64_t width, double epsilon, const Real* x, const Real* weight, const Real* gate,
                               const Real* dy, Real* dx, Real* dweight, Real* dgate, int64_t first,
                               int64_t stop) {
+  FlushDenormals flush;
   for (int64_t r = first; r < stop; r++) {
     const Real *from = x + r * width, *g = dy + r * width;
     Real *to = dx + r * width, scale = 1 / std::sqrt(square_mean(width, from) + Real(epsilon));

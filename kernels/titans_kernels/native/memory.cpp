@@ -610,11 +610,13 @@ void backward(const Spec& spec, Tokens<R> tokens, R** fixed, const R* kept, R** 
 extern "C" void memory_forward(const Spec* spec, const Tokens<Real>* tokens, Real** state, const int64_t* strides,
                                Real** fixed, Real** after, Real* kept, const Open<Real>* open, int64_t first,
                                int64_t stop) {
+  FlushDenormals flush;
   forward<Real>(*spec, *tokens, state, strides, fixed, after, kept, *open, first, stop);
 }
 
 extern "C" void memory_backward(const Spec* spec, const Tokens<Real>* tokens, Real** fixed, const Real* kept,
                                 Real** dafter, const Tokens<Real>* grads, Real** dbefore, int64_t first,
                                 int64_t stop) {
+  FlushDenormals flush;
   backward<Real>(*spec, *tokens, fixed, kept, dafter, *grads, dbefore, first, stop);
 }

@@ -77,6 +77,7 @@ struct Layer {
 // x [T, inputs], bias [outputs] or null, y [T, outputs]. Jobs are tiles of tokens, here and below.
 void linear_forward(const Layer* l, const Real* x, const Real* weight, const Real* bias, Real* y, int64_t first,
                     int64_t stop) {
+  FlushDenormals flush;
   int64_t D = l->inputs, F = l->outputs, P = padded(F);
   Buffer weight_t(D * P, 0), tile(P == F ? 0 : TILE * P);
   transposed(F, D, weight, weight_t.data(), P);
@@ -92,6 +93,7 @@ void linear_forward(const Layer* l, const Real* x, const Real* weight, const Rea
 // dx and dbias may be null; dweight and dbias are added to
 void linear_backward(const Layer* l, const Real* x, const Real* weight, const Real* dy, Real* dx, Real* dweight,
                      Real* dbias, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   int64_t D = l->inputs, F = l->outputs;
   for (int64_t at = first * TILE; at < std::min(stop * TILE, l->tokens); at += TILE) {
     int n = std::min(TILE, l->tokens - at);
@@ -110,6 +112,7 @@ struct FeedForward {
 // y = x + down (silu(gate z) * up z), z = x / rms(x) norm; x and y [T, width]
 void feed_forward(const FeedForward* f, const Real* x, const Real* norm, const Real* gate, const Real* up,
                   const Real* down, Real* y, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   int64_t D = f->width, F = f->hidden;
   Buffer in_t(2 * D * F), down_t(F * D), z(TILE * D), pre(2 * TILE * F), h(TILE * F);
   transposed(F, D, gate, in_t.data(), F), transposed(F, D, up, in_t.data() + D * F, F);
@@ -129,6 +132,7 @@ void feed_forward(const FeedForward* f, const Real* x, const Real* norm, const R
 void feed_forward_backward(const FeedForward* f, const Real* x, const Real* norm, const Real* gate, const Real* up,
                            const Real* down, const Real* dy, Real* dx, Real* dnorm, Real* dgate, Real* dup,
                            Real* ddown, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   int64_t D = f->width, F = f->hidden;
   Buffer in_t(2 * D * F), z(TILE * D), dz(TILE * D), pre(2 * TILE * F), h(TILE * F), dh(TILE * F);
   transposed(F, D, gate, in_t.data(), F), transposed(F, D, up, in_t.data() + D * F, F);
@@ -152,6 +156,7 @@ void feed_forward_backward(const FeedForward* f, const Real* x, const Real* norm
 // vocabulary.
 void loss_forward(const Layer* l, const Real* x, const Real* weight, const int64_t* targets, Real* losses,
                   Real* total, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   int64_t D = l->inputs, V = l->outputs, P = padded(V);
   Vocabulary vocabulary(D, V, weight);
   for (int64_t at = first * TILE; at < std::min(stop * TILE, l->tokens); at += TILE) {
@@ -170,6 +175,7 @@ void loss_forward(const Layer* l, const Real* x, const Real* weight, const int64
 // dx may be null; dweight is added to
 void loss_backward(const Layer* l, const Real* x, const Real* weight, const int64_t* targets, const Real* total,
                    const Real* dlosses, Real* dx, Real* dweight, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   int64_t D = l->inputs, V = l->outputs, P = padded(V);
   Vocabulary vocabulary(D, V, weight);
   for (int64_t at = first * TILE; at < std::min(stop * TILE, l->tokens); at += TILE) {

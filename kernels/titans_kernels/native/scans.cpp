@@ -61,6 +61,7 @@ struct Head {
 extern "C" void attend_forward(const Attend* shape, const Real* q, const Real* k, const Real* v,
                                const Real* log_decay, const Real* start, const uint8_t* fresh, Real* y, Real* end,
                                Real* saved, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   for (int64_t job = first; job < stop; job++) {
     Head at(*shape, job);
     int64_t size = at.E * at.F;
@@ -80,6 +81,7 @@ extern "C" void attend_backward(const Attend* shape, const Real* q, const Real* 
                                 const Real* log_decay, const uint8_t* fresh, const Real* saved, const Real* dy,
                                 const Real* dend, Real* dq, Real* dk, Real* dv, Real* dlog_decay, Real* dstart,
                                 int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> states;
   for (int64_t job = first; job < stop; job++) {
     Head at(*shape, job);
@@ -174,6 +176,7 @@ struct Channels {
 extern "C" void select_forward(const Select* shape, const Real* dt, const Real* x, const Real* b, const Real* c,
                                const Real* rate, const Real* start, const uint8_t* fresh, Real* y, Real* end,
                                Real* saved, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> keep, h, next;
   for (int64_t job = first; job < stop; job++) {
     Channels on(*shape, job);
@@ -194,6 +197,7 @@ extern "C" void select_backward(const Select* shape, const Real* dt, const Real*
                                 const Real* rate, const uint8_t* fresh, const Real* saved, const Real* dy,
                                 const Real* dend, Real* ddt, Real* dx, Real* db, Real* dc, Real* dstart,
                                 int64_t rows, Real* drate, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> states, keeps, through;
   for (int64_t job = first; job < stop; job++) {
     Channels on(*shape, job);
@@ -270,6 +274,7 @@ struct Linear {
 extern "C" void delta_forward(const Delta* shape, const Real* q, const Real* k, const Real* v, const Real* alpha,
                               const Real* eta, const Real* theta, const Real* start, Real* y, Real* end, Real* saved,
                               int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> u(shape->values);
   for (int64_t job = first; job < stop; job++) {
     Linear m(*shape, job, k, v, alpha, eta, theta);
@@ -287,6 +292,7 @@ extern "C" void delta_backward(const Delta* shape, const Real* q, const Real* k,
                                const Real* eta, const Real* theta, const Real* saved, const Real* dy,
                                const Real* dend, Real* dq, Real* dk, Real* dv, Real* dalpha, Real* deta,
                                Real* dtheta, Real* dstart, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   std::vector<Real> states, us, du(shape->values), seen(shape->values);
   for (int64_t job = first; job < stop; job++) {
     Linear m(*shape, job, k, v, alpha, eta, theta);

@@ -294,6 +294,7 @@ template <class Work> void each_segment(const Chain& c, int64_t document, bool b
 extern "C" void segments_forward(const Chain* chain, const Weights* weights, const Streams* streams,
                                  const Real* const* state, Real** base, Real** after, Real* kept, int64_t first,
                                  int64_t stop) {
+  FlushDenormals flush;
   const Chain& c = *chain;
   const Weights& w = *weights;
   const Streams& s = *streams;
@@ -357,6 +358,7 @@ extern "C" void segments_forward(const Chain* chain, const Weights* weights, con
 extern "C" void segments_backward(const Chain* chain, const Weights* weights, const Streams* streams,
                                   const Real* const* state, Real** base, const Real* kept, const Real* const* dafter,
                                   const Grads* grads, Real** dbefore, int64_t first, int64_t stop) {
+  FlushDenormals flush;
   const Chain& c = *chain;
   const Weights& w = *weights;
   const Streams& s = *streams;
