@@ -9,12 +9,13 @@
 
 namespace {
 
+// bytes of a vector; vectors of sums that the registers hold beside operands; rows at once of one vector
 #if defined(__AVX512F__)
-constexpr int BYTES = 64, TALL = 8;
+constexpr int BYTES = 64, SUMS = 24, TALL = 16;
 #elif defined(__AVX__)
-constexpr int BYTES = 32, TALL = 4;
+constexpr int BYTES = 32, SUMS = 12, TALL = 8;
 #else
-constexpr int BYTES = 16, TALL = 4;
+constexpr int BYTES = 16, SUMS = 8, TALL = 8;
 #endif
 
 inline int64_t padded(int64_t n) { return (n + LANES - 1) / LANES * LANES; }
@@ -86,13 +87,14 @@ inline void tile(int K, R sign, const R* a, int64_t row, int64_t column, const R
     }
 }
 
-template <class R, int NV>
+// NV vectors of C's columns, and of its rows as many at once as there are registers
+template <class R, int NV, int MR = SUMS / NV>
 inline void columns(int M, int K, R sign, const R* a, int64_t row, int64_t column, const R* b, int64_t ldb,
                     R* c, int64_t ldc, bool add) {
   int m = 0;
-  for (; m + TALL <= M; m += TALL)
-    tile<R, TALL, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
-  for (; m < M; m++) tile<R, 1, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
+  for (; m + MR <= M; m += MR) tile<R, MR, NV>(K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
+  if constexpr (MR > 1)
+    if (m < M) columns<R, NV, (MR + 1) / 2>(M - m, K, sign, a + m * row, row, column, b, ldb, c + m * ldc, ldc, add);
 }
 
 // C [M][N] (+)= sign A B; rows of B and C are ldb and ldc apart
@@ -101,10 +103,13 @@ APART void multiply(int M, int N, int K, R sign, const R* a, int64_t row, int64_
                     R* c, int64_t ldc, bool add) {
   constexpr int size = Vector<R>::size;
   int n = 0;
+  if constexpr (SUMS >= 24)
+    for (; n + 4 * size <= N; n += 4 * size)
+      columns<R, 4>(M, K, sign, a, row, column, b + n, ldb, c + n, ldc, add);
   for (; n + 2 * size <= N; n += 2 * size)
     columns<R, 2>(M, K, sign, a, row, column, b + n, ldb, c + n, ldc, add);
   for (; n + size <= N; n += size)
-    columns<R, 1>(M, K, sign, a, row, column, b + n, ldb, c + n, ldc, add);
+    columns<R, 1, TALL>(M, K, sign, a, row, column, b + n, ldb, c + n, ldc, add);
   for (; n < N; n++)
     for (int m = 0; m < M; m++) {
       R sum = 0;
