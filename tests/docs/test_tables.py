@@ -29,6 +29,7 @@ TABLES = {
     "far-needle.csv": ("docs/results.md", "How far a memory holds"),
     "forgetting.csv": ("docs/results.md", "Forgetting what is over"),
     "throughput.csv": ("docs/comparisons.md", "Throughput: fifteen models, 1K to 32K tokens"),
+    "tnt.csv": ("docs/comparisons.md", "TNT: fine chunks at the speed of coarse ones"),
     "state-tracking.csv": ("docs/results.md", "Parity, asked once"),
 }
 """Of a file of cells, where its table is: the page, and the heading above it."""
