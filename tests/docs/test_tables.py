@@ -15,6 +15,7 @@ TABLES = {
     "babilong.csv": ("docs/results.md", "Questions to a book"),
     "carried.csv": ("docs/carried.md", "Streams that are all read at every step"),
     "carried-groups.csv": ("docs/carried.md", "Streams that take turns"),
+    "carried-needle.csv": ("docs/carried.md", "A pass-key over 64 rows"),
     "drift.csv": ("docs/depth.md", "Drift: decay with an answer known in advance"),
     "oscillation.csv": ("docs/depth.md", "Oscillation: momentum with an answer known in advance"),
     "outliers.csv": ("docs/depth.md", "Outliers: a rule with an answer known in advance"),
