@@ -56,7 +56,7 @@ def test_states_that_are_not_kept_are_computed_again(states, borders, monkeypatc
 
 @needs_compiler
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="set on x86 alone")
-def test_numbers_below_the_smallest_normal_one_are_zero_there_and_nowhere_else():
+def test_denormals_are_flushed_in_the_kernels_and_not_after_them():
     """With small eta the products of a chunk are so small, and slow on Intel."""
     zero, tiny = torch.zeros(1, 4, 1, 16), torch.full((1, 16, 16), 1e-39)
     gate = torch.zeros(1, 4, 1)

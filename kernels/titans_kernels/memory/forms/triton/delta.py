@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titans_kernels.memory.forms.triton.launch import launch, record_launches
+from titans_kernels.memory.forms.triton.launch import fake, float32_precision, launch
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED, add_dot, dot, tile_at
 from titans_kernels.memory.forms.triton.refusal import WIDTHS, miscompiled
 
@@ -111,8 +111,7 @@ def _launch(kernel, *tensors: Tensor, like: Tensor, keys: Tensor) -> None:
     (rows, n, b, D), F = keys.shape, like.shape[-1]
     # with twice the columns a program of D = 128 spills 0.4 KB per thread instead of 0.1
     BV = max(16, min(F, 2048 // D))
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
-    launch(kernel, (rows, F // BV), *tensors, n, rows, D=D, F=F, BV=BV, b=b, PRECISION=precision,
+    launch(kernel, (rows, F // BV), *tensors, n, rows, D=D, F=F, BV=BV, b=b, PRECISION=float32_precision(),
            warps=8 if D == 128 else 4, stages=2)  # fmt: skip
 
 
@@ -155,16 +154,8 @@ def delta_states_backward(
     return dafter, dx, dstart
 
 
-def _recorded(op):
-    def fake(*args):
-        with record_launches():
-            return op(*args)
-
-    return fake
-
-
-delta_states.register_fake(_recorded(delta_states._init_fn))
-delta_states_backward.register_fake(_recorded(delta_states_backward._init_fn))
+delta_states.register_fake(fake(delta_states._init_fn))
+delta_states_backward.register_fake(fake(delta_states_backward._init_fn))
 
 
 def _setup_context(ctx, inputs, output) -> None:

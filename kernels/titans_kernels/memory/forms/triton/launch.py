@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -51,6 +51,21 @@ def record_launches() -> Iterator[list[Launch]]:
         yield launches
     finally:
         _here.lists.pop()
+
+
+def fake(op: Callable[..., Any]) -> Callable[..., Any]:
+    """The fake implementation of a custom operator: its output buffers, and no launch."""
+
+    def without_launching(*args: Any, **kwargs: Any) -> Any:
+        with record_launches():
+            return op(*args, **kwargs)
+
+    return without_launching
+
+
+def float32_precision() -> str:
+    """``input_precision`` of float32 products: tf32x3, as exact as float32, or tf32 if PyTorch allows it."""
+    return "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
 
 
 def is_recording() -> bool:

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
 from titans_kernels.memory.forms.triton.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.forms.triton.launch import record_launches
+from titans_kernels.memory.forms.triton.launch import fake, float32_precision
 from titans_kernels.memory.forms.triton.reads import read_layer, read_layer_backward, update_layer_backward
 from titans_kernels.memory.forms.triton.shapes import Layer, Shape, flatten, layers_of, unflatten
 from titans_kernels.memory.forms.triton.tables import chunk_count, document_count, tables
@@ -305,9 +305,8 @@ def _shape(
     B, T, H, _ = q.shape
     layers, size = layers_of(tuple(widths))
     N, found = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
-    precision = "tf32" if torch.backends.cuda.matmul.fp32_precision == "tf32" else "tf32x3"
     return Shape(
-        N, start.shape[0] < N, H, B * T, found.M, b, layers, size, activation, bound, precision,
+        N, start.shape[0] < N, H, B * T, found.M, b, layers, size, activation, bound, float32_precision(),
         found,
     )  # fmt: skip
 
@@ -349,16 +348,8 @@ def memory_triton_backward(
     return [*(d.view(y.shape) for d, y in zip(tokens, (q, k, v, alpha, eta, theta), strict=True)), dstart]
 
 
-def _fake(op):
-    def fake(*args, **kwargs):
-        with record_launches():
-            return op(*args, **kwargs)
-
-    return fake
-
-
-memory_triton.register_fake(_fake(memory_triton._init_fn))
-memory_triton_backward.register_fake(_fake(memory_triton_backward._init_fn))
+memory_triton.register_fake(fake(memory_triton._init_fn))
+memory_triton_backward.register_fake(fake(memory_triton_backward._init_fn))
 
 
 def _setup_context(ctx, inputs, output) -> None:
