@@ -1,4 +1,4 @@
-"""The ablation's tables in the documents are those of the data beside them."""
+"""The tables of the ablation in the pages are those of the cells here."""
 
 import csv
 import statistics
@@ -7,19 +7,21 @@ from pathlib import Path
 
 import pytest
 
+from experiments.tables import table
 from titans_core import LanguageModel
 from titans_platform.report.table import Comparison, adjust, cell, difference, method, tally
 from titans_platform.study.grid import expand, load_study
 from titans_platform.text import count
 
 TOP = Path(__file__).parents[2]
+HERE = Path(__file__).parent
 COLUMNS = {
     "lm_ppl": "lm_ppl", "reasoning_acc": "reasoning_acc (%)", "long_context_acc": "long_context_acc (%)",
 }  # fmt: skip
 """The columns of the ablation, and what heads them in the file of its cells."""
-RESULTS, ABLATION = "docs/results.md", "docs/ablation.md"
+RESULTS, ABLATION = "docs/results.md", "experiments/paper/README.md"
 SECTIONS = {"workstation": (RESULTS, "The ablation's table"), "laptop": (ABLATION, "At scale laptop")}
-"""Where the table of a scale is; its cells are in docs/ablation-SCALE.csv, at one rate in ...-common.csv."""
+"""Where the table of a scale is; its cells are in ablation-SCALE.csv, at one rate in ablation-SCALE-common.csv."""
 
 Measured = dict[str, dict[str, dict[int, float]]]
 
@@ -46,17 +48,11 @@ def measured(scale) -> Measured:
 def measured_in(name: str) -> Measured:
     """By row and column, the ablation's number of each seed, as printed."""
     found: Measured = defaultdict(lambda: defaultdict(dict))
-    with (TOP / "docs" / name).open() as file:
+    with (HERE / name).open() as file:
         for line in csv.DictReader(file):
             for column, head in COLUMNS.items():
                 found[line["row"]][column][int(line["seed"])] = float(line[head])
     return found
-
-
-def table(text: str) -> dict[str, list[str]]:
-    """The rows of a Markdown table by their first cell."""
-    rows = [line.strip("|").split("|") for line in text.splitlines() if line.startswith("|")]
-    return {name.strip(): [cell.strip() for cell in cells] for name, *cells in rows}
 
 
 def scores(text: str) -> dict[str, list[str]]:
@@ -117,7 +113,7 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
     both = {row: {key: first[row][key] | second[row][key] for key in COLUMNS} for row in second}
     assert {seed for row in second.values() for values in row.values() for seed in values} == {5, 6, 7, 8, 9}
     assert all(len(values) == 10 for row in both.values() for values in row.values())
-    text = (TOP / "docs/ablation.md").read_text("utf-8").partition("\n## Ten seeds at scale workstation\n")[2]
+    text = (TOP / ABLATION).read_text("utf-8").partition("\n## Ten seeds at scale workstation\n")[2]
     check_scores({row: scores(text)[row] for row in both}, both)
     found = compared(both)
     check_verdicts(table(text.partition("minus LMM")[2]), found)
@@ -145,17 +141,3 @@ def test_sizes_are_those_of_today(text, scale):
     models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), scale)}
     for row, model in models.items():
         assert shown[row][6:8] == [count(model.num_parameters()), count(model.state_bytes(64))]
-
-
-def test_the_readme_has_the_rows_of_the_results_page():
-    """README's short table repeats rows of docs/results.md; its counts of verdicts are those of the data."""
-    readme = (TOP / "README.md").read_text("utf-8").partition("\n## Results\n")[2].partition("\n## ")[0]
-    whole = scores((TOP / "docs/results.md").read_text("utf-8").partition("\n## A text read")[0])
-    shown = {row: cells for row, cells in table(readme).items() if row and "--" not in row}
-    assert len(shown) > 8
-    assert all(whole[row][: len(cells) - 1] == cells[:-1] for row, cells in shown.items())
-    found = compared(measured_in("ablation-workstation.csv"))
-    counts = {outcome: sum(v.outcome == outcome for v in found) for outcome in ("agrees", "disagrees")}
-    text = " ".join(readme.split())
-    assert f"Of {len(found)} comparisons" in text
-    assert f"{counts['agrees']} agree with the paper's direction, {counts['disagrees']} disagree" in text
