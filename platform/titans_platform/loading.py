@@ -59,6 +59,11 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
     if not (mapping := read_yaml(Path(path))):
         raise UsageError(f"{path}: is empty; `titans init {path} --force` writes a run file")
+    return config_from(mapping, overrides)
+
+
+def config_from(mapping: dict[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
+    """The config of a mapping, with ``overrides`` applied. Raises UsageError."""
     for override in overrides:
         apply_override(mapping, override)
     return validate(RunConfig, complete(mapping))
