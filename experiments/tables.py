@@ -42,7 +42,7 @@ def measured(cells: Path) -> dict[str, list[list[float]]]:
 
 
 def check_table(text: str, cells: Path) -> None:
-    """Assert that the table in ``text`` has the mean and standard deviation of every row and column of ``cells``."""
+    """Assert that the table in ``text`` has the mean and standard deviation of every column of ``cells``."""
     shown, rows = table(text), measured(cells)
     assert rows
     for row, columns in rows.items():

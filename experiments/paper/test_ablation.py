@@ -21,7 +21,7 @@ COLUMNS = {
 """The columns of the ablation, and what heads them in the file of its cells."""
 RESULTS, ABLATION = "docs/results.md", "experiments/paper/README.md"
 SECTIONS = {"workstation": (RESULTS, "The ablation's table"), "laptop": (ABLATION, "At scale laptop")}
-"""Where the table of a scale is; its cells are in ablation-SCALE.csv, at one rate in ablation-SCALE-common.csv."""
+"""The page and heading of a scale; its cells are in ablation-SCALE.csv, at one rate in ...-common.csv."""
 
 Measured = dict[str, dict[str, dict[int, float]]]
 

@@ -150,7 +150,7 @@ def find_study(name: str) -> Path:
 
 
 def known_studies() -> dict[str, Path]:
-    """All studies that can be given by name, with their files: of sweeps/, then of the working tree's experiments/."""
+    """Files of the studies that can be given by name: of sweeps/, then of the working tree's experiments/."""
     studies = known_files("sweeps")
     own = known_files("experiments", f"*/{EXPERIMENT}")
     return studies | {name: path for name, path in own.items() if name not in studies}

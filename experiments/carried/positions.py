@@ -1,6 +1,6 @@
 """Perplexity by position in long texts: the memory as the paper prints it, and as this project trains it.
 
-    python tools/positions.py ROOT experiments/carried/carried.png
+    python experiments/carried/positions.py ROOT experiments/carried/carried.png
 
 ROOT is a storage root with the cells of the study `carried`. Means over seeds.
 """

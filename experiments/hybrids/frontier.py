@@ -1,6 +1,6 @@
 """Two columns of a study against each other: a dot for each row's mean, bars of one standard error.
 
-python tools/frontier.py experiments/hybrids/cells.csv reasoning_acc long_context_acc experiments/hybrids/hybrids.png
+cd experiments/hybrids; python frontier.py cells.csv reasoning_acc long_context_acc hybrids.png
 """
 
 from __future__ import annotations
