@@ -1,9 +1,9 @@
 """Titans (arXiv 2501.00663), to be read beside the paper: loops over one sequence [T, D], vectors are rows.
 
 A number in parentheses is the paper's equation. M is the memory, an MLP given by its weights, S its momentum.
-Token t has a query q_t, a key k_t and a value v_t; alpha_t is the part of M that it forgets, eta_t the part of
-S that it keeps, theta_t the size of its step. The tests hold the operator and the blocks lmm, mac, mag and mal to
-this file; `python -m tests.core.test_textbook` prints the largest difference.
+Token t has a query q_t, a key k_t and a value v_t; alpha_t is the part of M that it forgets, eta_t the part
+of S that it keeps, theta_t the size of its step. The operator and the blocks lmm, mac, mag and mal are tested
+against this file; `python -m tests.core.test_textbook` prints the largest difference.
 """
 # fmt: off
 
