@@ -20,13 +20,9 @@ from titans_platform.errors import ClusterError, TitansError, UsageError
 # is there changes only by addition.
 FROZEN = {
     "audit": "TARGET --variant --dim --length --kwargs --adapter --only --skip --json --html --badge",
-    "bench fit": "--memory --kind --pairs --width --chunk --passes --problems --tuning --run --threads --out "
-    "--root --json",
     "bench kernels": "--shape --backend --dtype --repeats --small --check --json --commit --list",
     "bench memory": "--against --lengths --pairs --threads --quick --json",
-    "bench rules": "--rule --rounds --batch --length --threads --json",
     "bench step": "STUDY --scale --rows --against --rounds --steps --threads --set --json",
-    "bench stream": "--preset --variants --tokens --every --text --memory-gb --threads --figure --json",
     "clean": "--all-checkpoints --root --dry-run --json",
     "cluster down": "NAME --dry-run",
     "cluster list": "--json",
