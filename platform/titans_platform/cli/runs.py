@@ -17,7 +17,7 @@ import click
 from titans_platform.cli import dry_run_option, echo_json, file_type, json_option, root_option
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, RunFolder
 
 STATES = ("done", "running", "failed", "interrupted")
 # one worker is enough for one user, and starts faster
@@ -128,7 +128,7 @@ def _old_checkpoints(root: Path, everything: bool) -> Iterator[Path]:
     # imports torch
     from titans_platform.runs.load import find_checkpoint
 
-    used = {(read_json(folder.path / CONFIG) or {}).get("start_from") for folder in _folders(root)}
+    used = {folder.record().get("config", {}).get("start_from") for folder in _folders(root)}
     for folder in _folders(root):
         points = sorted((folder.path / CHECKPOINTS).glob("step-*"))
         if not points or folder.state() != "done":
@@ -147,7 +147,7 @@ def _runs(root: Path) -> Iterator[RunInfo]:
         for cell in (read_json(manifest) or {}).get("cells", []):
             studies.setdefault(cell["cell"], []).append(manifest.parent.name)
     for folder in _folders(root):
-        config = read_json(folder.path / CONFIG) or {}
+        config = folder.record().get("config", {})
         variant = str(config.get("model", {}).get("variant", "?"))
         steps = int(config.get("optim", {}).get("steps", 0))
         belongs = list(dict.fromkeys(studies.get(folder.name, [])))
