@@ -46,16 +46,13 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "ui": ("runs", "ui", "Serve the MLflow UI on the runs."),
 }
 BENCHMARKS = {
-    "fit": ("benchmarks.fit", "command", "Compare memories on fixed keys and values: rules, depths, passes."),
     "kernels": ("titans_kernels.bench.__main__", "kernels", "Time the memory kernels and others on a GPU."),
     "memory": (
         "benchmarks.memory",
         "memory",
         "Time the memory layer's forward and backward pass on the CPU.",
     ),
-    "rules": ("benchmarks.rules", "rules", "Compare the memory's rules: form, error and speed on a CPU."),
     "step": ("benchmarks.step", "step", "Time a training step of every row of a study."),
-    "stream": ("benchmarks.stream", "stream", "Speed and memory use over the length of a long text."),
 }
 
 
@@ -181,7 +178,7 @@ def cli(debug: bool) -> None:
 
 @cli.group(cls=LazyGroup, lazy=BENCHMARKS)
 def bench() -> None:
-    """Benchmark the neural memory: speed, memory use, and what it stores, next to others."""
+    """Benchmark the neural memory and training steps, next to others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -191,18 +188,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command line; its exit code."""
+def run(arguments: list[str], command: click.Command = cli) -> int:
+    """Run one command line of ``command``; its exit code."""
     # classes named by import path are found in the current directory, after whatever is installed
     sys.path.append(os.getcwd())
     debug = "--debug" in arguments
     try:
         # --debug is accepted anywhere in the line
-        code = cli.main([a for a in arguments if a != "--debug"], prog_name="titans", standalone_mode=False)
+        words = [a for a in arguments if a != "--debug"]
+        code = command.main(words, prog_name="titans" if command is cli else None, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
-        command = next((a for a in arguments if not a.startswith("-")), "")
-        left = f"; {AFTER_INTERRUPT[command]}" if command in AFTER_INTERRUPT else ""
+        name = next((a for a in arguments if not a.startswith("-")), "")
+        left = f"; {AFTER_INTERRUPT[name]}" if name in AFTER_INTERRUPT else ""
         return _failed(f"interrupted{left}", INTERRUPTED, debug)
     except click.exceptions.NoArgsIsHelpError as error:
         # a group without a command: print its help, not an error
