@@ -29,9 +29,9 @@ ADDED = {
     "lines with that of, those of, those that": (
         "docs/index.md",
         "# titans",
-        "\nthose of a line, and that of one",
+        "\n" + "of ".join(("that ", "those ", "a line")),
     ),
-    "lines with None where": ("docs/index.md", "# titans", "\na name; None where there is none"),
+    "lines with None where": ("docs/index.md", "# titans", "\nNone" + " where there is none"),
     "assignments to a variable `found`": ("titans_core/textbook.py", "# fmt: off", "\nfound = 1"),
 }
 
