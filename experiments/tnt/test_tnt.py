@@ -8,14 +8,14 @@ from torch.nn import functional as F
 from tests.core.small import config
 from titans_core import LanguageModel
 from titans_core.blocks import Positions
-from titans_core.blocks.tnt import TNT
+from experiments.tnt.tnt import TNT
 from titans_core.memory import NeuralMemory, Writes
 
 
 def block(**options) -> TNT:
     torch.manual_seed(0)
     options = {"global_chunk": 6, "local_chunks": [2, 4], "shard": 12} | options
-    found = LanguageModel(config("tnt", options=options, surprise_bound=None)).double().blocks[0]
+    found = LanguageModel(config(VARIANT, options=options, surprise_bound=None)).double().blocks[0]
     with torch.no_grad():
         for p in found.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -91,4 +91,4 @@ def test_local_memories_do_not_reach_beyond_their_shard():
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        LanguageModel(config("tnt", **fields))
+        LanguageModel(config(VARIANT, **fields))
