@@ -30,7 +30,7 @@ AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
-    "clean": ("runs", "clean", "Delete old checkpoints of finished runs, and dead Ray sessions."),
+    "clean": ("runs", "clean", "Delete old checkpoints of finished runs."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
     "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),
@@ -39,11 +39,11 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "init": ("init", "init", "Write a starter run file with every field explained."),
     "inspect": ("model", "inspect", "Show what a run's memory does while it reads a text."),
     "paper": ("runs", "paper", "Write one page: the paper's tables and figures next to our results."),
-    "runs": ("runs", "runs", "List, tag and delete runs."),
+    "runs": ("runs", "runs", "List and delete runs."),
     "sweep": ("sweep", "sweep", "List, run and report studies (grids of runs)."),
     "tasks": ("evaluate", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
     "train": ("train", "train", "Train and evaluate one model."),
-    "ui": ("runs", "ui", "Open the MLflow UI on the runs."),
+    "ui": ("runs", "ui", "Serve the MLflow UI on the runs."),
 }
 BENCHMARKS = {
     "kernels": ("titans_kernels.bench.__main__", "kernels", "Time the memory kernels and others on a GPU."),
