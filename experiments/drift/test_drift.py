@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.drift.drift import DriftData, DriftModel, DriftOptions, best_gates, steady_risk
 from titans_core.config import MemoryConfig
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from experiments.drift.drift import DriftData, DriftModel, DriftOptions, best_gates, steady_risk
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.study.grid import expand, load_study
 
+TASK = "experiments.drift.drift:DriftTask"
 MEMORY = dict.fromkeys(("depth", "heads", "chunk_size", "max_theta"), 1)
 MEMORY |= {"momentum": False, "surprise_bound": None}
 
@@ -140,7 +141,10 @@ def config(**fields) -> RunConfig:
         "data": {"sequence_length": 96},
         "objective": {"kind": "experiments.drift.drift:Drift", "options": {"width": 8, "burn_in": 48}},
         "optim": {"steps": 4, "global_batch_size": 2},
-        "eval": {"items": 2, "columns": {"ratio": [{"task": "experiments.drift.drift:DriftTask", "options": {"kind": "ratio"}}]}},
+        "eval": {
+            "items": 2,
+            "columns": {"ratio": [{"task": TASK, "options": {"kind": "ratio"}}]},
+        },
     }
     for key, value in fields.items():
         at = given
@@ -169,7 +173,7 @@ def test_rows_are_a_function_of_their_number():
     ({"model": {"memory": MEMORY | {"rule": "omega"}}}, "model.memory.rule: omega has gates of its own"),
     ({"objective__options": {"width": 5, "turn": 0.5, "burn_in": 8}}, "width: 5 is odd"),
     ({"data__tokenizer": "dna"}, "data.tokenizer: objective .*Drift generates its rows"),
-    ({"eval__columns": {"a": [{"task": "experiments.drift.drift:DriftTask", "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
+    ({"eval__columns": {"a": [{"task": TASK, "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
 ])  # fmt: skip
 def test_what_has_no_known_risk_is_refused(change, says):
     objective = build_objective(config(**change))

@@ -18,7 +18,12 @@ from titans_platform.evals import build_generated, build_task
 
 BYTE = load_tokenizer("byte")
 BLOCKS = {"composition": "Composition", "episodes": "Episodes", "resets": "Resets"}
-SYNTHETIC = {"fuzzy_recall": "FuzzyRecall", "functions": "Functions", "memorisation": "Memorisation", "words": "Words"}
+SYNTHETIC = {
+    "fuzzy_recall": "FuzzyRecall",
+    "functions": "Functions",
+    "memorisation": "Memorisation",
+    "words": "Words",
+}
 PATHS = {name: f"experiments.tasks.blocks:{kind}" for name, kind in BLOCKS.items()}
 PATHS |= {name: f"experiments.tasks.synthetic:{kind}" for name, kind in SYNTHETIC.items()}
 PAIR = re.compile(r"([^\d\sa-z.,;:\-+*/]+)([0-9a-z]+)")
@@ -345,13 +350,20 @@ def test_floors_are_those_of_the_best_heuristic(task, options, length, level, he
 
 
 def test_answers_of_words_are_counted_by_letters_since_the_last_answer():
-    item = build_generated(TaskConfig(task=PATHS["words"], options={"queries": 8})).item(random.Random(0), 64, BYTE)
+    item = build_generated(TaskConfig(task=PATHS["words"], options={"queries": 8})).item(
+        random.Random(0), 64, BYTE
+    )
     apart = [len(re.split(r"=\d?", before.lstrip("."))[-2]) for before, _ in item.questions()]
     assert len(item.buckets) == len(apart) == 8
     for letters, bucket in zip(apart, item.buckets, strict=True):
         low, _, high = bucket.partition(" ")[0].partition("-")
         assert int(low) <= letters <= int(high or low)
-    assert build_generated(TaskConfig(task=PATHS["words"], options={"queries": 1})).item(random.Random(0), 64, BYTE).buckets == ()
+    assert (
+        build_generated(TaskConfig(task=PATHS["words"], options={"queries": 1}))
+        .item(random.Random(0), 64, BYTE)
+        .buckets
+        == ()
+    )
 
 
 @pytest.mark.parametrize(("task", "options", "message"), [

@@ -1,7 +1,6 @@
 """Floors: the best of each task's heuristics, computed by code on a fixed sample and pinned here."""
 
 import random
-import re
 from dataclasses import replace
 from statistics import fmean
 from types import SimpleNamespace

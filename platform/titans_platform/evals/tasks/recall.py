@@ -17,7 +17,7 @@ import re
 import string
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import product
 from typing import Annotated, Any, Literal
 
