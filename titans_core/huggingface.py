@@ -29,7 +29,6 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
-from titans_core.backbone import ModelState
 from titans_core.config import ModelConfig
 from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config, summary
@@ -44,6 +43,7 @@ from titans_core.ragged import (
     keep,
     unmasked,
 )
+from titans_core.state import ModelState
 
 ALIGNMENT = 64
 """Bytes: torch's CPU allocator aligns to these."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_core.backbone import ModelState
+from titans_core.state import ModelState
 
 IGNORED = -100
 """The label of a token without a loss."""
