@@ -31,7 +31,7 @@ def blocks(language: str) -> list[str]:
 
 def parse(line: str, whole: bool) -> None:
     """Parse a `titans` line as the command line does; without ``whole`` arguments may be missing."""
-    words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
+    words = [word for word in shlex.split(line.partition(" > ")[0], comments=True)[1:] if word != "..."]
     command: click.Command = cli.cli
     ctx = click.Context(command, info_name="titans")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
