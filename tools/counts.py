@@ -124,7 +124,7 @@ def markdown_in(folder: Path) -> Iterator[Path]:
 
 
 def lines_of_code(source: str, nodes: Iterable[ast.AST] | None = None) -> int:
-    """Count lines without docstrings, comments, blank lines and imports of a source, whose nodes may be given."""
+    """Count lines without docstrings, comments, blank lines and imports; ``nodes`` may be given."""
     left_out: set[int] = set()
     for node in nodes or ast.walk(ast.parse(source)):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
