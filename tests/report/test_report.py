@@ -8,13 +8,12 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from titans_platform.report.figures.buckets import against_position, depth_maps
 
 from tests.report.small import Page, save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.report import export
+from titans_platform.report import export, plot
 from titans_platform.report.figure_data import figure_data
-from titans_platform.report.figures import pictures, plot
+from titans_platform.report.figures import against_position, depth_maps, pictures
 from titans_platform.report.picture import DARK, LIGHT, svg
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import Links, build_report
@@ -211,9 +210,16 @@ def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     assert picture.key == "depth-needle-passkey"
     numbers = re.findall(r">([^<>]+)</text>", svg(picture))
     # LMM at 0-10% and 90-100%, then Window, each at 64 and 128 tokens
-    assert [number for number in numbers if number.endswith(".0")] == [*["100.0"] * 2, *["75.0"] * 2] + [
-        *["0.0"] * 2, *["75.0"] * 2
-    ]  # fmt: skip
+    assert [n for n in numbers if n.endswith(".0")] == [
+        "100.0",
+        "100.0",
+        "75.0",
+        "75.0",
+        "0.0",
+        "0.0",
+        "75.0",
+        "75.0",
+    ]
     assert {"LMM", "Window", "64", "128", "0-10%", "90-100%"} <= set(numbers)
 
 
