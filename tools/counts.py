@@ -118,9 +118,9 @@ class Tree:
 
 
 def markdown_in(folder: Path) -> Iterator[Path]:
-    """Markdown files of a folder of the repository."""
+    """Markdown files of a folder of the repository, templates of reports aside."""
     if folder.is_dir() and not folder.name.startswith(".") and folder.name not in ("site", "titans-runs"):
-        yield from folder.rglob("*.md")
+        yield from (path for path in folder.rglob("*.md") if path.parent.name != "templates")
 
 
 def lines_of_code(source: str, nodes: Iterable[ast.AST] | None = None) -> int:
