@@ -6,7 +6,7 @@ from titans_kernels.registry import lazy_exports
 
 if TYPE_CHECKING:
     from titans_core import presets
-    from titans_core.backbone import Backbone, Model, ModelState
+    from titans_core.backbone import Backbone, Model
     from titans_core.blocks import BLOCKS, Block, count_parameters
     from titans_core.classifier import ClassOutput, ConvClassifier, Pooling, SequenceClassifier
     from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from titans_core.memory import MemoryCache, NeuralMemory
     from titans_core.model import LanguageModel, ModelOutput
     from titans_core.series import SeriesModel, SeriesOutput
+    from titans_core.state import ModelState
     from titans_core.telemetry import record
 
 __all__ = [
@@ -49,9 +50,10 @@ __all__ = [
     "watch",
 ]
 
-# imported when they are asked for: they bring torch, which takes two seconds
+# lazy, since importing torch takes two seconds
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "config documents presets backbone blocks classifier generation inspection memory model series telemetry",
+    "config documents presets state backbone blocks classifier generation inspection memory model series "
+    "telemetry",
 )

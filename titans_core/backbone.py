@@ -1,63 +1,19 @@
-"""What models share: the stack of blocks, the state carried between calls, the optimiser's groups."""
+"""What models share: the stack of blocks, and the optimiser's groups."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from titans_core.blocks import Block, Positions, resolve
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents, check_not_empty
 from titans_core.init import initialize
 from titans_core.layers import RMSNorm
-
-if TYPE_CHECKING:
-    from titans_core.sequence_parallel import Relay
-
-
-class ModelState(NamedTuple):
-    """The recurrent state of a batch: tokens read so far, and the state of each block."""
-
-    position: int
-    blocks: tuple[Any, ...]
-
-    def detach(self) -> ModelState:
-        """The state without its autograd graph, for truncated backpropagation."""
-        cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
-        return ModelState(self.position, tree_map(cut, self.blocks))
-
-    def take(self, rows: Sequence[int]) -> ModelState:
-        """A copy of the state of these rows of the batch, in this order; rows may repeat."""
-        copies: dict[int, Tensor] = {}  # tensors that two parts share stay shared
-        places: dict[torch.device, Tensor] = {}
-
-        def taken(x: Any) -> Any:
-            if not isinstance(x, Tensor):
-                return x
-            if x.device not in places:
-                places[x.device] = torch.tensor(rows, device=x.device, dtype=torch.long)
-            if id(x) not in copies:
-                copies[id(x)] = x.index_select(0, places[x.device])
-            return copies[id(x)]
-
-        return ModelState(self.position, tree_map(taken, self.blocks))
-
-    def split(self, sizes: Sequence[int]) -> list[ModelState]:
-        """Split along the batch into ``sizes`` rows each, as views."""
-        leaves, spec = tree_flatten(self.blocks)
-        parts = [x.split(list(sizes)) if isinstance(x, Tensor) else [x] * len(sizes) for x in leaves]
-        return [ModelState(self.position, tree_unflatten(part, spec)) for part in zip(*parts, strict=True)]
-
-    @staticmethod
-    def cat(states: Sequence[ModelState]) -> ModelState:
-        """Concatenate states at the same position along the batch."""
-        join = lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]  # noqa: E731
-        first, *others = (state.blocks for state in states)
-        return ModelState(states[0].position, tree_map(join, first, *others) if others else first)
+from titans_core.relay import Relay
+from titans_core.state import ModelState
 
 
 class Model(nn.Module):

@@ -19,8 +19,8 @@ import torch
 from pydantic import Field
 from torch import Tensor
 
-from titans_core.backbone import ModelState
 from titans_core.config import Frozen, PositiveInt
+from titans_core.state import ModelState
 
 PREFILL_TOKENS = 8192
 """Most tokens of a prefill call, over all rows: bounds the activations of a long prompt."""

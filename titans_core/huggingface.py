@@ -22,9 +22,9 @@ from transformers import (  # pyright: ignore[reportMissingImports]
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 
-from titans_core.backbone import ModelState
 from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config
+from titans_core.state import ModelState
 
 ALIGNMENT = 64
 """Bytes: torch's CPU allocator aligns to these."""

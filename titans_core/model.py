@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from titans_core.backbone import Backbone, ModelState
+from titans_core.backbone import Backbone
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import EMPTY_READING, GREEDY, Reading, Sampling, Writing, read
 from titans_core.layers import Linear, is_plain
+from titans_core.state import ModelState
 from titans_kernels import token_losses
 
 LOGITS_PER_BLOCK = 2**24

@@ -6,9 +6,10 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from titans_core.backbone import Backbone, ModelState
+from titans_core.backbone import Backbone
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents, check_not_empty
+from titans_core.state import ModelState
 
 
 class SeriesOutput(NamedTuple):

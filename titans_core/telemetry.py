@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from titans_core.backbone import ModelState
 from titans_core.memory import MemoryCache, NeuralMemory, Writes
+from titans_core.state import ModelState
 from titans_kernels import MemoryState
 
 

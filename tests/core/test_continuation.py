@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.core.small import CASES, SWITCHES, VARIANTS, config, model, storages, tokens
 from titans_core import LanguageModel
-from titans_core.backbone import ModelState
+from titans_core.state import ModelState
 from titans_kernels.native import library
 
 

@@ -13,7 +13,7 @@ from titans_kernels import neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory.forms import native
 from titans_kernels.memory.forms.online import BLOCK
-from titans_kernels.memory.forms.triton import delta, pieces, refusal, tables
+from titans_kernels.memory.forms.triton import assembler, delta, pieces, refusal, tables
 from titans_kernels.memory.forms.triton import op as triton_op
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
@@ -266,11 +266,11 @@ def test_a_shape_without_a_kernel_says_why(name):
 
 @pytest.fixture
 def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
-    """A Hopper and Triton 3.9's assembler, as far as `refusal` can tell."""
+    """A Hopper and CUDA 13.4's assembler, as far as `refusal` can tell."""
     monkeypatch.setattr(refusal, "INTERPRETED", False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(refusal, "assembler", lambda: "13.4")
+    monkeypatch.setattr(assembler, "select", lambda arch: ((13, 4), "TRITON_PTXAS_PATH"))
     monkeypatch.delenv("TITANS_PTXAS", raising=False)
     return monkeypatch
 
@@ -283,12 +283,13 @@ def test_float32_chunks_of_128_are_too_large_for_a_card():
     assert refusal.refusal(q, q, q, W, 128, torch.bfloat16) is None
 
 
-@pytest.mark.parametrize("version", ["12.4", "12.8", "13.0", "13.1", "13.4"])
+@pytest.mark.parametrize("version", [(12, 4), (12, 8), (13, 0), (13, 1), (13, 4)])
 def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, on_a_card):
     q, W = torch.zeros(1, 8, 1, 32), layers(32, 32)
-    on_a_card.setattr(refusal, "assembler", lambda: version)
-    wrong = f"ptxas {version}" in (refusal.refusal(q, q, q, W, 64) or "served")
-    assert wrong == (version in ("12.8", "13.0"))
+    on_a_card.setattr(assembler, "select", lambda arch: (version, "TRITON_PTXAS_PATH"))
+    reason = refusal.refusal(q, q, q, W, 64) or "served"
+    assert (reason == "served") == (version not in ((12, 8), (13, 0)))
+    assert reason == "served" or "set TRITON_PTXAS_PATH to one of CUDA 13.1 or later" in reason
     on_a_card.setenv("TITANS_PTXAS", "any")
     assert refusal.refusal(q, q, q, W, 64) is None
     on_a_card.delenv("TITANS_PTXAS")
@@ -296,9 +297,46 @@ def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, on
     assert refusal.refusal(q, q, q, W, 64) is None
 
 
+@pytest.mark.parametrize(("arch", "current", "others", "chosen"), [
+    # Triton 3.7.1, which torch 2.13 pins: the newer of its two, on Hopper alone
+    (90, (12, 8), {"a": (12, 8), "b": (13, 1)}, "b"),
+    (80, (12, 8), {"a": (12, 8), "b": (13, 1)}, None),
+    (100, (13, 1), {"a": (12, 8), "b": (13, 1)}, None),
+    # Triton 3.9 takes the newer one itself
+    (90, (13, 4), {"a": (12, 9), "b": (13, 4)}, None),
+    # of several that are good the newest; of none that is none, and the kernels are refused
+    (90, (13, 0), {"a": (12, 4), "b": (13, 10), "c": (13, 4)}, "b"),
+    (90, (12, 8), {"a": (12, 8), "b": (12, 9)}, None),
+])  # fmt: skip
+def test_the_newest_assembler_of_the_wheel_replaces_one_that_is_wrong(arch, current, others, chosen):
+    assert assembler.choose(arch, current, others) == chosen
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["of the wheel", "of the user"])
+def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set_one(own, monkeypatch):
+    from triton import knobs
+    from triton.backends.nvidia import compiler
+
+    good = assembler._version(knobs.nvidia.ptxas_blackwell)
+    if assembler.is_wrong(good, 90):
+        pytest.skip("this Triton has no assembler for Hopper")
+    # the first version is taken for a wrong one, as if this were Triton 3.7.1
+    monkeypatch.setattr(compiler, "get_ptxas", lambda arch: knobs.nvidia.ptxas)
+    monkeypatch.setattr(assembler, "WRONG_ON_HOPPER", (assembler._version(knobs.nvidia.ptxas), good))
+    monkeypatch.setenv("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
+    if not own:
+        monkeypatch.delenv("TRITON_PTXAS_PATH")
+    assembler.select.cache_clear()
+    assert assembler.is_wrong(assembler.select(90)[0], 90) == own
+    assert (assembler.refusal(90) is not None) == own
+    assert (knobs.nvidia.ptxas.path == knobs.nvidia.ptxas_blackwell.path) != own
+    assembler.select.cache_clear()
+
+
 def test_the_assembler_that_triton_takes_has_a_version():
-    major, minor = refusal.assembler().split(".")
-    assert (int(major), int(minor)) >= (12, 0)
+    version, variable = assembler.select(90)
+    assert version >= (12, 0)
+    assert variable.startswith("TRITON_PTXAS")
 
 
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():

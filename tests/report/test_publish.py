@@ -74,7 +74,7 @@ def test_a_cells_run_has_the_units_of_the_table(study_run, store):
 
 def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
-    journal = study_run.cells[0].folder(root).path / "mlflow.jsonl"
+    journal = study_run.cells[0].folder(root).path / "metrics.jsonl"
     journal.write_text('{"step": 1, "time": 0, "values": {"loss": 3.0}}\n')
     shutil.copytree(root, copy)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}

@@ -9,7 +9,6 @@ from rich.console import Console
 from tests.report.small import save
 from titans_platform import text
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.files import write_json
 from titans_platform.report import export
 from titans_platform.report.export import as_record, terminal
 from titans_platform.report.publish import write_report
@@ -219,7 +218,7 @@ def test_nothing_at_chance_is_bold(root):
 def test_numbers_timed_beside_other_cells_are_marked(root):
     def timed(cell: Cell, host: str, began: int, ended: int) -> bool:
         span = {"host": host, "began": began, "ended": ended}
-        write_json(cell.folder(root).path / "time.json", span)
+        cell.folder(root).update(attempt=span)
         note = "Reasoning: timed while other cells ran on the same machine."
         return note in build_report(table(root)).notes
 

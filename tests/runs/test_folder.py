@@ -41,7 +41,7 @@ def result(commit: str = "one") -> dict:
 
 def test_states(folder):
     assert folder.state() == "missing"
-    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    folder.update(progress={"step": 3, "steps": 10})
     assert folder.state() == "interrupted"
     with folder.hold():
         assert folder.state() == "running"
@@ -74,11 +74,10 @@ def test_a_killed_process_lets_go(folder):
 
 
 def test_a_sign_of_life_from_another_machine_counts(folder):
-    write_json(folder.path / "origin.json", {"commit": "one", "host": "node-7"})
-    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    progress = {"step": 3, "steps": 10, "time": time.time()}
+    folder.update(commit="one", host="node-7", progress=progress)
     assert folder.state() == "running"
-    long_ago = time.time() - 1000
-    os.utime(folder.path / "progress.json", (long_ago, long_ago))
+    folder.update(progress=progress | {"time": time.time() - 1000})
     assert folder.state() == "interrupted"
 
 
@@ -97,12 +96,8 @@ def test_a_stale_result_is_shown_until_it_is_replaced(folder):
     folder.set_aside()
     assert folder.result() is None
     assert folder.shown_result().commit == "one"
-    folder.drop_stale()
-    assert folder.shown_result().commit == "one"
     write_json(folder.path / "result.json", result("two"))
-    folder.drop_stale()
     assert folder.shown_result().commit == "two"
-    assert not (folder.path / "result.stale.json").exists()
 
 
 def study_of(root, *cells: Cell) -> StudyRun:
@@ -191,7 +186,7 @@ def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
 def test_time_left_counts_only_work_done_since_the_start(tmp_path):
     cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd"))]
     half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
-    write_json(cells[0].folder(tmp_path).path / "progress.json", half)
+    cells[0].folder(tmp_path).update(progress=half)
     with cells[0].folder(tmp_path).hold():
         view = StudyView(Plan(study_of(tmp_path, *cells), 1))
         view.started = time.monotonic() - 10

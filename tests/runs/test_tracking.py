@@ -16,7 +16,6 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.text import flatten
@@ -188,9 +187,8 @@ def test_a_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     run_id = store.cell_run("abc", "lmm", parent=parent)
     store.run(run_id)
     folder = RunFolder(tmp_path, "abc")
-    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
     died = round(time.time()) - 1000
-    os.utime(folder.path / "progress.json", (died, died))
+    folder.update(progress={"step": 3, "steps": 10, "time": died})
     end_orphaned_runs(store, parent, tmp_path)
     ended = store.client.get_run(run_id).info
     assert (ended.status, ended.end_time) == ("KILLED", 1000 * died)

@@ -13,7 +13,6 @@ import ray  # noqa: F401 - brings psutil
 from tests.small import study, until
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.files import read_json
 from titans_platform.report.report import DAGGERS
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
@@ -42,7 +41,7 @@ def worker_of(cell: RunFolder) -> int | None:
     """Pid of the worker of a cell that has a checkpoint."""
     if not cell.is_held() or not list((cell.path / "checkpoints").glob("step-*")):
         return None
-    return (read_json(cell.path / "origin.json") or {}).get("pid")
+    return cell.record().get("pid")
 
 
 def below(pid: int) -> list[int]:

@@ -35,7 +35,7 @@ def cells(tmp_path, monkeypatch):
     for cell, (began, ended) in zip(found, SPANS.values(), strict=True):
         seconds = {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5}
         span = {"began": NOW + began, "ended": NOW + ended, "seconds": seconds}
-        write_json(cell.folder(tmp_path).path / "time.json", span)
+        cell.folder(tmp_path).update(attempt=span)
     return found
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.core.small import VARIANTS, config
 from titans_core import LanguageModel
-from titans_core.backbone import ModelState
+from titans_core.state import ModelState
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
 from titans_platform.training import checkpoint

@@ -26,7 +26,7 @@ from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.memory.forms.online import BLOCK
-from titans_kernels.memory.forms.triton import delta
+from titans_kernels.memory.forms.triton import assembler, delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
 from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
@@ -126,6 +126,7 @@ def source(launch: Launch) -> ASTSource:
 
 def compiled(launch: Launch, target: int) -> Any:
     """The kernel compiled by Triton for one target."""
+    assembler.select(target)
     return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=launch.options)
 
 

@@ -19,14 +19,13 @@ import click
 
 from titans_platform.cli import dry_run_option, echo_json, file_type, json_option, root_option
 from titans_platform.errors import UsageError
-from titans_platform.files import read_json, write_json
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RunFolder
+from titans_platform.files import read_json
+from titans_platform.runs.folder import CHECKPOINTS, RunFolder
 
 if TYPE_CHECKING:
     from titans_platform.tracking import Store
 
 
-TAGS = "tags.json"
 STATES = ("done", "running", "failed", "interrupted")
 SESSION_AGE = 24 * 3600.0
 """Seconds after which a Ray session without a process is deleted."""
@@ -100,7 +99,8 @@ def tag(run: str, names: tuple[str, ...], remove: bool, root: Path, dry_run: boo
     before = set(_tags(folder))
     kept = sorted(before - set(names) if remove else before | set(names))
     if not dry_run:
-        write_json(folder.path / TAGS, {"tags": kept})
+        with folder.hold(0):
+            folder.update(tags=kept)
     click.echo(f"{folder.name}: {' '.join(kept) or 'no tags'}")
 
 
@@ -164,7 +164,7 @@ def _old_checkpoints(root: Path, everything: bool) -> Iterator[Path]:
     # imports torch
     from titans_platform.runs.load import find_checkpoint
 
-    used = {(read_json(folder.path / CONFIG) or {}).get("start_from") for folder in _folders(root)}
+    used = {folder.record().get("config", {}).get("start_from") for folder in _folders(root)}
     for folder in _folders(root):
         points = sorted((folder.path / CHECKPOINTS).glob("step-*"))
         if not points or folder.state() != "done":
@@ -196,7 +196,7 @@ def _runs(root: Path) -> Iterator[RunInfo]:
         for cell in (read_json(manifest) or {}).get("cells", []):
             studies.setdefault(cell["cell"], []).append(manifest.parent.name)
     for folder in _folders(root):
-        config = read_json(folder.path / CONFIG) or {}
+        config = folder.record().get("config", {})
         variant = str(config.get("model", {}).get("variant", "?"))
         steps = int(config.get("optim", {}).get("steps", 0))
         belongs = list(dict.fromkeys(studies.get(folder.name, [])))
@@ -216,7 +216,7 @@ def _folder(run: str, root: Path) -> RunFolder:
 
 
 def _tags(folder: RunFolder) -> list[str]:
-    return (read_json(folder.path / TAGS) or {}).get("tags", [])
+    return folder.record().get("tags", [])
 
 
 def _size(path: Path) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -51,9 +52,20 @@ seeds_option = click.option(
 )
 
 
+def complete_study(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete the name of a study, or a path."""
+    from titans_platform.study.grid import known_studies
+
+    names = [CompletionItem(name) for name in known_studies() if name.startswith(typed)]
+    return names or [CompletionItem(typed, type="file")]
+
+
+study_argument = click.argument("study", shell_complete=complete_study)
+
+
 def study_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """STUDY with --scale, --rows, --seeds, --set and --root."""
-    for option in (root_option, set_option, seeds_option, rows_option, scale_option, click.argument("study")):
+    for option in (root_option, set_option, seeds_option, rows_option, scale_option, study_argument):
         command = option(command)
     return command
 
@@ -78,7 +90,7 @@ def list_studies(root: Path, as_json: bool) -> None:
     Example:
       titans sweep list
     """
-    from titans_platform.study.grid import known_studies, load_study
+    from titans_platform.study.grid import EXPERIMENT, known_studies, load_study
     from titans_platform.study.status import overview
 
     studies = []
@@ -99,15 +111,17 @@ def list_studies(root: Path, as_json: bool) -> None:
     click.echo("The paper's tables and figures:")
     for item in items:
         click.echo("\n".join(item.lines()))
-    click.echo("\nStudies:")
-    for study, path in studies:
-        click.echo(f"{study.name}: {' '.join(study.description.split())}")
-        rows = len(study.rows_at(next(iter(study.scales))))
-        click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
+    own = [each for each in studies if each[1].name == EXPERIMENT]
+    for heading, shown in (("Studies", [each for each in studies if each not in own]), ("experiments/", own)):
+        click.echo(f"\n{heading}:" if shown else "", nl=bool(shown))
+        for study, path in shown:
+            click.echo(f"{study.name}: {' '.join(study.description.split())}")
+            rows = len(study.rows_at(next(iter(study.scales))))
+            click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
 
 
 @sweep.command(short_help="Show a study's rows, columns and sizes.")
-@click.argument("study")
+@study_argument
 @scale_option
 @set_option
 @json_option
@@ -316,7 +330,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
 
 
 @sweep.command(short_help="Show a study's progress, whether or not its driver is alive.")
-@click.argument("study", required=False)
+@click.argument("study", required=False, shell_complete=complete_study)
 @scale_option
 @root_option
 @json_option

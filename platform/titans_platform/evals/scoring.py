@@ -24,8 +24,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core import LanguageModel
-from titans_core.backbone import ModelState
 from titans_core.generation import PREFILL_TOKENS
+from titans_core.state import ModelState
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 

@@ -22,8 +22,7 @@ from typing import Any, NamedTuple, TypeGuard
 
 import numpy as np
 
-from titans_platform.files import read_json
-from titans_platform.runs.folder import TIME, Result
+from titans_platform.runs.folder import Result
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Expectation, Row
 from titans_platform.study.status import CellStatus, cell_statuses
@@ -139,7 +138,7 @@ def build_table(run: StudyRun) -> Table:
     seeds = sorted({cell.seed for row in rows for cell in row.cells})
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
     study, scale = run.study, run.study.scales[run.scale_name]
-    times = [span for cell in run.whole if (span := read_json(cell.folder(run.root).path / TIME))]
+    times = [span for cell in run.whole if (span := cell.folder(run.root).attempt())]
     spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in times)
     return Table(
         study=study.name, scale=run.scale_name, label=run.label,

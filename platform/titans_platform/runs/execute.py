@@ -83,8 +83,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
         finally:
             folder.clear_interrupt()
             with ignore_disk_full():
-                folder.record_time(began, seconds)
-        folder.drop_stale()
+                folder.record_attempt(began, seconds)
         return outcome.result
 
 

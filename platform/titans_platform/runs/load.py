@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from titans_core import Model
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError, within
-from titans_platform.loading import load_config
+from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, Result, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, Result, RunFolder
 from titans_platform.runs.reporter import mlflow_run
 from titans_platform.runs.spec import RunSpec
 from titans_platform.text import flatten
@@ -82,8 +82,13 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
-    # JSON is YAML
-    return load_config(point.parents[1] / CONFIG, overrides)
+    return _config_of(point.parents[1], overrides)
+
+
+def _config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    if not (config := RunFolder(folder.parents[1], folder.name).record().get("config")):
+        raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
+    return config_from(config, overrides)
 
 
 def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[Any]]:
@@ -123,7 +128,7 @@ def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> Pat
     if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
         return None
     path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
-    shorter, cfg = RunFolder(path.parents[1], path.name), load_config(path / CONFIG)
+    shorter, cfg = RunFolder(path.parents[1], path.name), _config_of(path)
     if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
         raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
     exact = equal_rates(cfg.optim, spec.config.optim)

@@ -28,6 +28,8 @@ from titans_platform.runs.spec import Resources
 from titans_platform.study.folder import FOUND, CellRecord, SearchState, StudyFolder, StudyRecord
 from titans_platform.study.spec import Column, Row, Study, pick, read_paper
 
+EXPERIMENT = "study.yaml"
+"""The study of an experiment: `experiments/NAME/study.yaml`, whose name is NAME."""
 UNNAMED = ".unnamed"
 """Name of a run's folder that never exists."""
 
@@ -138,7 +140,9 @@ class StudyRun:
 
 
 def find_study(name: str) -> Path:
-    """The file of a study, by name or path. Raises UsageError."""
+    """The file of a study, by name, path, or the folder of an experiment. Raises UsageError."""
+    if os.sep in name and (path := Path(name) / EXPERIMENT).is_file():
+        return path
     if path := file_at(name, "study"):
         return path
     found = known_studies()
@@ -146,26 +150,35 @@ def find_study(name: str) -> Path:
 
 
 def known_studies() -> dict[str, Path]:
-    """All studies that can be given by name, with their files."""
-    return known_files("sweeps")
+    """Files of the studies that can be given by name: of sweeps/, then of the working tree's experiments/."""
+    studies = known_files("sweeps")
+    own = known_files("experiments", f"*/{EXPERIMENT}")
+    return studies | {name: path for name, path in own.items() if name not in studies}
+
+
+def place_of(study: Path) -> Path:
+    """The relative path at which a study's file is found by its name."""
+    own = study.name == EXPERIMENT
+    return Path("experiments", study.parent.name, EXPERIMENT) if own else Path("sweeps", f"{study.stem}.yaml")
 
 
 def load_study(name: str) -> Study:
     """Read and check a study by name or path. Raises UsageError."""
     path = find_study(name)
-    study = validate(Study, _read(path), path.name)
+    where = f"{path.parent.name}/{path.name}" if path.name == EXPERIMENT else path.name
+    study = validate(Study, _read(path), where)
     for table in study.paper:
-        pick(table, read_paper().tables, "table of the paper", path.name)
+        pick(table, read_paper().tables, "table of the paper", where)
     for scale_name, scale in study.scales.items():
         for axis in scale.axes:
-            pick(axis, study.axes, f"axis (scale {scale_name})", path.name)
+            pick(axis, study.axes, f"axis (scale {scale_name})", where)
         for row in scale.rows:
-            pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", path.name)
+            pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", where)
         study.search_at(scale_name)
         columns = study.columns_at(scale_name)
-        _check_rows(columns, study.rows_at(scale_name), path.name)
+        _check_rows(columns, study.rows_at(scale_name), where)
         if study.search:
-            pick(study.search.metric, columns, "column (search.metric)", path.name)
+            pick(study.search.metric, columns, "column (search.metric)", where)
     return study
 
 

@@ -26,7 +26,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import file_times, read_json, write_json
 from titans_platform.loading import validate
 from titans_platform.provenance import code_times, commit
-from titans_platform.runs.folder import RESULT, TIME, RunFolder
+from titans_platform.runs.folder import RESULT, RunFolder
 from titans_platform.study.folder import StudyFolder, StudyRecord
 from titans_platform.study.grid import Cell, StudyRun, known_studies, load_study
 from titans_platform.study.spec import Printed, Study, read_paper
@@ -155,7 +155,7 @@ def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict
     overhead; it has a part for each phase of a cell, one for the start of a cell's process, and one for the
     time in which a slot ran no cell.
     """
-    recorded = (read_json(cell.folder(root).path / TIME) for cell in cells)
+    recorded = (cell.folder(root).attempt() for cell in cells)
     spans = [span for span in recorded if span and span["began"] >= began]
     phases: Counter[str] = Counter()
     for span in spans:

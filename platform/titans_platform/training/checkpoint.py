@@ -31,8 +31,8 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
 from torch.distributed.checkpoint.state_dict_saver import async_save
 
-from titans_core.backbone import ModelState
 from titans_core.memory_file import flatten_state, restore_state
+from titans_core.state import ModelState
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
 from titans_platform.training.loop import Phases, Progress, Trainer

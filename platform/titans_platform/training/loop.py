@@ -20,7 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titans_core.backbone import Model, ModelState
+from titans_core.backbone import Model
+from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch

@@ -19,9 +19,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.launch import fake, float32_precision, launch
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED, add_dot, dot, tile_at
-from titans_kernels.memory.forms.triton.refusal import WIDTHS, miscompiled
+from titans_kernels.memory.forms.triton.refusal import WIDTHS
 
 BLOCKS = (16, 32, 64)
 KEYS = WIDTHS[:-1]
@@ -36,7 +37,7 @@ def refusal(key: Tensor, value: Tensor) -> str | None:
         return f"no kernel for {key.dtype}"
     if key.shape[2] not in BLOCKS or key.shape[-1] not in KEYS or value.shape[-1] not in WIDTHS:
         return f"blocks of {key.shape[2]} tokens with widths {key.shape[-1]} and {value.shape[-1]}"
-    return None if INTERPRETED else miscompiled(key.device.index)
+    return None if INTERPRETED else assembler.refusal(assembler.arch_of(key.device.index))
 
 
 @triton.jit

@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.forms.triton import assembler
+
 OPTIONS = {"enable_fp_fusion": True}
 """Options of every kernel: fused multiply-add, set here because the default may change."""
 
@@ -83,5 +85,7 @@ def launch(
         _here.lists[-1].append(made)
         return
     device = next(x.device for x in arguments if isinstance(x, Tensor))
+    if device.type == "cuda":
+        assembler.select(assembler.arch_of(device.index))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
         kernel[grid](*arguments, **constants, **made.options)
