@@ -96,11 +96,15 @@ class Rule:
         return type(self).chunk is not Rule.chunk
 
     @property
+    def has_paper_update(self) -> bool:
+        """Whether its hooks keep the paper's update and gradient point; loss and reads may differ."""
+        own = type(self)
+        return own.update is Rule.update and own.gradient_point is Rule.gradient_point
+
+    @property
     def linear(self) -> bool:
         """Whether a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
-        own = type(self)
-        hooks = own.update is Rule.update and own.gradient_point is Rule.gradient_point
-        return hooks and not self.has_own_chunk
+        return self.has_paper_update and not self.has_own_chunk
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from titans_kernels.memory.options import (
 )
 from titans_kernels.memory.parts.layout import each_document
 from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.state import DecodeState, has_factors, write_factors
+from titans_kernels.memory.state import DecodeState, write_factors
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -45,7 +45,7 @@ def write_chunk(
     rule: Rule, tokens: Inputs, state: MemoryState, options: Options
 ) -> tuple[Tensor, MemoryState]:
     """`Rule.chunk` by the hooks of a rule."""
-    if has_factors(rule, by_column=tokens.forgets_by_column):
+    if rule.has_paper_update and not tokens.forgets_by_column:
         y, after = write_factors(tokens, DecodeState.of(state), options)
         return y, after.memory()
     wide = lambda gate, W: broadcast_gate(gate, W.shape[-1], gate.ndim == tokens.q.ndim)  # noqa: E731
