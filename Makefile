@@ -56,7 +56,7 @@ PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(TORCH_FOR_CPU)
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 .venv/test .venv/dev .venv/docs: .venv/run

@@ -213,6 +213,13 @@ def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     assert held(tmp_path / "again") == files
 
 
+def test_requirements_of_a_job_have_the_extra_train_and_no_other(monkeypatch):
+    triton = 'triton>=3.6; sys_platform == "linux"'
+    lines = ["torch>=2.11", triton, "click>=8.2; extra == 'train'", "pytest>=8.3; extra == 'test'"]
+    monkeypatch.setattr(packaging.importlib.metadata, "requires", lambda name: lines)
+    assert packaging.requirements() == ["torch>=2.11", triton, "click>=8.2"]
+
+
 def test_an_answer_is_separated_from_the_log():
     rest: list[str] = []
     answer = Answer(rest.append)

@@ -1,4 +1,4 @@
-"""`titans bench stream`: speed, memory and decoding of each variant on a long text.
+"""`python -m experiments.stream.stream`: speed, memory and decoding of each variant on a long text.
 
 Each variant reads in a process of its own: this module, run with a job, which answers ``read N`` and
 ``decode N`` with a line of JSON.
@@ -26,6 +26,7 @@ from titans_core.generation import prefill
 from titans_core.presets import preset as sized
 from titans_kernels.bench.process import Answering, peak_bytes
 from titans_kernels.bench.timing import Failed
+from titans_platform import cli
 from titans_platform.cli import FiniteFloat, echo_json, json_option
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
@@ -138,7 +139,7 @@ def _one(
     row: dict[str, Any] = {"row": name, "looks": [], "decode": {}, "ended": None}
     row |= {"rate_ratio": None, "peak_ratio": None, "decode_ratio": None}
     stops = sorted({*range(every, tokens + 1, every), tokens, *(at for at in TIMED_AT if at <= tokens)})
-    with Answering(["-m", "benchmarks.stream", json.dumps(job)], threads, name) as reader:
+    with Answering(["-m", "experiments.stream.stream", json.dumps(job)], threads, name) as reader:
         at, begun, seconds = 0, 0, 0.0
         for stop in stops:
             progress(f"{name}: {at:,} of {tokens:,} tokens")
@@ -235,7 +236,7 @@ def stream(
 
     \b
     Example:
-      titans bench stream --tokens 2000000 --text book.txt --figure docs
+      python -m experiments.stream.stream --tokens 2000000 --text book.txt --figure experiments/stream
     """
     try:
         models = {name: sized(preset, name, vocab_size=260) for name in variants.split(",")}
@@ -253,7 +254,7 @@ def stream(
 
 
 def lines_of_stream(result: dict[str, Any]) -> list[str]:
-    """The result of `titans bench stream`: each variant at its first look, at its last, and their ratio."""
+    """Return a line for each variant: its first look, its last, and their ratio."""
     lines = [
         f"{result['tokens']:,} tokens read; the first {result['every']:,} and the last; "
         f"threads: {result['threads']}.",
@@ -292,4 +293,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        main()
+    else:
+        sys.exit(cli.run(sys.argv[1:], stream))
