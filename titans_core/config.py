@@ -61,7 +61,7 @@ class MemoryConfig(Frozen):
     """L2-normalise queries and keys."""
     value_norm: bool = True
     """L2-normalise values, so that surprise_bound has the same meaning in every layer."""
-    output: tuple[Literal["norm", "gate"], ...] = ("norm", "gate")
+    output: Annotated[tuple[Literal["norm", "gate"], ...], Field(strict=False)] = ("norm", "gate")
     """Applied to reads before the output projection (Section 4.4): normalisation, a gate by the token."""
     gates_per: Literal["token", "chunk"] = "token"
     """Gates alpha, eta and theta per token, or one value per chunk (Section 3.2)."""
@@ -94,9 +94,7 @@ class MemoryConfig(Frozen):
         for name, default in _REMOVED.items():
             if name in given and given[name] != default:
                 value = json.dumps(given[name])
-                raise ValueError(
-                    f"{name}: {value} is not supported any more; CHANGELOG.md says what replaces it"
-                )
+                raise ValueError(f"{name}: {value} was removed; CHANGELOG.md says what replaces it")
         if given.get("backend") == "autograd":
             raise ValueError("backend: autograd is now called generic")
         return {name: value for name, value in given.items() if name not in _REMOVED}

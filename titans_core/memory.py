@@ -345,7 +345,7 @@ class NeuralMemory(Projections):
         c = self.config
         if c.write_budget is None:
             return writes.theta, writes.theta.new_empty(0)
-        held = (cache.memory.keys, *cache.steps) if cache.steps else None
+        held = (cache.memory.keys, cache.steps[0]) if cache.steps else None
         theta, steps = effective_steps(
             writes.k, writes.eta, writes.theta, c.chunk_size, held=held, budget=c.write_budget
         )

@@ -31,7 +31,7 @@ from torch import Tensor, nn
 
 from titans_core import Model
 from titans_core.config import Frozen, MemoryConfig, PositiveInt
-from titans_kernels import Rule, find_rule, neural_memory
+from titans_kernels import Extension, Rule, find_rule, neural_memory
 from titans_platform.config import digest
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import Measurement, Task
@@ -188,7 +188,7 @@ class DriftModel(Model):
     def __init__(self, memory: MemoryConfig, width: int, outputs: int):
         super().__init__()
         self.memory, self.width, self.outputs = memory, width, outputs
-        self.rule: Rule = find_rule(memory.rule, **memory.rule_options)
+        self.rule: Rule = find_rule(memory.rule)
         if self.rule.extra_gates:
             raise ValueError(f"rule: {memory.rule} has gates of its own; objective drift learns none")
         gate = lambda bias, learned: nn.Parameter(torch.tensor(bias)) if learned else None  # noqa: E731
@@ -222,7 +222,7 @@ class DriftModel(Model):
         q = torch.cat([k[:, 1:], k[:, :1]], 1)
         read, _ = neural_memory(
             q, k, v, alpha, eta, theta, (k.new_zeros(1, d, self.outputs),), chunk_size=self.memory.chunk_size,
-            rule=self.rule, output_final_state=False,
+            extension=Extension(rule=self.rule),
         )  # fmt: skip
         read = read[:, :-1, 0] * d**0.5
         return torch.cat([torch.zeros_like(read[:, :1]), read], 1)

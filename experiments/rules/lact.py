@@ -10,7 +10,7 @@ from torch import Tensor
 
 from experiments.rules.matrices import EndedRule, newton_schulz, with_row_norms_of
 from titans_kernels import MemoryState
-from titans_kernels.memory.options import Inputs, Options
+from titans_kernels.memory.options import Inputs
 
 
 @dataclass(frozen=True)
@@ -37,15 +37,10 @@ class LaCT(EndedRule):
     def error(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         return -v
 
-    def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:
-        return super().chunk(tokens._replace(alpha=torch.zeros_like(tokens.alpha)), state, options)
-
-    def update(
-        self, weights: Tensor, momentum: Tensor, gradient: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
-        *extra: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Inside a chunk a plain sum."""
-        return weights - theta * gradient, momentum
+    def inside(self, tokens: Inputs) -> Inputs:
+        """Without decay and momentum: a plain sum."""
+        zero = torch.zeros_like
+        return tokens._replace(alpha=zero(tokens.alpha), eta=zero(tokens.eta))
 
     def end(self, start: MemoryState, after: MemoryState, tokens: Inputs) -> MemoryState:
         eta, weights, steps = tokens.eta.mean(-1)[..., None, None], [], []

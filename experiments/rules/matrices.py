@@ -35,12 +35,16 @@ class EndedRule(Rule):
     def end(self, start: MemoryState, after: MemoryState, tokens: Inputs) -> MemoryState:
         """The state after a full chunk, from full weights [B, H, D, F] before and after its tokens."""
 
+    def inside(self, tokens: Inputs) -> Inputs:
+        """The tokens as the chunk is written with."""
+        return tokens
+
     def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:
-        y, after = super().chunk(tokens, state, options)
+        y, after = super().chunk(self.inside(tokens), state, options)
         if tokens.q.shape[2] < options.chunk_size:
             return y, after
-        full = (part._replace(weights=whole(part.weights, options.base)) for part in (state, after))
-        ended = self.end(*full, tokens)
+        full = lambda part: part._replace(weights=whole(part.weights, options.base))  # noqa: E731
+        ended = self.end(full(state), full(after), tokens)
         if self.reads == "token":
             y = torch.cat([y[:, :, :-1], apply_memory(ended.weights, tokens.q[:, :, -1:], options)], 2)
         return y, ended._replace(weights=distances(ended.weights, options.base))

@@ -222,13 +222,14 @@ def test_lact(muon):
         y = []
         for first in range(0, T, B):
             start, part = W, [x[first : first + B] for x in tokens]
-            sums = [torch.zeros_like(w) for w in W]
+            sums = last = [torch.zeros_like(w) for w in W]
             for q, k, v, _, _, theta in zip(*part, strict=True):
                 y.append(f(start, q))
                 g = gradient(lambda at, k=k, v=v: -(f(at, k) * v).sum(), start)
-                sums = [x - theta * d for x, d in zip(sums, g, strict=True)]
+                last = [-theta * d for d in g]
+                sums = [x + d for x, d in zip(sums, last, strict=True)]
             if len(part[0]) < B:
-                return y, [w + dw for w, dw in zip(W, sums, strict=True)], S
+                return y, [w + dw for w, dw in zip(W, sums, strict=True)], last
             S = [dw + part[4].mean() * s for dw, s in zip(sums, S, strict=True)]
             W = [fixed_rows(w + (orthogonalised(s) if muon else s), w) for w, s in zip(W, S, strict=True)]
         return y, W, S

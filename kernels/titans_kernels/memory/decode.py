@@ -139,23 +139,24 @@ def _recomputed(tokens: Inputs, state: AnyState, size: int, chunks) -> tuple[Ten
     """
     if state.position and not isinstance(state, OpenChunk):
         raise ValueError("state: inside a chunk of a linear rule; continue with that and one alpha per head")
-    T, p, held = tokens.q.shape[1], state.position, state.tokens if isinstance(state, OpenChunk) else ()
-    if held:
+    p, outputs, start = state.position, [], MemoryState(state.weights, state.momentum)
+    if isinstance(state, OpenChunk):
         B, _, H, D = tokens.q.shape
-        held = held._replace(q=tokens.q.new_zeros(B, p, H, D))
+        held = state.tokens._replace(q=tokens.q.new_zeros(B, p, H, D))
         tokens = Inputs(*(torch.cat(pair, 1) for pair in zip(held, tokens, strict=True)))
-    full, start, outputs = (p + T) // size * size, MemoryState(state.weights, state.momentum), []
+    n = tokens.q.shape[1]
+    full = n - n % size
     if full:
         y, start = chunks(_part(tokens, 0, full), start)
         outputs.append(y)
-    if full == p + T:
+    if full == n:
         return outputs[0][:, p:], DecodeState.of(start)
-    rest = _part(tokens, full, p + T)
+    rest = _part(tokens, full, n)
     y, now = chunks(rest, start)
     y = torch.cat([*outputs, y], 1)[:, p:]
     # copies, since a view would keep all tokens of the call alive
     kept = rest._replace(q=rest.q[..., :0])
-    return y, OpenChunk(*start, now, Inputs(*(x.clone() for x in kept)))
+    return y, OpenChunk(start.weights, start.momentum, now, Inputs(*(x.clone() for x in kept)))
 
 
 def _serves_compiled(tokens: Inputs, state: DecodeState, options: Options) -> bool:

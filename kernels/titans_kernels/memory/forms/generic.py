@@ -38,7 +38,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
     for chunk in zip(*(x.transpose(1, 2).split(options.chunk_size, 2) for x in inputs), strict=True):
         y, state = options.rule.chunk(Inputs(*chunk), state, options)
         outputs.append(y)
-    return torch.cat(outputs, 2).transpose(1, 2), *state
+    return torch.cat(outputs, 2).transpose(1, 2), state.weights, state.momentum
 
 
 def write_chunk(
