@@ -30,6 +30,7 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/counts.py
 
 # A site in site/: the pages of docs/, and the API from the docstrings.
 docs: .venv/docs

@@ -11,7 +11,7 @@ import yaml
 from titans_platform.cli import run
 from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
 from titans_platform.clusters.base import Answer, Job, JobInfo
-from titans_platform.clusters.kuberay import KubeRay, ray_job
+from titans_platform.clusters.kuberay import FILES, KubeRay, ray_job
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
@@ -129,6 +129,17 @@ def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch)
     said = r"like: \.\./near\.yaml: a path with \.\. cannot be shipped with a job"
     with pytest.raises(UsageError, match=said):
         packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
+
+
+def test_an_experiment_travels_with_the_classes_beside_it():
+    job = packaging.study_job(load_cluster("lab"), "drift", "smoke", Path("/mnt"), [], [])
+    assert job.name == "drift-smoke"
+    assert {"experiments/drift/study.yaml", "experiments/drift/drift.py"} <= set(job.files)
+    assert not [name for name in job.files if "test_" in name or name.startswith("sweeps/")]
+    (_, ray) = ray_job("a-1", load_cluster("kuberay-job"), job)
+    assert yaml.safe_load(ray["spec"]["runtimeEnvYAML"])["env_vars"]["PYTHONPATH"] == FILES
+    for pod in pods(ray):
+        assert FILES in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
 
 
 def pods(manifest: dict) -> list[dict]:

@@ -257,7 +257,7 @@ def test_form_that_does_not_support_a_rule_is_refused():
         extend_memory(*case.tokens, opened, chunk_size=8)
 
 
-# the walk of docs: one file, and a line where it shall have a name
+# the walk of docs/extending.md: one file, and a line where it shall have a name
 LP = '''
 from dataclasses import dataclass
 from titans_kernels import Rule
