@@ -35,7 +35,7 @@ FROZEN = {
     "cluster stop": "NAME JOB --dry-run",
     "cluster submit": "NAME COMMAND --detach --dry-run --json",
     "cluster up": "NAME --dry-run --json",
-    "data info": "CONFIG --set --root --verify --kmer --json",
+    "data info": "CONFIG --set --root --verify --json",
     "data prepare": "CONFIG --set --root --processes --cluster --dry-run --json",
     "data tokenizer": "SOURCES --size --out",
     "eval": "RUN --by-position --pathways --rows --read --set --root --json",

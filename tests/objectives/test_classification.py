@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.kmers import kmer_regression
 from titans_core import ConvClassifier, SequenceClassifier
 from titans_core.presets import preset
 from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.labelled import Items, divide, kmer_regression, load_items, read_file
+from titans_platform.objectives.labelled import Items, divide, load_items, read_file
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest
@@ -230,7 +231,7 @@ def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
     ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
     ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
     ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
-    ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
+    ({"data.sources": [{"kind": "corpus", "weight": 2}]}, "data.sources: objective class"),
     ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
 ])  # fmt: skip
 def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
@@ -239,15 +240,11 @@ def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
     assert re.search(says, refused("train", "run.yaml", "--root", "runs", *sets))
 
 
-def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys, answer):
+def test_kmer_regression_tells_motifs_and_chooses_k_on_validation(folder, answer):
     write(folder / "motif.csv", items(600, motif="GATTACA"))
-    data = build_objective(config()).prepare(Path("runs"))
-    best = kmer_regression(data, 4)
+    best = kmer_regression(build_objective(config()).prepare(Path("runs")), 4)
     assert best.k >= 3
     assert best.test > 0.85
     (folder / "run.yaml").write_text(json.dumps(RUN))
-    shown = answer("data", "info", "run.yaml", "--root", "runs", "--kmer", "2")
+    shown = answer("data", "info", "run.yaml", "--root", "runs")
     assert sum(shown["items"]["train"].values()) == 480
-    assert shown["kmer"]["k"] in (1, 2)
-    assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "1"]) == 0
-    assert "logistic regression on 1-mers" in capsys.readouterr().out

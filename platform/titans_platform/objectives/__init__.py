@@ -1,9 +1,9 @@
 """Training objectives. To add one, write a file and its line in `OBJECTIVES` of `objectives.base`."""
 
 from titans_platform.evals import TASKS
-from titans_platform.objectives.base import OBJECTIVES, Data, Input, Objective, build_objective, register
+from titans_platform.objectives.base import OBJECTIVES, Data, Objective, build_objective, register
 
-__all__ = ["OBJECTIVES", "Data", "Input", "Objective", "build_objective", "register"]
+__all__ = ["OBJECTIVES", "Data", "Objective", "build_objective", "register"]
 
 TASKS["accuracy"] = "titans_platform.objectives.classification:Accuracy"
 TASKS["class_loss"] = "titans_platform.objectives.classification:ClassLoss"

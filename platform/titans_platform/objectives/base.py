@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,20 +24,6 @@ from titans_platform.training.optim import check_windows
 
 Report = Callable[[str, int, int, "float | None"], None]
 """Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""
-
-
-class Input(NamedTuple):
-    """One source of a run's data, as logged with the run."""
-
-    name: str
-    digest: str
-    """Hash of the content."""
-    where: str
-    """A path, a Hub dataset, or the name of the generator."""
-    about: dict[str, int]
-    """Its sizes by name, e.g. the number of tokens."""
-    trained_on: bool = True
-    """False: used for evaluation only."""
 
 
 class Data(Protocol):
@@ -115,10 +101,6 @@ class Objective(ABC, Generic[D]):
     def counts(self, batch: Any) -> Tensor:
         """[B] bool: whether the row has targets. By default every row does."""
         return torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
-
-    def inputs(self, data: D) -> list[Input]:
-        """The sources of ``data``."""
-        return [Input(self.data_kind, data.fingerprint[:36], self.cfg.objective.kind, {})]
 
     def sample_batch(self, rows: int) -> Any:
         """``rows`` rows of random content, to time a step before data are prepared; None: not supported."""

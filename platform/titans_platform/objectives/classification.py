@@ -22,7 +22,7 @@ from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Input, Objective, Report
+from titans_platform.objectives.base import Objective, Report
 from titans_platform.objectives.labelled import (
     PARTS,
     UNLABELLED,
@@ -142,11 +142,6 @@ class Classification(Objective[LabelledData]):
             return (losses_BT * own_BT).sum(1) / (batch.lengths - 1)
         logits_BK = model(batch.tokens, lengths_B=batch.lengths).logits.float()
         return F.cross_entropy(logits_BK, batch.labels, reduction="none")
-
-    def inputs(self, data: LabelledData) -> list[Input]:
-        """The sequences, with the hash of their content."""
-        counts = {f"{part} sequences": len(data.labels[part]) for part in PARTS}
-        return [Input("labelled", data.fingerprint, self.options.path or self.options.hub_name, counts)]
 
     def sample_batch(self, rows: int) -> Labelled:
         """Random tokens of full length, with labels."""

@@ -19,7 +19,7 @@ from titans_platform.errors import UsageError, within
 from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
 from titans_platform.evals.tasks.by_position import ByPositionTask
 from titans_platform.evals.tasks.perplexity import Perplexity
-from titans_platform.objectives.base import Input, Objective, Report
+from titans_platform.objectives.base import Objective, Report
 from titans_platform.training.loop import CrossEntropy, Stream
 
 
@@ -55,22 +55,12 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         optim = self.cfg.optim
         return Streams(
             data.sources, optim.global_batch_size, self.cfg.row_tokens, self.cfg.seed, rank, world_size,
-            reset_probability=optim.reset_probability, carry_after=optim.carry_after,
-            state_passing=optim.state_passing, groups=optim.stream_groups,
+            reset_probability=optim.reset_probability, groups=optim.stream_groups,
         )  # fmt: skip
 
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
-
-    def inputs(self, data: PreparedData) -> list[Input]:
-        """The sources, each with the hash of its tokens."""
-        found = []
-        for label, rows, source in zip(data.labels, data.sources, self.cfg.data.sources, strict=True):
-            where, manifest = source.path or source.dataset or label, rows.manifest
-            tokens = {"train tokens": manifest.train.tokens, "validation tokens": manifest.validation.tokens}
-            found.append(Input(label, manifest.content, where, tokens, rows.weight > 0))
-        return found
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens; each row is one document."""

@@ -28,7 +28,7 @@ from titans_platform.evals import Measurement, Task, row_length
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
-from titans_platform.objectives.base import Input, Objective, Report
+from titans_platform.objectives.base import Objective, Report
 from titans_platform.objectives.files import (
     DATASETS,
     ItemStream,
@@ -246,12 +246,6 @@ class Regression(Objective[SeriesData]):
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))
-
-    def inputs(self, data: SeriesData) -> list[Input]:
-        """The series, with the hash of its content."""
-        where = self.options.path or self.options.dataset or f"{self.options.sines} steps of sines"
-        steps = {f"{name} steps": count for name, count in data.parts._asdict().items() if count}
-        return [Input("series", data.fingerprint, where, steps)]
 
     def sample_batch(self, rows: int) -> Windows:
         """Standard normal values."""

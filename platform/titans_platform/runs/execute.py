@@ -180,7 +180,7 @@ class Worker:
             self.objective = spec.objective
             self.data = self.objective.open(spec.root)
         with self.phases.phase("record"):
-            self.reporter = Reporter(spec, self.objective.inputs(self.data)) if rank() == 0 else None
+            self.reporter = Reporter(spec) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Outcome:
         """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
@@ -217,9 +217,7 @@ class Worker:
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = cfg.checkpoint.keep, before_decay(cfg.optim)
-        # a run that may rewind keeps its periodic checkpoints, which do not depend on interruptions
-        every = cfg.checkpoint_interval if cfg.optim.on_divergence == "rewind" else 1
-        saver = checkpoint.Saver(folder, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases)
+        saver = checkpoint.Saver(folder, trainer, keep=keep, pinned=pinned, phases=self.phases)
         if trainer.device.type == "cuda" and (flops := training_flops(cfg)):
             trainer.flops_per_token = flops / cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
@@ -246,18 +244,10 @@ class Worker:
             folder = self.spec.folder.path / DIVERGED
             return save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
 
-        def rewind() -> bool:
-            """Restore the last periodic checkpoint; False if there is none."""
-            saver.finish()
-            found = checkpoint.rewind(saver.folder, trainer, saver.every)
-            _record_world_size(trainer)
-            return found is not None
-
         return Hooks(
             on_step=on_step,
             on_checkpoint=lambda: saver.save(flush),
             on_divergence=on_divergence,
-            rewind=rewind,
             validate=lambda: self.objective.validation_loss(trainer.model, self.data, trainer.device),
             checkpoint_every=cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
@@ -308,7 +298,6 @@ class Worker:
             best_validation_loss=progress.best_loss,
             best_step=progress.best_step,
             batches_left_out=progress.offset,
-            rewinds=progress.rewinds,
             world_sizes=progress.worlds,
             mlflow_run_id=self.reporter.run_id,
             study=self.spec.labels.get("study", ""),

@@ -110,7 +110,6 @@ class Result(Measures):
     best_validation_loss: float | None = None
     best_step: int | None = None
     batches_left_out: int = 0
-    rewinds: int = 0
     world_sizes: list[list[int]] = Field(default_factory=list)
     """[step, workers] for each change of the number of workers."""
     mlflow_run_id: str | None = None

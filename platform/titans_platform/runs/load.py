@@ -14,7 +14,7 @@ from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective
 from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, Result, RunFolder
-from titans_platform.runs.reporter import mlflow_run
+from titans_platform.runs.reporter import copy_metrics
 from titans_platform.runs.spec import RunSpec
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import at_step, copy_checkpoint, load_model, saved, step_of
@@ -142,16 +142,14 @@ def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> Pat
 
 
 def start_from_shorter(spec: RunSpec, point: Path) -> None:
-    """Begin a run with a checkpoint of another run, found by `checkpoint_of_shorter`, and with its curves."""
-    shorter = RunFolder(point.parents[3], point.parents[1].name).result()
+    """Begin a run with a checkpoint of `checkpoint_of_shorter` and the metrics up to it."""
+    shorter = RunFolder(point.parents[3], point.parents[1].name)
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
         # none of the longer run's last twentieth is done
         folder = spec.folder.path / CHECKPOINTS
         copy_checkpoint(point, folder, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
-        if spec.tracking and shorter and (logged := shorter.mlflow_run_id):
-            store, run_id = mlflow_run(spec.folder, spec.tracking)
-            store.copy_curves(logged, run_id, step_of(point))
+        copy_metrics(shorter, spec.folder, step_of(point))
 
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
@@ -173,9 +171,6 @@ def _what_trains(cfg: RunConfig) -> dict[str, Any]:
     """The fields that training depends on, without those of the schedule."""
     fields = cfg.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "checkpoint": True, "log": True})
     fields["eval"].pop("every")
-    if cfg.optim.on_divergence == "rewind":
-        # a rewind restores a checkpoint
-        fields["checkpoint"] = {"every": cfg.checkpoint_interval}
     return flatten(fields)
 
 

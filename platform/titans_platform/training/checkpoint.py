@@ -48,8 +48,8 @@ TRIES = 3
 class Saver:
     """Writes a trainer's checkpoints to ``folder`` asynchronously, and keeps the last ``keep``.
 
-    Only steps that are a multiple of ``every`` count towards ``keep``. In addition it keeps the checkpoint of
-    step ``pinned``, the one with the lowest validation loss (if the trainer saves it) and the newest one.
+    It also keeps the checkpoint of step ``pinned`` and, if the trainer saves it, the one with the lowest
+    validation loss.
 
     Every worker creates one and calls `save` and `finish` at the same steps; a ``with`` block calls `finish`
     at its end. ``phases`` records how long training was blocked: "checkpoint" for the copy of the state to
@@ -65,12 +65,11 @@ class Saver:
         trainer: Trainer,
         *,
         keep: int = 2,
-        every: int = 1,
         pinned: int | None = None,
         phases: Phases | None = None,
         patience: float = PATIENCE,
     ):
-        self.folder, self.trainer, self.keep, self.every = folder, trainer, keep, every
+        self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
         # the write runs in a thread during training: its collectives must not mix with those of the steps,
@@ -181,7 +180,7 @@ class _Writer(FileSystemWriter):
         self.partial = _partial(final)
         super().__init__(self.partial)
         self.final, self.progress = final, progress
-        self.keep, self.every, self.before_commit = saver.keep, saver.every, saver._before_commit
+        self.keep, self.before_commit = saver.keep, saver._before_commit
         self.pinned = at_step(final.parent, saver.pinned) if saver.pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -195,9 +194,8 @@ class _Writer(FileSystemWriter):
         os.replace(self.partial, self.final)
         # later ones are corrupt and will be rewritten; they must not count towards keep
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
-        due = [path for path in written if step_of(path) % self.every == 0]
         best = at_step(self.final.parent, self.progress.best_step or 0)
-        kept = [self.final, self.pinned, best, *due[: self.keep]]
+        kept = [self.final, self.pinned, best, *written[: self.keep]]
         for old in written:
             if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
@@ -213,12 +211,9 @@ def _partial(final: Path) -> Path:
     return final.with_name(f".partial-{final.name}")
 
 
-def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Path | None:
-    """The newest intact checkpoint, or None; a corrupt one is logged and skipped.
-
-    ``among`` selects the steps to consider. Raises StorageError.
-    """
-    for path in filter(lambda path: among(step_of(path)), saved(folder)):
+def newest(folder: Path) -> Path | None:
+    """The newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises StorageError."""
+    for path in saved(folder):
         if (wrong := find_corruption(path)) is None:
             return path
         log.warning("checkpoint %s is not whole (%s); using the one before", path, wrong)
@@ -236,18 +231,6 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     elif latest := next(iter(saved(folder)), None):
         why = f"{find_corruption(latest)}, and no checkpoint before it is whole"
         raise UsageError(f"{latest}: {why}; delete {folder} to train from the start")
-    return path
-
-
-def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
-    """Restore the trainer from the last intact periodic checkpoint, i.e. at a multiple of ``every`` steps.
-
-    Other checkpoints are ignored, so that the result does not depend on whether the run was interrupted.
-    Returns the path, or None, without a change to the trainer, if there is none.
-    """
-    step = trainer.progress.step
-    if path := _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0)):
-        _restore(path, trainer)
     return path
 
 
