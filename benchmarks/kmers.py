@@ -20,8 +20,7 @@ from titans_platform.cli import config_options, echo_json
 from titans_platform.errors import UsageError
 from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.classification import Classification
-from titans_platform.objectives.labelled import PARTS, LabelledData
+from titans_platform.objectives.classification import PARTS, Classification, LabelledData
 
 PENALTIES = (1e-3, 1e-2, 1e-1, 1.0)
 """Candidate L2 penalties."""

@@ -268,13 +268,6 @@ class Store:
         found = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
 
-    def cell_of(self, run_id: str) -> str:
-        """The cell whose run ``run_id`` is. Raises UsageError."""
-        try:
-            return self.client.get_run(run_id).data.tags[CELL_TAG]
-        except (MlflowException, KeyError):
-            raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
-
     def amend(self, run_id: str, values: Mapping[str, float], step: int) -> None:
         """Add final values, at its last step, to a run that has ended. Idempotent."""
         # the run may be in a store that no longer exists

@@ -17,7 +17,7 @@ from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.labelled import Items, divide, load_items, read_file
+from titans_platform.objectives.classification import Items, divide, load_items, read_file
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest

@@ -142,7 +142,7 @@ def _text_data(objective: Objective[Any]) -> DataConfig:
 
 
 def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None:
-    from titans_platform.objectives.labelled import PARTS
+    from titans_platform.objectives.classification import PARTS
 
     found = objective.prepare(root)
     counts = {part: found.class_counts(part) for part in PARTS}

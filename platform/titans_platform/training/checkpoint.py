@@ -7,6 +7,7 @@ checkpoint before it is used.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -18,12 +19,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -36,11 +39,11 @@ from titans_core.state import ModelState
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
 from titans_platform.training.loop import Phases, Progress, Trainer
-from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
 TRIES = 3
 """Minimum number of consecutive failed writes before a run stops."""
 
@@ -425,3 +428,65 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``manifest.json``, except for the hash of the manifest itself."""
+
+    progress: Progress
+    files: dict[str, str]
+    """BLAKE2b hash of every other file in the folder, by name."""
+
+
+def write_manifest(folder: Path, progress: Progress) -> None:
+    """Hash every file of ``folder`` and write its manifest."""
+    files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
+    content = asdict(Manifest(progress, files))
+    (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content.pop("hash") != _hash_of(content):
+            raise ValueError("it does not have the hash it was written with")
+        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is not that of a checkpoint: {one_line(error, 160)}") from None
+
+
+def find_corruption(folder: Path) -> str | None:
+    """What is wrong with the checkpoint in ``folder``; None if every file has the hash it was written with.
+
+    Transient storage errors are retried. Raises StorageError.
+    """
+
+    def find() -> str | None:
+        try:
+            for name, expected in read_manifest(folder).files.items():
+                if _hash(folder / name) != expected:
+                    return f"{name} does not have the hash it was written with"
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).name} is missing"
+        except (OSError, ValueError) as error:
+            if is_transient(error):
+                raise
+            return str(error)
+        return None
+
+    return retry_transient(find)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _blake).hexdigest()
+
+
+def _hash_of(content: dict[str, object]) -> str:
+    return _blake(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _blake(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)
