@@ -21,8 +21,9 @@ test: .venv/test
 test-fast: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 --first-cases -m "not cluster and not slow and not nightly"
 
+# Everything, the experiments' own tests too.
 test-all: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 tests experiments
 
 check: .venv/dev
 	$(BIN)/ruff check .

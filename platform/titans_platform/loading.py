@@ -140,12 +140,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def known_files(folder: str) -> dict[str, Path]:
+def known_files(folder: str, pattern: str = "*.yaml") -> dict[str, Path]:
     """The YAML files that can be given by name: of ``folder`` here, then the shipped ones."""
     files: dict[str, Path] = {}
     for place in (Path.cwd(), shipped()):
-        for path in sorted((place / folder).glob("*.yaml")):
-            files.setdefault(path.stem, path)
+        for path in sorted((place / folder).glob(pattern)):
+            files.setdefault(path.stem if pattern == "*.yaml" else path.parent.name, path)
     return files
 
 

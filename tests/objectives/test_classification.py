@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.kmers import kmer_regression
 from titans_core import ConvClassifier, SequenceClassifier
 from titans_core.presets import preset
 from titans_platform import cli
@@ -238,13 +237,3 @@ def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
     (folder / "run.yaml").write_text(json.dumps(RUN))
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     assert re.search(says, refused("train", "run.yaml", "--root", "runs", *sets))
-
-
-def test_kmer_regression_tells_motifs_and_chooses_k_on_validation(folder, answer):
-    write(folder / "motif.csv", items(600, motif="GATTACA"))
-    best = kmer_regression(build_objective(config()).prepare(Path("runs")), 4)
-    assert best.k >= 3
-    assert best.test > 0.85
-    (folder / "run.yaml").write_text(json.dumps(RUN))
-    shown = answer("data", "info", "run.yaml", "--root", "runs")
-    assert sum(shown["items"]["train"].values()) == 480

@@ -312,17 +312,6 @@ def test_what_a_killed_write_left_goes_at_the_next(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
 
 
-def test_one_that_was_not_due_pushes_none_out_that_was(tmp_path):
-    t = trainer()
-    with Saver(tmp_path, t, keep=1, every=4) as saver:
-        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4), until=4)
-        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=5), until=5)
-        saver.finish()
-        assert [p.name[-1] for p in checkpoint.saved(tmp_path)] == ["5", "4"]
-        t.run(Hooks(on_checkpoint=saver.save, checkpoint_every=4), until=8)
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000008"]
-
-
 def test_another_model_is_refused_by_name(tmp_path):
     interrupted(tmp_path, 3)
     wider = trainer(model=Tied(width=16))
