@@ -12,7 +12,7 @@ import torch
 
 from titans_core import ConvClassifier, SequenceClassifier
 from titans_core.presets import preset
-from titans_platform import cli
+from titans_platform import cli, objectives
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def run_name(cfg: RunConfig) -> str:
     objective = build_objective(cfg)
-    return objective.run_name(objective.prepare(Path("runs")).fingerprint)
+    return objectives.run_name(cfg, objective.prepare(Path("runs")).fingerprint)
 
 
 def test_a_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint():

@@ -13,6 +13,7 @@ from titans_platform.cli.live import progress_line
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
+from titans_platform.evals import evaluate
 from titans_platform.objectives import OBJECTIVES, build_objective
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.runs.check import spec_for
@@ -79,7 +80,7 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, 
     cfg = cfg.model_copy(update={"checkpoint": kept})
     prepare(cfg.data, tmp_path)
     losses = iter([5.0, 2.0, 3.0, 2.0, 4.0])
-    monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
     assert (result.best_step, result.best_validation_loss) == ((2, 2.0) if best else (None, None))
@@ -104,7 +105,7 @@ def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(
     cfg = run_on(book, every=1, at="best", patience=2)
     prepare(cfg.data, tmp_path)
     losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is never requested
-    monkeypatch.setattr(NextToken, "validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run().result
     assert result.best_step == 2
@@ -114,10 +115,11 @@ def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(
     point = find_checkpoint(spec.name, tmp_path)
     assert step_of(point) == 2
     model, _, objective = load_checkpoint(point, read_config(point))
-    again = objective.evaluate(model, objective.open(tmp_path))
+    data, length = objective.open(tmp_path), cfg.data.sequence_length
+    again = evaluate(model, data, cfg.eval, length)
     assert again["columns"] == result.columns
     newest, _, _ = load_checkpoint(saved(point.parent)[0], cfg)
-    assert objective.evaluate(newest, objective.open(tmp_path))["columns"] != result.columns
+    assert evaluate(newest, data, cfg.eval, length)["columns"] != result.columns
 
 
 def test_where_the_best_is_looked_for_is_part_of_the_name(book):

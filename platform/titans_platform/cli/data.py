@@ -50,12 +50,13 @@ def prepare(
     from titans_platform.data.parts import by_processes, by_ray
     from titans_platform.data.prepare import cores
     from titans_platform.data.prepare import prepare as prepare_data
+    from titans_platform.objectives import check_vocabulary
     from titans_platform.objectives.next_token import NextToken
     from titans_platform.runs.ray_session import in_job, joined
 
     loaded = _text_data(objective := _objective(config, overrides))
     if isinstance(objective, NextToken):
-        objective.check_vocabulary(objective.tokenizer())
+        check_vocabulary(objective.cfg, objective.tokenizer())
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import prepare_on
 

@@ -17,7 +17,7 @@ import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from titans_platform.config import DataConfig, digest
+from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.data.encode import task_identity
 from titans_platform.data.parts import (
     Job,
@@ -38,7 +38,7 @@ from titans_platform.data.shards import (
     read_table,
 )
 from titans_platform.data.store import Bucket, Store, open_store
-from titans_platform.data.stream import Batch, RowStream, validation_batches
+from titans_platform.data.stream import Batch, RowStream, Streams, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 
@@ -100,6 +100,14 @@ class PreparedData:
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
         return RowStream(self.sources, batch_size, seed, rank, world_size)
+
+    def streams(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> Streams:
+        """Continuous streams, for ``data.rows: streams``. Raises UsageError."""
+        optim = cfg.optim
+        return Streams(
+            self.sources, optim.global_batch_size, cfg.row_tokens, cfg.seed, rank, world_size,
+            reset_probability=optim.reset_probability, groups=optim.stream_groups,
+        )  # fmt: skip
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once, in a fixed order. Raises UsageError if there are none."""

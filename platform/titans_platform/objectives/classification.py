@@ -34,7 +34,7 @@ from titans_platform.errors import UsageError
 from titans_platform.evals import Measurement, Task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Objective, Report
+from titans_platform.objectives.base import Objective, Report, check_vocabulary, reject_data
 from titans_platform.objectives.files import ItemStream, load_copy, read_table, save_copy
 
 OPTIONS = "objective.options"
@@ -310,21 +310,15 @@ class Classification(Objective[LabelledData]):
     def check(self, data: LabelledData | None = None) -> None:
         """Also check vocabulary size, number of classes, and that some steps train on labels."""
         options, cfg = self.options, self.cfg
-        self.reject_data(("sources",), f"reads {OPTIONS}.path")
+        reject_data(self.cfg, ("sources",), f"reads {OPTIONS}.path")
         if options.pretrain_steps >= (steps := cfg.optim.steps):
             left = f"all {steps} of optim.steps; leave some for the classes"
             raise UsageError(f"{OPTIONS}.pretrain_steps: {left}")
-        self.check_vocabulary(self.tokenizer())
+        check_vocabulary(self.cfg, self.tokenizer())
         if data is not None and (n := len(data.classes)) != options.classes:
             found = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
             raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {found}; set it to {n}")
         super().check(data)
-
-    def check_task(self, task: Task, lengths: Sequence[float], data: LabelledData | None) -> None:
-        """Also reject ``lengths``: sequences have fixed lengths."""
-        super().check_task(task, lengths, data)
-        if tuple(lengths) != (1.0,):
-            raise UsageError("lengths: sequences have the lengths they have; leave it out")
 
     def _read(self, root: Path) -> Split:
         options, seed = self.options, self.cfg.data.seed
@@ -371,6 +365,11 @@ class LabelledTask(Task):
 
     Options = PartOptions
     data_kind = "labelled"
+
+    def check(self, objective: Any, length: int, data: LabelledData | None) -> None:
+        """Reject other lengths than that of training: sequences have fixed lengths."""
+        if length != objective.cfg.data.sequence_length:
+            raise UsageError("lengths: sequences have the lengths they have; leave it out")
 
     @abstractmethod
     def values(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:

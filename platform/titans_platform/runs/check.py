@@ -20,7 +20,7 @@ from titans_core import Model
 from titans_core.sequence_parallel import row_parts
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError, within
-from titans_platform.objectives import build_objective
+from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.loggers import LOGGERS
 from titans_platform.runs.ray_session import available
@@ -67,7 +67,7 @@ def _sizes(text: str) -> Sizes:
     """All blocks have the same size, so models of one and two blocks give the size at any depth."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
-    one, two = (objective.build_small(blocks) for blocks in (1, 2))
+    one, two = (build_small(objective, blocks) for blocks in (1, 2))
 
     def of(measure: Callable[[Model], int]) -> int:
         return measure(one) + further * (measure(two) - measure(one))
@@ -87,7 +87,7 @@ def _forward_flops(text: str) -> int | None:
     batch = type(batch)(*(part.to("meta") for part in batch))
 
     def of(blocks: int) -> int:
-        model = objective.build_small(blocks).requires_grad_(False)
+        model = build_small(objective, blocks).requires_grad_(False)
         with FlopCounterMode(display=False) as counter:
             objective.losses(model, batch)
         return counter.get_total_flops()
@@ -195,8 +195,7 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 
     Raises UsageError if the data are not prepared.
     """
-    objective = build_objective(cfg)
-    name = objective.run_name(objective.open(root).fingerprint, resources.hashed_workers)
+    name = run_name(cfg, build_objective(cfg).open(root).fingerprint, resources.hashed_workers)
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 

@@ -11,7 +11,7 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -20,7 +20,9 @@ from typing import Any, NamedTuple, overload
 import torch
 
 from titans_kernels import forms_used
+from titans_platform.config import TaskConfig
 from titans_platform.errors import Interrupted, TitansError
+from titans_platform.evals import eval_version, evaluate
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import training_flops
@@ -30,7 +32,7 @@ from titans_platform.runs.ray_session import die_with_parent, quiet, return_free
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
+from titans_platform.training.loop import Hooks, Phases, Stream, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
@@ -205,7 +207,7 @@ class Worker:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("build"):
             self.objective.check(self.data)
-            stream = self.objective.train_stream(self.data, *data_shard(cfg.optim))
+            stream = self._stream()
             model, length = self.objective.build_model(), cfg.data.sequence_length
             trainer = Trainer(
                 model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
@@ -225,6 +227,13 @@ class Worker:
         with self.phases.phase("train"), saver, watched as stepped:
             trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
         return trainer
+
+    def _stream(self) -> Stream:
+        """This worker's rows of each training batch. Raises UsageError."""
+        shard = data_shard(self.cfg.optim)
+        if self.cfg.data.rows == "streams":
+            return self.data.streams(self.cfg, *shard)
+        return self.data.train_stream(self.cfg.optim.global_batch_size, self.cfg.seed, *shard)
 
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, cfg = self.reporter, self.cfg
@@ -248,7 +257,7 @@ class Worker:
             on_step=on_step,
             on_checkpoint=lambda: saver.save(flush),
             on_divergence=on_divergence,
-            validate=lambda: self.objective.validation_loss(trainer.model, self.data, trainer.device),
+            validate=lambda: self._validation_loss(trainer),
             checkpoint_every=cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
             checkpoint_best=cfg.checkpoint.best,
@@ -260,7 +269,19 @@ class Worker:
 
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """Evaluate these columns, all of them if none is given."""
-        return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
+        chosen = {name: self.cfg.eval.columns[name] for name in columns or self.cfg.eval.columns}
+        return self._evaluate(trainer, chosen)
+
+    def _validation_loss(self, trainer: Trainer) -> float:
+        """The loss on held-out rows. Collective: every worker gets the same value."""
+        assert self.objective.validation_task
+        task = TaskConfig(task=self.objective.validation_task)
+        return self._evaluate(trainer, {"validation": (task,)})["columns"]["validation"]
+
+    def _evaluate(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
+        config = self.cfg.eval.model_copy(update={"columns": columns})
+        length = self.cfg.data.sequence_length
+        return evaluate(trainer.model, self.data, config, length, device=trainer.device)
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()
@@ -280,7 +301,7 @@ class Worker:
             seed=cfg.seed,
             config=cfg.model_dump(mode="json"),
             data_fingerprint=self.data.fingerprint,
-            eval_version=self.objective.eval_version(),
+            eval_version=eval_version(cfg.eval),
             # the commit of the driver that started the run: the working tree may have changed since
             commit=self.spec.folder.commit() or commit(),
             environment=environment(),

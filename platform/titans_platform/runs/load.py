@@ -12,7 +12,7 @@ from titans_core import Model
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
-from titans_platform.objectives import Objective, build_objective
+from titans_platform.objectives import Objective, build_objective, run_name
 from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, Result, RunFolder
 from titans_platform.runs.reporter import copy_metrics
 from titans_platform.runs.spec import RunSpec
@@ -164,7 +164,7 @@ def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fin
     if spec.config.eval.at == "best" or spec.config.eval.patience:
         return "its best checkpoint (eval.at, eval.patience) may be one that this run would not have written"
     # an equal name means equal data, evaluation and number of workers
-    if build_objective(cfg).run_name(data_fingerprint, spec.resources.hashed_workers) != shorter.name:
+    if run_name(cfg, data_fingerprint, spec.resources.hashed_workers) != shorter.name:
         return "its data, versions of tasks or number of workers are not this run's"
     if shorter.commit() != spec.commit:
         return "other code trained it"
