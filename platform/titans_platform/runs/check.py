@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ import torch
 from titans_core import Model
 from titans_core.sequence_parallel import row_parts
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
+from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, within
 from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
@@ -188,6 +189,30 @@ def timed_rows(config: RunConfig) -> int:
 def machine_memory() -> int:
     """Physical memory of this machine, in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def plan(cfg: RunConfig, root: Path, resources: Resources) -> dict[str, Any]:
+    """The run, its sizes and its cost, by the keys of `titans train --dry-run --json`. Trains nothing.
+
+    Raises what the run itself would raise before it trains.
+    """
+    objective = build_objective(cfg)
+    found: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
+    try:
+        objective.check(data := objective.open(root))
+    except NotPrepared:
+        objective.check_sources()
+        found |= {"data": "to be prepared", "state": "missing"}
+    else:
+        spec = spec_for(cfg, root, resources)
+        found |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
+    found |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    found["worker_bytes"] = least_memory(cfg, resources).total
+    if (flops := training_flops(cfg)) is not None:
+        found["flops_per_token"] = flops / cfg.row_tokens
+    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
+        found["seconds"] = each * cfg.tokens
+    return found
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:

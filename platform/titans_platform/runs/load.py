@@ -126,31 +126,34 @@ def _folder_named(run: str, root: Path) -> Path:
     raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
 
 
-def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> Path | None:
-    """The last checkpoint of ``run``, a shorter one of the same config, that a run can resume from.
+def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
+    """Begin a run with the last checkpoint of ``run``, a shorter one of the same config, and its metrics.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. None: the run has begun, and resumes its own
-    checkpoint.
-
-    Raises UsageError that says why ``run`` cannot be resumed.
+    so the result is identical to training from the start. A run that has begun is left as it is. Returns a
+    line for the user. Raises UsageError that says why ``run`` cannot be resumed.
     """
-    if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
-        return None
+    folder = spec.folder.path / CHECKPOINTS
+    if spec.folder.state() != "missing" or saved(folder):
+        return f"run {spec.name} has begun and resumes its own checkpoint"
     path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
     shorter, cfg = RunFolder(path.parents[1], path.name), config_of(path)
     if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
         raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
-    exact = equal_rates(cfg.optim, spec.config.optim)
     # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
-    last = min(exact, int(0.95 * spec.config.optim.steps))
+    last = min(equal_rates(cfg.optim, spec.config.optim), int(0.95 * spec.config.optim.steps))
     points = (point for point in saved(path / CHECKPOINTS) if step_of(point) <= last)
-    if point := next((point for point in points if find_corruption(point) is None), None):
-        return point
-    raise UsageError(
-        f"--resume-from {run}: it keeps no checkpoint of the first {last} steps, whose learning rates are "
-        "equal; give optim.schedule constant or wsd, equal optim.warmup_steps, or a larger checkpoint.keep"
-    )
+    if (point := next((point for point in points if find_corruption(point) is None), None)) is None:
+        raise UsageError(
+            f"--resume-from {run}: it keeps no checkpoint of its first {last} steps, whose rates are "
+            "equal; give optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
+        )
+    with spec.folder.hold(wait=10):
+        spec.folder.begin(spec.commit)
+        # none of the longer run's last twentieth is done
+        copy_checkpoint(point, folder, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
+        copy_metrics(shorter, spec.folder, step_of(point))
+    return f"resuming from step {step_of(point)} of run {shorter.name}, which trained the same steps"
 
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
@@ -169,14 +172,3 @@ def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fin
     if shorter.commit() != spec.commit:
         return "other code trained it"
     return "a process still trains it" if shorter.is_held() else None
-
-
-def start_from_shorter(spec: RunSpec, point: Path) -> None:
-    """Begin a run with a checkpoint of `checkpoint_of_shorter` and the metrics up to it."""
-    shorter = RunFolder(point.parents[3], point.parents[1].name)
-    with spec.folder.hold(wait=10):
-        spec.folder.begin(spec.commit)
-        # none of the longer run's last twentieth is done
-        folder = spec.folder.path / CHECKPOINTS
-        copy_checkpoint(point, folder, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
-        copy_metrics(shorter, spec.folder, step_of(point))
