@@ -76,7 +76,7 @@ def store_uri(root: Path) -> str:
 def check_store(root: Path) -> None:
     """Raises UsageError if the store of ``root`` cannot be opened; does not create one."""
     if os.environ.get(STORE):
-        _check_server(store_uri(root))
+        check_server(store_uri(root))
     elif (path := root.resolve() / "mlflow.db").exists():
         _check_sqlite(path)
 
@@ -95,7 +95,7 @@ def open_store(where: Path | str) -> Store:
             _start_from_template(path)
             return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
     if uri.startswith(("http://", "https://")):
-        _check_server(uri)
+        check_server(uri)
         return _connect(uri, None)
     raise UsageError(f"tracking store {uri}: should start with sqlite:///, http:// or https://")
 
@@ -186,13 +186,20 @@ def _check_sqlite(path: Path) -> None:
         raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
-def _check_server(uri: str) -> None:
+def check_server(uri: str) -> None:
+    """Raises UsageError if the server does not answer here. /health would answer under any host name."""
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10).close()
+        urllib.request.urlopen(
+            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", timeout=10
+        )
     except urllib.error.HTTPError as error:
-        # a server that wants a password says so here and to nobody else
+        if "Host header" in error.read(200).decode(errors="replace"):
+            raise _refused(
+                uri, "takes no requests under this name", "start it with --allowed-hosts"
+            ) from None
         if error.code >= 500:
             raise Unreachable(str(_refused(uri, first_line(error), "check the server's log"))) from None
+        # a server that wants a password says so here and to nobody else
         if error.code not in (401, 403):
             raise _refused(uri, first_line(error), "is it an MLflow server?") from None
     except (OSError, ValueError) as error:

@@ -50,7 +50,7 @@ def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
     specs = [spec_for(cfg, tmp_path) for cfg in (plain, watched)]
     assert specs[0].name == specs[1].name
     named = (("a", plain), ("b", watched))
-    results = [Worker(spec_for(cfg, tmp_path, name=name)).run().result for name, cfg in named]
+    results = [Worker(spec_for(cfg, tmp_path, name=name)).run() for name, cfg in named]
     assert [getattr(results[0], key) for key in NUMBERS] == [getattr(results[1], key) for key in NUMBERS]
 
 
@@ -59,7 +59,7 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     prepare(cfg.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(cfg, tmp_path, tracking=Tracking(store.uri, "watched"))
-    result = Worker(spec).run().result
+    result = Worker(spec).run()
     curve = store.curves([result.mlflow_run_id], "validation_loss")[result.mlflow_run_id]
     # every second step, and the last one
     assert [step for step, _ in curve] == [2, 4, 5]
@@ -82,7 +82,7 @@ def test_the_checkpoint_of_the_lowest_loss_is_kept(book, tmp_path, monkeypatch, 
     losses = iter([5.0, 2.0, 3.0, 2.0, 4.0])
     monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
-    result = Worker(spec).run().result
+    result = Worker(spec).run()
     assert (result.best_step, result.best_validation_loss) == ((2, 2.0) if best else (None, None))
     assert kept_steps(spec) == ({2, 5} if best else {5})
 
@@ -97,7 +97,7 @@ def test_a_best_between_two_that_are_due_is_saved_too(book, tmp_path):
     cfg = cfg.model_copy(update={"checkpoint": kept})
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
-    result = Worker(spec).run().result
+    result = Worker(spec).run()
     assert kept_steps(spec) == {result.best_step, 5}
 
 
@@ -107,7 +107,7 @@ def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(
     losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is never requested
     monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
-    result = Worker(spec).run().result
+    result = Worker(spec).run()
     assert result.best_step == 2
     assert result.tokens == 4 * cfg.tokens_per_step
     assert result.final_train_loss > 0

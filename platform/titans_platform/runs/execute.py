@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
@@ -65,7 +65,6 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
     with folder.hold(wait):
         if (done := folder.result()) is not None:
             return done
-        began, seconds = time.time(), {}
         if folder.begin(spec.commit) and spec.tracking:
             # another commit had begun the run, which starts over
             from titans_platform.tracking import open_store
@@ -75,8 +74,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
         elsewhere = spec.resources.several and threading.current_thread() is threading.main_thread()
         try:
             with interruptible(folder):
-                outcome = _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
-            seconds = outcome.seconds
+                return _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
         except Exception as error:
             if not isinstance(error, Interrupted):
                 with ignore_disk_full():
@@ -84,9 +82,6 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             raise
         finally:
             folder.clear_interrupt()
-            with ignore_disk_full():
-                folder.record_attempt(began, seconds)
-        return outcome.result
 
 
 def last_checkpoint_step(spec: RunSpec) -> int:
@@ -94,7 +89,7 @@ def last_checkpoint_step(spec: RunSpec) -> int:
     return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
 
 
-def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
+def _fit(spec: RunSpec, until: Rung | None) -> Any:
     """Run the workers under Ray Train, a single one in this process; restart workers that die as long as
     each attempt writes a new checkpoint.
     """
@@ -132,13 +127,12 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
         raise outcome
     # Ray's own state for restarts; of no use once the run is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)
-    assert isinstance(outcome, Outcome)
     return outcome
 
 
-def _in_thread(call: Callable[[], Outcome]) -> Outcome:
+def _in_thread(call: Callable[[], Any]) -> Any:
     """Call in a daemon thread, where Train installs no signal handlers."""
-    future: Future[Outcome] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -150,14 +144,7 @@ def _in_thread(call: Callable[[], Outcome]) -> Outcome:
     return future.result()
 
 
-class Outcome(NamedTuple):
-    """The result of a run, or {column: value} at a rung, and the seconds of the attempt by phase."""
-
-    result: Result | dict[str, float]
-    seconds: dict[str, float]
-
-
-def run_worker(task: dict[str, Any]) -> Outcome | TitansError:
+def run_worker(task: dict[str, Any]) -> Result | dict[str, float] | TitansError:
     """Ray Train's training function. Train retries what is raised, so errors that a retry would repeat are
     returned.
     """
@@ -184,7 +171,7 @@ class Worker:
         with self.phases.phase("record"):
             self.reporter = Reporter(spec) if rank() == 0 else None
 
-    def run(self, until: Rung | None = None) -> Outcome:
+    def run(self, until: Rung | None = None) -> Result | dict[str, float]:
         """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
         forms_used(forget=True)
         return_freed_memory()
@@ -193,15 +180,17 @@ class Worker:
             with deterministic(self.cfg.seed, self.cfg.threads):
                 trainer = self._train(until)
                 if until is None:
-                    result = self._finish(trainer)
-                else:
-                    columns = self._measure(trainer, until.column)["columns"]
-                    result = self.reporter.reached(until, columns) if self.reporter else {}
+                    return self._finish(trainer)
+                columns = self._measure(trainer, until.column)["columns"]
+                return self.reporter.reached(until, columns) if self.reporter else {}
         except BaseException as error:
             if self.reporter:
                 self.reporter.fail(error)
             raise
-        return Outcome(result, dict(self.phases.seconds))
+        finally:
+            if self.reporter:
+                with ignore_disk_full():
+                    self.spec.folder.record_attempt(self.phases.seconds)
 
     def _train(self, until: Rung | None) -> Trainer:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
