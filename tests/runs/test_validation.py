@@ -67,10 +67,6 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     state = spec.folder.progress()
     assert state is not None
     assert f"validation {curve[-1][1]:.3f}" in progress_line(state)
-    # the data are logged as dataset inputs
-    (used,) = store.client.get_run(result.mlflow_run_id).inputs.dataset_inputs
-    assert used.dataset.name == "files:book.txt"
-    assert json.loads(used.dataset.profile)["train tokens"] > 1000
 
 
 @pytest.mark.parametrize("best", [True, False])
