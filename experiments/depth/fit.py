@@ -30,8 +30,8 @@ from titans_kernels.memory.rules import RULES
 from titans_platform import cli
 from titans_platform.cli import echo_json, json_option, root_option
 from titans_platform.errors import UsageError
-from titans_platform.report.figures.picture import KINDS as COLOURS
-from titans_platform.report.figures.picture import LIGHT, MARKERS, Line, Picture, panel, save
+from titans_platform.report.picture import KINDS as COLOURS
+from titans_platform.report.picture import LIGHT, MARKERS, Line, Picture, panel, save
 from titans_platform.report.table import Difference
 
 Progress = Callable[[str], None]
@@ -317,7 +317,7 @@ def picture(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     settings = dict.fromkeys((row["kind"], row["pairs"], row["width"]) for row in shown)
     panels = [
         panel(
-            f"{kind}, {count} pairs", f"error against passes, {kind}, {count} pairs", draw, "passes",
+            f"{kind}, {count} pairs", draw, "passes",
             of=[row for row in shown if (row["kind"], row["pairs"], row["width"]) == (kind, count, width)],
         )
         for kind, count, width in settings

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import TitansError, UsageError, missing_extra
 from titans_platform.provenance import checkout
 
 INTERRUPTED = 130
@@ -216,6 +216,8 @@ def run(arguments: list[str], command: click.Command = cli) -> int:
         sys.stdout = None
         return 0
     except Exception as error:
+        if missing := missing_extra(error):
+            return _failed(missing, 2, debug)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return _failed(f"{reason} (--debug shows the traceback)", 1, debug)
 

@@ -20,7 +20,7 @@ from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
 from titans_platform.report import export, render
-from titans_platform.report.figures.picture import DARK, LIGHT, Picture, save, svg
+from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import Result, RunFolder
@@ -83,10 +83,11 @@ def results_table(report: Report, heading: str = "Table 1") -> Markup:
 
 
 def figure(picture: Picture, number: int | None = None) -> Markup:
-    """A figure: its panels as SVG, the legend, the caption with its number on the page."""
-    drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
-    panels, width = list(map(Markup, drawn)), round(WIDTH * picture.size[0], 1)
-    return Markup(render("figure.html", picture=picture, panels=panels, width=width, number=number))
+    """A figure as SVG with its caption and its number on the page."""
+    width = round(WIDTH * picture.width, 1)
+    return Markup(
+        render("figure.html", picture=picture, drawn=Markup(svg(picture)), width=width, number=number)
+    )
 
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
-from titans_platform.report.figures.data import Curve, figure_data
-from titans_platform.report.figures.picture import Picture
+from titans_platform.report.picture import Picture
 from titans_platform.report.table import (
     Comparison,
     Entry,
