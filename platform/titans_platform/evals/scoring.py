@@ -221,7 +221,8 @@ class Scorer:
         """
         if isinstance(self.model, LanguageModel) and not sharded_modules(self.model):
             # logits of the scored positions alone
-            weight_VD, (x_BTD, _) = self.model.head.weight, self.model.features(tokens_BT, None)
+            weight_VD = cast(Tensor, self.model.head.weight)
+            x_BTD, _ = self.model.features(tokens_BT)
             rows = max(1, LOGITS_PER_BLOCK // len(weight_VD))
             blocks = (F.linear(x_ND, weight_VD) for x_ND in x_BTD[at_BT].split(rows))
         else:
