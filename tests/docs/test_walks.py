@@ -102,7 +102,7 @@ CHECKS = {
         cfg = config(data={"sequence_length": 16, "sources": [source]}, eval=measure)
         objective = build_objective(cfg)
         objective.check(data := objective.prepare(Path("root")))
-        measured = objective.evaluate(objective.build_model(), data)
+        measured = evaluate(objective.build_model(), data, cfg.eval, 16)
         assert measured["tasks"]["c/sums@32"]["items"] == 4
         assert measured["chance"]["c"] == 1 / 4
         item = build_task(TaskConfig(task="sums")).item(random.Random(0), 16, load_tokenizer("byte"))
@@ -127,7 +127,7 @@ from titans_platform.cli import run
 from titans_platform.clusters import load_cluster
 from titans_platform.config import RunConfig, TaskConfig
 from titans_platform.data.tokenizer import load_tokenizer
-from titans_platform.evals import build_task
+from titans_platform.evals import build_task, evaluate
 from titans_platform.objectives import build_objective
 from titans_platform.training.loop import Hooks, Trainer
 
