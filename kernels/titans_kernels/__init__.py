@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from titans_kernels.layers import rms_norm, short_convolution
     from titans_kernels.memory.budget import write_budget
     from titans_kernels.memory.decode import extend_memory
+    from titans_kernels.memory.forms.state import AnyState, DecodeState, OpenChunk, state_numel
     from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
     from titans_kernels.memory.options import Extension, MemoryState, state_dtype, without_autocast
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
     from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
-    from titans_kernels.memory.state import AnyState, DecodeState, OpenChunk, state_numel
     from titans_kernels.products import feed_forward, linear, token_losses
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
@@ -69,5 +69,5 @@ __getattr__ = lazy_exports(
     __name__,
     __all__,
     "registry ran layers products recurrence memory.budget memory.decode "
-    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.state",
+    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.forms.state",
 )
