@@ -30,7 +30,7 @@ from titans_platform import cli
 from titans_platform.cli import FiniteFloat, echo_json, json_option
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.report.figures.picture import KINDS, LIGHT, Line, Picture, panel, save
+from titans_platform.report.picture import KINDS, LIGHT, Line, Picture, panel, save
 
 Progress = Callable[[str], None]
 PIECE = 1024
@@ -188,10 +188,8 @@ def picture(result: dict[str, Any], folder: Path) -> Path:
             axis.plot(x, y, "o-", color=LIGHT[line.colour], markersize=2.5, linewidth=1)
         axis.set(xscale="log", yscale="log")
 
-    speed = panel("Tokens a second", "speed against tokens read", draw, "tokens read", key="rate", scale=1)
-    space = panel(
-        "Memory, MiB", "memory against tokens read", draw, "tokens read", key="peak_bytes", scale=2**20
-    )
+    speed = panel("Tokens a second", draw, "tokens read", key="rate", scale=1)
+    space = panel("Memory, MiB", draw, "tokens read", key="peak_bytes", scale=2**20)
     caption = "One CPU thread; the peak is of the whole process."
     legend = [line for _, line in lines]
     return save(Picture("stream", "A long text", caption, [speed, space], legend=legend), folder)[0]
