@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,6 @@ from titans_core.audit.adapter import Adapter
 from titans_core.audit.report import Example, NotApplicable, Outcome, check
 from titans_core.audit.subject import Subject, compare, one_line, tensors_in, worst
 
-DECODED = 80
-"""Tokens that are decoded one at a time."""
 Step = Callable[[Tensor, Any], tuple[Tensor, Any]]
 
 
@@ -26,16 +24,18 @@ def _step(adapter: Adapter) -> Step:
 
 
 def _in_pieces(
-    s: Subject, adapter: Adapter, x: Tensor, step: Step, sizes: list[int], state: Any = None
+    s: Subject, adapter: Adapter, x: Tensor, pieces: Iterable[tuple[Step, int]], state: Any = None
 ) -> Tensor:
-    outputs = []
-    for piece in x.split(sizes, 1):
-        y, state = s.call(step, adapter, piece, state)
+    """Outputs of x read by each function in turn, so many tokens at a time."""
+    outputs, start = [], 0
+    for function, size in pieces:
+        y, state = s.call(function, adapter, x[:, start : start + size], state)
         outputs.append(y)
+        start += size
     return torch.cat(outputs, 1)
 
 
-@check("cut in two around usual chunk borders, and in many pieces of odd sizes")
+@check("cut in two around usual chunk borders, and in seeded pieces of any sizes that cut at every token")
 def pieces(s: Subject) -> Outcome:
     """A sequence in pieces, the state carried, equals the whole."""
     _step(s.build())
@@ -44,24 +44,21 @@ def pieces(s: Subject) -> Outcome:
         adapter = s.build()
         x = s.inputs(adapter, length)
         y = s.forward(adapter, x)
-        ways = [[p, length - p] for p in s.positions(length)]
-        many = [5, 1, 16, 3, 64, 7, 32, 2]
-        ways.append([min(n, length - sum(many[:i])) for i, n in enumerate(many) if sum(many[:i]) < length])
-        if (rest := length - sum(ways[-1])) > 0:
-            ways[-1].append(rest)
-        for sizes in ways if length > 1 else []:
-            fresh = s.build()
+        for sizes in [[p, length - p] for p in s.positions(length)] + s.partitions(length):
+
+            def pieced(layer: Adapter, sizes: list[int] = sizes) -> tuple[float, Example]:
+                outputs = _in_pieces(s, layer, x, ((_step(layer), size) for size in sizes))
+                return compare(outputs, y, s.tolerance, f"pieces {' + '.join(map(str, sizes))}", sizes[0])
+
             try:
-                pieced = _in_pieces(s, fresh, x, _step(fresh), sizes)
+                yield s.measured(pieced, adapter)
             except Exception as error:  # a cut that it refuses
                 yield math.inf, Example(length, math.inf, source=sizes[0], note=one_line(error))
-                continue
-            yield compare(pieced, y, s.tolerance, f"pieces {' + '.join(map(str, sizes))}", sizes[0])
 
     return s.smallest(lambda length: worst(cuts(length), s.tolerance))
 
 
-@check("from the start, and after a prefix that was read at once")
+@check("from the start, and a token after each of seeded pieces that end at every token")
 def decoding(s: Subject) -> Outcome:
     """Decoding token by token equals the parallel form."""
     if (built := s.build()).decode is None:
@@ -70,22 +67,28 @@ def decoding(s: Subject) -> Outcome:
 
     def decoded(length: int) -> Iterator[tuple[float, Example]]:
         adapter = s.build()
-        x = s.inputs(adapter, min(length, DECODED))
-        T, y = x.shape[1], s.forward(adapter, x)
-        assert adapter.decode is not None
-        alone = _in_pieces(s, adapter, x, adapter.decode, [1] * T)
-        yield compare(alone, y, s.tolerance, "token by token")
-        for prefix in {T // 2, T - 3} if prefill and T > 3 else ():
-            fresh = s.build()
-            assert fresh.decode is not None
-            first, state = s.call(_step(fresh), fresh, x[:, :prefix], None)
-            rest = _in_pieces(s, fresh, x[:, prefix:], fresh.decode, [1] * (T - prefix), state)
-            yield compare(torch.cat([first, rest], 1), y, s.tolerance, f"after {prefix} at once", prefix)
+        x = s.inputs(adapter, length)
+        y = s.forward(adapter, x)
+        ways = [[0] + [1] * length, *(s.partitions(length) if prefill else ())]
+        for sizes in ways:
+
+            def decoded_after(layer: Adapter, sizes: list[int] = sizes) -> tuple[float, Example]:
+                assert layer.decode is not None
+                parts = [(_step(layer), sizes[0])] if sizes[0] else []
+                for size in sizes[1:]:
+                    parts += [(layer.decode, 1)] + [(_step(layer), size - 1)] * (size > 1)
+                note = f"a token alone after each of pieces {' + '.join(map(str, sizes))}"
+                outputs = _in_pieces(s, layer, x, parts)
+                return compare(
+                    outputs, y, s.tolerance, note if sizes[0] else "token by token", sizes[0] or None
+                )
+
+            yield s.measured(decoded_after, adapter)
 
     return s.smallest(lambda length: worst(decoded(length), s.tolerance))
 
 
-@check("the state's tensors before and after a call; two continuations of one state, the first one again")
+@check("the state's tensors before and after a call, at every token; one state continued twice")
 def state_kept(s: Subject) -> Outcome:
     """A state can be kept: to go on from it neither changes it nor depends on who else did."""
     if (built := s.build()).changes_state:
@@ -93,48 +96,52 @@ def state_kept(s: Subject) -> Outcome:
         raise NotApplicable("the state is changed in place by design (adapter.changes_state)")
 
     def continued(length: int) -> Iterator[tuple[float, Example]]:
-        for first in sorted({max(1, length // 2), length}):
-            adapter = s.build()
+        for sizes in ([max(1, length // 2)], [length], [1] * length):
+            adapter, state, first = s.build(), None, 0
             step, x = _step(adapter), s.inputs(adapter, length + 8)
-            _, state = s.call(step, adapter, x[:, :first], None)
-            before = [t.clone() for t in tensors_in(state)]
-            held = copy.copy(state)
-            once, _ = s.call(step, adapter, x[:, first : first + 4], state)
-            once = once.clone()
-            s.call(step, adapter, s.other(adapter, x)[:, :5], state)
-            after = list(tensors_in(state))
-            same = len(before) == len(after) and all(map(torch.equal, before, after))
-            again, _ = s.call(step, adapter, x[:, first : first + 4], state)
-            yield compare(again, once, s.tolerance, f"the same continuation of {first} tokens twice", first)
-            if not same:
-                note = f"the state after {first} tokens was changed in place"
-                yield torch.inf, Example(length, torch.inf, source=first, note=note)
-            del held
+            for size in sizes:
+                _, state = s.call(step, adapter, x[:, first : first + size], state)
+                first += size
+                before = [t.clone() for t in tensors_in(state)]
+                held, ahead = copy.copy(state), x[:, first : first + 4]
+                once = s.call(step, adapter, ahead, state)[0].clone()
+                if len(sizes) == 1:
+                    s.call(step, adapter, s.other(adapter, ahead), state)
+                    again, _ = s.call(step, adapter, ahead, state)
+                    note = f"the same continuation of {first} tokens twice"
+                    yield compare(again, once, s.tolerance, note, first)
+                after = list(tensors_in(state))
+                if len(before) != len(after) or not all(map(torch.equal, before, after)):
+                    note = f"the state after {first} tokens was changed in place"
+                    yield torch.inf, Example(length, torch.inf, source=first, note=note)
+                del held
 
     return s.smallest(lambda length: worst(continued(length), s.tolerance))
 
 
-@check("documents of 1 to 65 tokens in one row with cu_seqlens; also the order of documents reversed")
+@check("documents of all lengths in one row with cu_seqlens, in seeded ways that begin one at every token")
 def packed(s: Subject) -> Outcome:
     """Documents packed in one row equal the same documents alone."""
     if s.build().packed is None:
         raise NotApplicable("the adapter has no `packed`")
 
     def rows(length: int) -> Iterator[tuple[float, Example]]:
-        sizes = [n for n in (5, 1, 16, 17, 2, 64, 3, 8, 65) if n < length]
-        kept: list[int] = []
-        for n in sizes:
-            if sum(kept) + n < length:
-                kept.append(n)
-        if length > sum(kept):
-            kept.append(length - sum(kept))
-        for order in (kept, kept[::-1]):
-            adapter = s.build()
-            assert adapter.packed is not None
-            x = s.inputs(adapter, length, 1)
-            alone = torch.cat([s.forward(s.build(), document) for document in x.split(order, 1)], 1)
-            borders = torch.tensor([0, *torch.tensor(order).cumsum(0).tolist()], dtype=torch.int32)
-            y = s.call(adapter.packed, adapter, x, borders)
-            yield compare(y, alone, s.tolerance, f"documents of {', '.join(map(str, order))}")
+        adapter = s.build()
+        x = s.inputs(adapter, length, 1)
+        usual = [n for n in (5, 1, 16, 17, 2, 64, 3, 8, 65) if n < length]
+        while sum(usual) >= length and len(usual) > 1:
+            usual.pop()
+        if sum(usual) < length:
+            usual.append(length - sum(usual))
+        for sizes in (usual, usual[::-1], *s.partitions(length)):
+
+            def packed(layer: Adapter, sizes: list[int] = sizes) -> tuple[float, Example]:
+                assert layer.packed is not None
+                alone = torch.cat([s.forward(layer, document) for document in x.split(sizes, 1)], 1)
+                borders = torch.tensor([0, *torch.tensor(sizes).cumsum(0).tolist()], dtype=torch.int32)
+                y = s.call(layer.packed, layer, x, borders)
+                return compare(y, alone, s.tolerance, f"documents of {', '.join(map(str, sizes))}")
+
+            yield s.measured(packed, adapter)
 
     return s.smallest(lambda length: worst(rows(length), s.tolerance))

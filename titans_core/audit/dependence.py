@@ -14,9 +14,11 @@ from titans_core.audit.subject import Subject, compare, difference, one_line, wo
 
 MODES = (False, True)
 """Evaluation and training mode: statistics of a batch are used in training only."""
+ROWS = 16
+"""Most rows of a batch that tries as many tokens at once."""
 
 
-@check("d y[t] / d x[s] = 0 for s > t, t around usual chunk borders, in evaluation and training mode")
+@check("d y[t] / d x[s] = 0 for all s > t, in evaluation mode and, for a third of t, in training mode")
 def causal_gradient(s: Subject) -> Outcome:
     """No output depends on a later token, by the exact derivative."""
     tolerance = s.tolerance
@@ -28,19 +30,20 @@ def causal_gradient(s: Subject) -> Outcome:
 
 
 def _future_gradients(s: Subject, length: int, training: bool) -> Iterator[tuple[float, Example]]:
+    """The derivatives of one token's output in each row of a batch of equal rows."""
     adapter = s.build(training=training)
-    y, x = differentiable(s, adapter, s.inputs(adapter, length))
-    weights = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(3)).to(y)
-    for t in [0, *s.positions(length)][:: 3 if training else 1]:
-        (grad,) = torch.autograd.grad((y[0, t] * weights).sum(), x, retain_graph=True, allow_unused=True)
+    x, mode = s.inputs(adapter, length, 1), "in training mode" if training else ""
+    for block in s.tokens(length, training).split(ROWS):
+        y, leaf = differentiable(s, adapter, x.repeat_interleave(len(block), 0))
+        weights = torch.randn(y.shape[-1], generator=torch.Generator().manual_seed(3)).to(y)
+        outputs = (y[torch.arange(len(block)), block] * weights).sum()
+        (grad,) = torch.autograd.grad(outputs, leaf, allow_unused=True)
         if grad is None:
             raise NotApplicable("no derivative with respect to the inputs; see causal_perturbation")
-        size_T = grad[0].abs().amax(-1)
-        later = size_T[t + 1 :]
-        if len(later):
-            leak = float(later.max() / size_T.max().clamp(min=1e-12))
-            mode = "in training mode" if training else ""
-            yield leak, Example(length, leak, t, t + 1 + int(later.argmax()), mode)
+        for t, size_T in zip(block.tolist(), grad.abs().amax(-1), strict=True):
+            if len(later := size_T[t + 1 :]):
+                leak = float(later.max() / size_T.max().clamp(min=1e-12))
+                yield leak, Example(length, leak, t, t + 1 + int(later.argmax()), mode)
 
 
 def differentiable(s: Subject, adapter: Adapter, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +71,7 @@ def differentiable(s: Subject, adapter: Adapter, x: Tensor) -> tuple[Tensor, Ten
     return y, embedded[0]
 
 
-@check("tokens from p on are replaced, by ones ten times larger too; outputs before p must not move")
+@check("tokens from p on are replaced, for every p, also by larger ones; outputs before p must not move")
 def causal_perturbation(s: Subject) -> Outcome:
     """No output depends on a later token, derivative or not."""
 
@@ -79,16 +82,21 @@ def causal_perturbation(s: Subject) -> Outcome:
 
 
 def _future_changes(s: Subject, length: int, training: bool) -> Iterator[tuple[float, Example]]:
+    """Outputs of equal rows, and of rows of which each is changed from another token on."""
     adapter = s.build(training=training)
-    x = s.inputs(adapter, length)
-    y = _first_call(s, adapter, x, training)
-    mode = "in training mode" if training else ""
-    for i, p in enumerate(s.positions(length)[:: 3 if training else 1]):
-        scale = 10.0 if i % 2 and adapter.vocab is None else 1.0
-        changed = torch.cat([x[:, :p], s.other(adapter, x, scale=scale)[:, p:]], 1)
+    x, mode = s.inputs(adapter, length, 1), "in training mode" if training else ""
+    cuts = s.tokens(length, training)
+    other = {scale: s.other(adapter, x, scale=scale)[0] for scale in (1.0, 10.0)}
+    for block in cuts[cuts > 0].split(ROWS):
+        same = x.repeat_interleave(len(block), 0)
+        changed = same.clone()
+        for row, p in enumerate(block.tolist()):
+            changed[row, p:] = other[10.0 if (p + training) % 2 else 1.0][p:]
+        y = _first_call(s, adapter, same, training)
         new = _first_call(s, adapter, changed, training)
-        size, example = compare(new[:, :p], y[:, :p], s.tolerance, mode, source=p)
-        yield size, Example(length, size, example.position, p, mode)
+        for row, p in enumerate(block.tolist()):
+            size, example = compare(new[row, None, :p], y[row, None, :p], s.tolerance)
+            yield size, Example(length, size, example.position, p, mode)
 
 
 def _first_call(s: Subject, adapter: Adapter, x: Tensor, training: bool) -> Tensor:
@@ -116,7 +124,7 @@ def rows(s: Subject) -> Outcome:
     return s.smallest(lambda length: worst(changes(length), s.tolerance))
 
 
-@check("y(x[:n]) = y(x)[:n], n = 1, 2, 3 ... and around chunk borders; earlier tokens reach the last output")
+@check("y(x[:n]) = y(x)[:n] for every n, the gradients of parameters too; earlier tokens count")
 def short_inputs(s: Subject) -> Outcome:
     """An input of any length gives the outputs of the start of a longer one, also below a chunk."""
     adapter = s.build()
@@ -124,25 +132,51 @@ def short_inputs(s: Subject) -> Outcome:
     y = s.forward(adapter, x)
 
     def prefixes() -> Iterator[tuple[float, Example]]:
-        for n in sorted({1, 6, 7, *s.positions(s.length)}):
+        usual = {6, 7, *s.positions(s.length)}
+        for n in range(1, s.length):
+
+            def shorter(layer: Adapter, n: int = n) -> tuple[float, Example]:
+                short = s.forward(layer, x[:, :n])
+                return compare(short, y[:, :n], s.tolerance, "the outputs of a shorter input differ")
+
             try:
-                short = s.forward(s.build(), x[:, :n])
+                yield s.measured(shorter, adapter)
             except Exception as error:
                 yield torch.inf, Example(n, torch.inf, note=one_line(error))
                 continue
-            yield compare(short, y[:, :n], s.tolerance, "the outputs of a shorter input differ")
-            if n > 1:
+            if n > 1 and n in usual:
                 # some earlier token must reach the last output
                 before = s.other(adapter, x)[:, : n - 1]
-                moved = s.forward(s.build(), torch.cat([before, x[:, n - 1 : n]], 1))
-                if float(difference(moved[:, -1:], short[:, -1:]).max()) <= s.tolerance:
+                moved = s.forward(adapter, torch.cat([before, x[:, n - 1 : n]], 1))
+                if float(difference(moved[:, -1:], y[:, n - 1 : n]).max()) <= s.tolerance:
                     note = "no earlier token reaches the last output"
                     yield torch.inf, Example(n, torch.inf, n - 1, note=note)
 
-    return worst(prefixes(), s.tolerance)
+    def gradients() -> Iterator[tuple[float, Example]]:
+        parameters = {name: p for name, p in adapter.module.named_parameters() if p.requires_grad}
+        whole = s.forward(adapter, row := x[:1], grad=True)
+        weights = torch.randn(whole.shape, generator=torch.Generator().manual_seed(9)).to(whole)
+        for n in range(1, s.length) if parameters and whole.requires_grad else ():
+            try:
+                short = s.forward(adapter, row[:, :n], grad=True)
+            except Exception:  # reported above
+                continue
+            ours, true = (
+                torch.autograd.grad(
+                    (out[:, :n] * weights[:, :n]).sum(), list(parameters.values()), retain_graph=True,
+                    allow_unused=True,
+                )
+                for out in (short, whole)
+            )  # fmt: skip
+            for name, p, a, b in zip(parameters, parameters.values(), ours, true, strict=True):
+                a, b = (torch.zeros_like(p) if grad is None else grad for grad in (a, b))
+                value = float((a - b).abs().max() / (10 * b.abs().max()).clamp(min=1e-6))
+                yield value, Example(n, value, note=f"the gradient of {name} differs")
+
+    return worst([*prefixes(), *gradients()], s.tolerance)
 
 
-@check("in evaluation mode twice, then after calls with other inputs and of another length")
+@check("in evaluation mode twice, then after calls with other inputs, of other lengths and numbers of rows")
 def repeatable(s: Subject) -> Outcome:
     """The same input gives the same output: nothing random, nothing kept from earlier calls."""
 
@@ -153,7 +187,8 @@ def repeatable(s: Subject) -> Outcome:
         y = s.forward(adapter, x).clone()
         yield compare(s.forward(adapter, x, seed=None), y, s.tolerance, "called twice")
         s.forward(adapter, s.other(adapter, x), seed=None)
-        s.forward(adapter, s.inputs(adapter, length + 3, seed=4), seed=None)
+        for tokens, rows_ in ((length + 3, s.batch), (max(1, length - 5), 1), (length + 8, s.batch + 2)):
+            s.forward(adapter, s.inputs(adapter, tokens, rows_, seed=4), seed=None)
         yield compare(s.forward(adapter, x, seed=None), y, s.tolerance, "after other inputs")
         if not torch.equal(x, kept):
             yield torch.inf, Example(length, torch.inf, note="the input was changed in place")
@@ -161,7 +196,7 @@ def repeatable(s: Subject) -> Outcome:
     return s.smallest(lambda length: worst(repeats(length), s.tolerance))
 
 
-@check("each row alone, in a batch of twice the size, and in reversed order")
+@check("each row alone, in batches of other sizes, and in reversed order")
 def batch_size(s: Subject) -> Outcome:
     """A row's outputs do not depend on the size of the batch or on the row's place in it."""
 
@@ -171,8 +206,10 @@ def batch_size(s: Subject) -> Outcome:
         y = s.forward(adapter, x)
         alone = torch.cat([s.forward(s.build(), x[i : i + 1]) for i in range(len(x))])
         yield compare(alone, y, s.tolerance, "each row alone")
-        doubled = s.forward(s.build(), torch.cat([s.other(adapter, x), x]))[len(x) :]
-        yield compare(doubled, y, s.tolerance, "in a batch of twice the size")
+        for more in (1, 2, len(x), 5, 13):
+            others = s.inputs(adapter, length, more, seed=2)
+            larger = s.forward(s.build(), torch.cat([others, x]))[more:]
+            yield compare(larger, y, s.tolerance, f"in a batch of {more + len(x)} rows")
         yield compare(s.forward(s.build(), x.flip(0)).flip(0), y, s.tolerance, "in reversed order")
 
     return s.smallest(lambda length: worst(batches(length), s.tolerance))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import torch
@@ -11,8 +12,10 @@ from titans_core.audit.adapter import Adapter
 from titans_core.audit.report import Example, NotApplicable, Outcome, check
 from titans_core.audit.subject import Subject, compare, worst
 
-LENGTH = 80
-"""Tokens of the inputs for finite differences: more than a chunk of the usual 64."""
+ROWS = 16
+"""Most rows of a batch that tries as many tokens at once."""
+ODD_LENGTHS = 5
+"""Seeded lengths at which a fast form is compared with its reference, beside the audit's own."""
 
 
 def _loss(s: Subject, adapter: Adapter, x: Tensor, grad: bool) -> Tensor:
@@ -53,16 +56,67 @@ def _few(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-@check("finite differences along random directions of each parameter and the inputs, in training mode")
+@check(
+    "finite differences along random directions of each parameter and the inputs, and across every 4th token"
+)
 def finite_differences(s: Subject) -> Outcome:
     """Gradients are the derivatives of what is computed, an inner loop's too: nothing is detached."""
     exact = s.precision is torch.float64
-    tolerance, steps = (1e-4, (1e-5, 1e-6)) if exact else (0.05, (1e-2, 3e-3))
+    tolerance, steps = (1e-4, (1e-5, 1e-6, 1e-7)) if exact else (0.05, (1e-2, 3e-3))
 
     def attempt(length: int) -> Outcome:
-        return worst(_directions(s, min(length, LENGTH), tolerance, steps), tolerance)
+        # an odd length, which no usual chunk divides
+        pairs = [*_directions(s, length - 5 if length > 20 else length, tolerance, steps[:2])]
+        return worst([*pairs, *_across(s, length, tolerance, steps)], tolerance)
 
     return s.smallest(attempt, (2, 3, 5, 9, 17, 33))
+
+
+def _across(
+    s: Subject, length: int, tolerance: float, steps: tuple[float, ...]
+) -> Iterator[tuple[float, Example]]:
+    """The derivative of outputs from p on with respect to inputs before p: what crosses p.
+
+    In the derivative of all outputs a state that is detached once would hardly show.
+    """
+    if s.build().vocab is not None:
+        return
+    generator = torch.Generator().manual_seed(8)
+    cuts = list(range(1 + s.seed % 4, length, 4))
+    x = s.inputs(s.build(), length, 1).to(s.dtype_of(s.build(training=True)))
+    u = torch.randn(x.shape, generator=generator, dtype=torch.float32).to(x)
+    for some in (cuts[i : i + ROWS] for i in range(0, len(cuts), ROWS)):
+        slopes = _slopes_across(s, x, u, some, steps[0])
+        for p, sizes in zip(some, slopes, strict=True):
+            if sizes > tolerance:  # alone: rows may depend on each other, and a kink may be in between
+                sizes = min(_slopes_across(s, x, u, [p], step)[0] for step in steps)
+            note = f"from inputs before token {p} to outputs from it on"
+            yield sizes, Example(length, sizes, p, p - 1, note)
+
+
+def _slopes_across(s: Subject, x: Tensor, u: Tensor, cuts: list[int], step: float) -> list[float]:
+    """The gap between derivative and central difference at each cut, on the larger of both, a row a cut."""
+    adapter = s.build(training=True)
+    rows = max(2, len(cuts))  # batch statistics need two
+    cuts_R = torch.tensor([*cuts, *cuts][:rows])
+    before_RT = torch.arange(x.shape[1]) < cuts_R[:, None]
+    x, u = x.repeat_interleave(rows, 0), u * before_RT[..., None]
+    leaf = x.clone().requires_grad_()
+    generator = torch.Generator().manual_seed(4)
+
+    def losses(y: Tensor, weights: Tensor) -> Tensor:
+        return (y * weights * ~before_RT[..., None]).sum((1, 2))
+
+    y = s.forward(adapter, leaf, grad=True)
+    weights = torch.randn(y.shape[1:], generator=generator).to(y)
+    if not y.requires_grad:
+        return [0.0] * len(cuts)  # `parameters` reports it
+    (grad,) = torch.autograd.grad(losses(y, weights).sum(), leaf, allow_unused=True)
+    slope = torch.zeros(rows) if grad is None else (grad * u).sum((1, 2))
+    ends = [losses(s.forward(adapter, x + sign * step * u), weights) for sign in (1, -1)]
+    central = (ends[0] - ends[1]) / (2 * step)
+    size = torch.maximum(slope.abs(), central.abs())
+    return ((slope - central).abs() / size.clamp(min=1e-3 * float(size.max()) + 1e-9)).tolist()[: len(cuts)]
 
 
 def _directions(
@@ -112,7 +166,7 @@ def _slope(s: Subject, adapter: Adapter, x: Tensor, p: Tensor, u: Tensor, step: 
     return (values[0] - values[1]) / (2 * step)
 
 
-@check("outputs, and gradients of a random loss with respect to the inputs and every parameter")
+@check("outputs, and gradients of a random loss with respect to every parameter, at seeded lengths too")
 def reference(s: Subject) -> Outcome:
     """The fast form computes what the reference does, outputs and gradients."""
     adapter = s.build()
@@ -121,6 +175,12 @@ def reference(s: Subject) -> Outcome:
         raise NotApplicable("the adapter has no `reference`")
 
     def attempt(length: int) -> Outcome:
+        if length < s.length:
+            return worst(compared(length), 10 * s.tolerance)
+        lengths = random.Random(s.seed).sample(range(1, min(length, 80)), min(ODD_LENGTHS, length - 1))
+        return worst([pair for n in (*lengths, length) for pair in compared(n)], 10 * s.tolerance)
+
+    def compared(length: int) -> list[tuple[float, Example]]:
         x = s.inputs(adapter, length)
         y, grads = _with_gradients(s, adapter, x, slow=False)
         y_slow, slow_grads = _with_gradients(s, adapter, x, slow=True)
@@ -128,7 +188,7 @@ def reference(s: Subject) -> Outcome:
         for name, grad in grads.items():
             gap = float((grad - slow_grads[name]).abs().max() / slow_grads[name].abs().max().clamp(min=1e-9))
             pairs.append((gap, Example(length, gap, note=f"gradient of {name}")))
-        return worst(pairs, 10 * s.tolerance)
+        return pairs
 
     return s.smallest(attempt)
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -223,10 +225,39 @@ class Subject:
         """The precision of the module's parameters."""
         return next((p.dtype for p in adapter.module.parameters() if p.is_floating_point()), self.dtype)
 
+    def tokens(self, length: int, some: bool = False) -> Tensor:
+        """All positions, or a seeded third of them with the last."""
+        if not some:
+            return torch.arange(length)
+        chosen = random.Random(f"{self.seed} {length}").sample(range(length), length // 3)
+        return torch.tensor(sorted({*chosen, length - 1}))
+
     def positions(self, length: int) -> list[int]:
         """Tokens 1 .. length - 1 around the usual borders, and the last."""
         near = {b + d for b in BORDERS for d in (-1, 0, 1)} | {length - 1, length - 2}
         return sorted(p for p in near if 1 <= p < length)
+
+    def measured(
+        self, attempt: Callable[[Adapter], tuple[float, Example]], used: Adapter
+    ) -> tuple[float, Example]:
+        """``attempt`` with a layer that was called before, and where it fails with a fresh one.
+
+        Building a layer may cost more than calling it; `repeatable` finds what a call leaves behind.
+        """
+        with suppress(Exception):
+            if (first := attempt(used))[0] <= self.tolerance:
+                return first
+        return attempt(self.build())
+
+    def partitions(self, length: int) -> list[list[int]]:
+        """Seeded ways to split ``length`` tokens into pieces of any sizes, cut at every token in all."""
+        draw, ways = random.Random(f"{self.seed} {length}"), []
+        left = draw.sample(range(1, length), max(0, length - 1))
+        while left:
+            count = draw.randint(1, 24)
+            cuts, left = [0, *sorted(left[:count]), length], left[count:]
+            ways.append([end - start for start, end in pairwise(cuts)])
+        return ways
 
     def smallest(self, attempt: Callable[[int], Outcome], lengths: Sequence[int] = LENGTHS) -> Outcome:
         """The attempt at the full length; if it fails, at the smallest length at which it does."""
