@@ -15,14 +15,13 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm, is_plain
+from titans_core.layers import GateLinear, HeadNorm, RMSNorm
 from titans_core.projections import (
     ConvState,
     PolynomialFeatures,
     Projections,
     expand_rows,
     layer_features,
-    project_gates,
 )
 from titans_kernels import (
     AnyState,
@@ -35,7 +34,6 @@ from titans_kernels import (
     find_rule,
     neural_memory,
     read_memory,
-    rms_norm,
     state_dtype,
     state_numel,
     write_budget,
@@ -111,11 +109,11 @@ class NeuralMemory(Projections):
         self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
         """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
         forgotten = config.heads if config.decay_per == "head" else channels
-        self.alpha = Linear(d_model, forgotten) if config.decay else None
-        self.eta = Linear(d_model, config.heads) if config.momentum else None
-        self.theta = Linear(d_model, config.heads * config.thetas)
+        self.alpha = GateLinear(d_model, forgotten) if config.decay else None
+        self.eta = GateLinear(d_model, config.heads) if config.momentum else None
+        self.theta = GateLinear(d_model, config.heads * config.thetas)
         own = self.rule.extra_gates
-        self.extra = Linear(d_model, config.heads * own) if own else None
+        self.extra = GateLinear(d_model, config.heads * own) if own else None
         hidden = config.expansion * self.head_dim
         self.polynomial = PolynomialFeatures(config.heads, head_dim) if config.feature_degree > 1 else None
         first = self.polynomial.width if self.polynomial else head_dim
@@ -131,8 +129,8 @@ class NeuralMemory(Projections):
         """L and R of each layer that starts at ``L R + I / 2``; see `MemoryConfig.start_rank`."""
         self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
-        self.output_gate = Linear(d_model, channels, bias=False) if config.output_gate else None
-        self.w_o = Linear(channels, d_model, bias=False)
+        self.output_gate = nn.Linear(d_model, channels, bias=False) if config.output_gate else None
+        self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         # switches of `titans_core.interventions`
@@ -292,9 +290,7 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        gates = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        gates = {name: gate for name, gate in gates.items() if gate is not None}
-        found = dict(zip(gates, project_gates(list(gates.values()), x), strict=True))
+        found = self.sigmoids(x)
         theta = self.config.max_theta * found["theta"]
         none = theta.new_zeros(*theta.shape[:2], self.heads)
         theta = theta.unflatten(-1, (self.heads, -1)) if self.config.theta_per == "matrix" else theta
@@ -306,6 +302,12 @@ class NeuralMemory(Projections):
             alpha = torch.zeros_like(alpha)
         extra = found.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
+
+    def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
+        """Sigmoid of each gate's linear layer by name, [B, T, outputs] in the precision of the state."""
+        layers = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
+        given = {name: layer(x) for name, layer in layers.items() if layer is not None}
+        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in given.items()}
 
     def _features(self, x_BTHE: Tensor) -> Tensor:
         """Features of queries or keys: of `MemoryConfig.feature_degree`, then of layers no token writes."""
@@ -414,12 +416,11 @@ class NeuralMemory(Projections):
         """Reads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
-        y, norm = y_BTHE, self.output_norm
-        gate = None if self.output_gate is None else self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
-        if norm is not None and not is_plain(norm):
-            y, norm = norm(y), None
-        if norm is not None:
-            y = rms_norm(y, norm.weight, EPS, gate)
+        y, gate = y_BTHE, None
+        if self.output_gate is not None:
+            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
+        if self.output_norm is not None:
+            y = self.output_norm(y, gate)
         elif gate is not None:
             y = y.to(gate.dtype) * F.silu(gate)
         return self.w_o(y.flatten(-2).to(x_BTD.dtype))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from titans_kernels.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from titans_kernels.layers import rms_norm, short_convolution
+    from titans_kernels.exchange import accelerate
     from titans_kernels.memory.budget import write_budget
     from titans_kernels.memory.decode import decode_step, extend_memory
     from titans_kernels.memory.forms.autograd import OpenChunk
@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from titans_kernels.memory.residual import OutputActivation, Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
     from titans_kernels.memory.state import AnyState, DecodeState, state_numel
-    from titans_kernels.products import feed_forward, linear, token_losses
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
         linear_attention,
@@ -40,13 +39,12 @@ __all__ = [
     "Registry",
     "Residual",
     "Rule",
+    "accelerate",
     "decode_step",
     "document_borders",
     "extend_memory",
-    "feed_forward",
     "find_rule",
     "forms_used",
-    "linear",
     "linear_attention",
     "near",
     "neural_memory",
@@ -54,14 +52,11 @@ __all__ = [
     "read_memory",
     "recurrent_linear_attention",
     "recurrent_scan",
-    "rms_norm",
     "scan",
     "selective_scan",
-    "short_convolution",
     "source_file",
     "state_dtype",
     "state_numel",
-    "token_losses",
     "without_autocast",
     "write_budget",
 ]
@@ -70,6 +65,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry ran layers products recurrence memory.forms.autograd memory.budget memory.decode "
+    "registry ran exchange recurrence memory.forms.autograd memory.budget memory.decode "
     "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.state",
 )

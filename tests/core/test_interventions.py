@@ -68,9 +68,8 @@ def test_cut_attention_does_not_cross_a_border(length, monkeypatch):
     plain = {"attention": {"conv": False}, "persistent": 0}
     net, x = model("transformer", options={"projections": "titans"}, **plain), tokens(2, length)
     cut = logits(net, x, OFF["cut"])
-    by_hand = lambda q, k, v, prefix, window, *_: cut_by_hand(q, k, v, window)  # noqa: E731
-    monkeypatch.setattr("titans_core.attention.serves_window", lambda *_: False)
-    monkeypatch.setattr("titans_core.attention._windowed", by_hand)
+    by_hand = lambda q, keys, prefix, window, *_: cut_by_hand(q, *keys, window)  # noqa: E731
+    monkeypatch.setattr("titans_core.attention.window_attention", by_hand)
     torch.testing.assert_close(cut, logits(net, x), rtol=1e-9, atol=1e-9)
 
 

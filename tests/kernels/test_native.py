@@ -10,7 +10,8 @@ import torch
 
 from tests.kernels.cases import Case, assert_same, needs_compiler
 from tests.kernels.test_neural_memory import CHUNKS, lengths
-from titans_kernels import OutputActivation, Residual, native, neural_memory, short_convolution
+from titans_kernels import OutputActivation, Residual, native, neural_memory
+from titans_kernels.layers import short_convolution
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import native as compiled
 from titans_kernels.memory.rules.robust import Huber, Yaad
