@@ -30,6 +30,7 @@ check: .venv/dev
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/counts.py
 
 # A site in site/: the pages of docs/, and the API from the docstrings.
 docs: .venv/docs
@@ -56,7 +57,7 @@ PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(TORCH_FOR_CPU)
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 .venv/test .venv/dev .venv/docs: .venv/run

@@ -188,7 +188,7 @@ class ModelConfig(Frozen):
 
     variant: str = "lmm"
     """lmm, mac, mag, mal, transformer; a baseline: retnet, gla, hgrn2, mamba, mamba2, deltanet,
-    gated_deltanet, ttt_linear, ttt_mlp, samba, gated_deltanet_h2, based, hyena, tnt; or the import path of a
+    gated_deltanet, ttt_linear, ttt_mlp, samba, gated_deltanet_h2, based, hyena; or the import path of a
     block class, ``my_lab.blocks:MyBlock``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the variant: the fields of its block's ``Options``."""

@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -66,16 +66,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def file_times(paths: Iterable[str]) -> dict[str, list[int] | None]:
-    """[mtime in nanoseconds, bytes] of each file or folder; None for a missing one."""
-    found: dict[str, list[int] | None] = dict.fromkeys(paths)
-    for path in found:
-        with suppress(OSError):
-            state = os.stat(path)
-            found[path] = [state.st_mtime_ns, state.st_size]
-    return found
 
 
 def write_json(path: Path, value: Any) -> None:

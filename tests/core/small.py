@@ -20,7 +20,6 @@ BASELINE_OPTIONS: dict[str, dict] = {
     "mamba2": {"head_dim": 8, "state": 6},
     "retnet": {"heads": 2},
     "samba": {"state": 4},
-    "tnt": {"global_chunk": 8, "local_chunks": [2, 4], "shard": 8},
 }
 ONLINE = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
 SWITCHES: dict[str, dict] = {

@@ -31,7 +31,7 @@ def blocks(language: str) -> list[str]:
 
 def parse(line: str, whole: bool) -> None:
     """Parse a `titans` line as the command line does; without ``whole`` arguments may be missing."""
-    words = [word for word in shlex.split(line, comments=True)[1:] if word != "..."]
+    words = [word for word in shlex.split(line.partition(" > ")[0], comments=True)[1:] if word != "..."]
     command: click.Command = cli.cli
     ctx = click.Context(command, info_name="titans")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
@@ -89,7 +89,7 @@ def test_other_lines_of_the_shell_are_known():
             assert command == "titans" or words == [".venv/bin/activate"], line
     assert sum(line.startswith("titans") for line in lines) > 10
     text = "".join(page.read_text("utf-8") for page in PAGES)
-    extras = set(re.findall(r"pip install (?:-e )?'\.\[([\w-]+)\]'", text))
+    extras = set(",".join(re.findall(r"pip install (?:-e )?'\.\[([\w,-]+)\]'", text)).split(","))
     project = (TOP / "pyproject.toml").read_text()
     assert {"lm-eval", "hf"} <= extras
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)

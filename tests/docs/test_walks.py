@@ -1,4 +1,4 @@
-"""The five walks of CONTRIBUTING.md, applied to a copy of the source: each extension works."""
+"""The five walks of docs/extending.md, applied to a copy of the source: each extension works."""
 
 import json
 import os
@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^`([\w./]+)`\n\n```(python|diff)\n(.*?)^```", re.MULTILINE 
 
 def walks() -> dict[str, list[tuple[str, str, str]]]:
     """By heading, the blocks of a walk: the file each is for, python or diff, and its text."""
-    text = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (TOP / "docs/extending.md").read_text(encoding="utf-8")
     section = text.partition("\n## Five walks\n")[2].partition("\n## ")[0]
     headings = re.split(r"^### (.*)\n", section, flags=re.MULTILINE)[1:]
     return {heading: BLOCK.findall(body) for heading, body in zip(headings[::2], headings[1::2], strict=True)}

@@ -348,7 +348,7 @@ def test_a_rule_that_does_not_exist_is_named(name, parameters, message):
         LanguageModel(ModelConfig(memory=MemoryConfig(rule=name, rule_options=parameters)))
 
 
-# the walk of CONTRIBUTING: one file, and a line where it shall have a name
+# the walk of docs/extending.md: one file, and a line where it shall have a name
 LP = '''
 from dataclasses import dataclass
 from titans_kernels import Rule

@@ -116,7 +116,7 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys, answer):
 
 @pytest.mark.parametrize(("sets", "says"), [
     (["objective.kind=regresion"],
-     "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did"),
+     "objective.kind: 'regresion' is not one of classification, next_token, regression; did"),
     (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
     (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
     (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),

@@ -98,7 +98,7 @@ def test_tokens_of_a_run():
 
 
 @pytest.mark.parametrize(("model", "line"), [
-    ({"variant": "mak"}, "model.variant: 'mak' is not one of lmm, mac, mag, mal, tnt, transformer, "),
+    ({"variant": "mak"}, "model.variant: 'mak' is not one of lmm, mac, mag, mal, transformer, "),
     ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),
     ({"options": {"width": 2}}, "model.options.width: unknown option; LMM takes none"),
 ])  # fmt: skip

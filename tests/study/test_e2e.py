@@ -18,7 +18,7 @@ from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import expand, load_study
-from titans_platform.study.status import counts, read_status
+from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -76,9 +76,9 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     first = driver(tmp_path, "--concurrency", "1")
     try:
         pid = until(lambda: worker_of(folders["LMM"]))
-        status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
-        assert status.running
-        assert counts(status.cells)["running"] == 1
+        status = read_status(root, "tiny", "small")
+        assert status["running"]
+        assert status["counts"]["running"] == 1
         os.kill(pid, signal.SIGKILL)
         # another process resumes it
         until(lambda: worker_of(folders["LMM"]) not in (None, pid))
@@ -90,7 +90,7 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     # no process of the dead driver's Ray survives
     until(lambda: not [pid for pid in ray_pids if alive(pid)], timeout=60)
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
-    assert not read_status(str(tmp_path / "tiny.yaml"), "small", root).running
+    assert not read_status(root, "tiny", "small")["running"]
 
     code, out = end(driver(tmp_path))
     assert code == 4, out
@@ -104,9 +104,9 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
     _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)
-    status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
-    assert counts(status.cells) == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
-    assert "loss nan" in next(cell.reason for cell in status.cells if cell.state == "failed")
+    status = read_status(root, "tiny", "small")
+    assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
+    assert "loss nan" in next(cell.reason for cell in status["cells"] if cell.state == "failed")
 
     code, again = end(driver(tmp_path, "--rows", "LMM,Linear Memory"))
     # all that was asked for is done; the table shows the row that failed all the same

@@ -45,7 +45,7 @@ def prepare(
       titans data prepare run.yaml --set data.sequence_length=1024
       titans data prepare run.yaml --set data.store=s3://bucket/data --cluster lab
     """
-    from titans_platform.cli.live import StudyDisplay
+    from titans_platform.cli.live import preparing
     from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.data.parts import by_processes, by_ray
     from titans_platform.data.prepare import cores
@@ -67,7 +67,7 @@ def prepare(
             echo_json({"prepared": False}) if as_json else click.echo(str(error))
         return 0
     run = by_ray if in_job() else by_processes(processes or cores())
-    with joined(root), StudyDisplay(Console(stderr=True)).preparing() as progress:
+    with joined(root), preparing(Console(stderr=True)) as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
     _show(prepared, as_json)
     return 0

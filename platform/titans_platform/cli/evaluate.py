@@ -114,8 +114,8 @@ def _by_position(
     from titans_platform.evals import evaluating
     from titans_platform.evals.scoring import Scorer
     from titans_platform.evals.tasks import by_position
-    from titans_platform.report.figures.buckets import loss_picture
-    from titans_platform.report.figures.picture import save
+    from titans_platform.report.figures import loss_picture
+    from titans_platform.report.picture import save
     from titans_platform.runs.load import load_checkpoint
     from titans_platform.training.loop import deterministic
 

@@ -111,7 +111,7 @@ def _run(
     objective: Objective[Any], root: Path, resources: Resources, name: str, profile: bool,
     resume_from: str | None, console: Console,
 ) -> Result:  # fmt: skip
-    from titans_platform.cli.live import StudyDisplay, run_display
+    from titans_platform.cli.live import preparing, run_display
     from titans_platform.provenance import commit
     from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
@@ -126,7 +126,7 @@ def _run(
     cfg = objective.cfg
     check_store(root)
     send_left(root)
-    with StudyDisplay(console).preparing() as progress:
+    with preparing(console) as progress:
         data = objective.prepare(root, progress)
     spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:

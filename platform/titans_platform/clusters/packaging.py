@@ -165,8 +165,9 @@ def constraints() -> bytes:
 
 
 def requirements() -> list[str]:
-    """What the project requires, without its extras."""
-    return [line for line in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
+    """Requirements of the project with its extra `train`."""
+    lines = [line.partition(" extra ==") for line in importlib.metadata.requires(DISTRIBUTION) or []]
+    return [line.rstrip("; ") for line, _, extra in lines if extra.strip("\"' ") in ("", "train")]
 
 
 def put_code(folder: Path) -> None:

@@ -7,6 +7,5 @@ __all__ = ["OBJECTIVES", "Data", "Input", "Objective", "build_objective", "regis
 
 TASKS["accuracy"] = "titans_platform.objectives.classification:Accuracy"
 TASKS["class_loss"] = "titans_platform.objectives.classification:ClassLoss"
-TASKS["drift"] = "titans_platform.objectives.drift:DriftTask"
 TASKS["mse"] = "titans_platform.objectives.regression:MeanSquaredError"
 TASKS["mae"] = "titans_platform.objectives.regression:MeanAbsoluteError"

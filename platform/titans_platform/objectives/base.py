@@ -204,7 +204,6 @@ OBJECTIVES = Registry(
     Objective,
     {
         "classification": "titans_platform.objectives.classification:Classification",
-        "drift": "titans_platform.objectives.drift:Drift",
         "next_token": "titans_platform.objectives.next_token:NextToken",
         "regression": "titans_platform.objectives.regression:Regression",
     },

@@ -17,14 +17,15 @@ from markupsafe import Markup
 from rich.console import Console
 
 from titans_platform.errors import UsageError
-from titans_platform.files import write_text
+from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
 from titans_platform.report import export, render
-from titans_platform.report.figures.picture import DARK, LIGHT, Picture, save, svg
+from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import Links, Report, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.reporter import curve
+from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import Item
@@ -82,10 +83,11 @@ def results_table(report: Report, heading: str = "Table 1") -> Markup:
 
 
 def figure(picture: Picture, number: int | None = None) -> Markup:
-    """A figure: its panels as SVG, the legend, the caption with its number on the page."""
-    drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
-    panels, width = list(map(Markup, drawn)), round(WIDTH * picture.size[0], 1)
-    return Markup(render("figure.html", picture=picture, panels=panels, width=width, number=number))
+    """A figure as SVG with its caption and its number on the page."""
+    width = round(WIDTH * picture.width, 1)
+    return Markup(
+        render("figure.html", picture=picture, drawn=Markup(svg(picture)), width=width, number=number)
+    )
 
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
@@ -93,9 +95,7 @@ UI = "http://127.0.0.1:5000"
 """Where `titans ui` listens unless it is told otherwise."""
 
 
-def make(
-    run: StudyRun, console: Console, link: bool = True, address: str | None = None, redraw: bool = True
-) -> Table:
+def make(run: StudyRun, console: Console, link: bool = True, address: str | None = None) -> Table:
     """Write the report of a study, print its table, and return it.
 
     Args:
@@ -104,19 +104,20 @@ def make(
         link: Whether the report is logged to the study's MLflow run too.
         address: MLflow server that the page links to. By default the tracking server, or where `titans ui`
             listens.
-        redraw: Whether the page and figures are drawn again if the tables have not changed.
 
     Raises:
         UsageError: nothing has run.
     """
     if not any(cell.name for cell in run.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table, path, links = build_table(run), run.folder.path, None
+    table, path, links = build_table(run), run.path, None
     if store := _open_store(run) if link or table.results else None:
         server = address or store.server
         links = Links((server or UI).rstrip("/"), store.experiment, local=not server)
-    report = build_report(table, _curves(table, run.root, store), run.folder.search(), commands(path), links)
-    paths = write_report(report, path, redraw)
+    report = build_report(
+        table, _curves(table, run.root, store), read_json(path / "search.json"), commands(path), links
+    )
+    paths = write_report(report, path)
     if link and store:
         log_report(store, report, paths)
     folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -135,8 +136,7 @@ def _open_store(run: StudyRun) -> Store | None:
     """
     from titans_platform.tracking import STORE, open_store
 
-    record = run.folder.record()
-    kept = record.mlflow if record else None
+    kept = (read_json(run.path / RECORD) or {}).get("mlflow")
     try:
         return open_store(run.root if not kept or os.environ.get(STORE) else str(kept))
     except UsageError as error:
@@ -153,12 +153,10 @@ def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tup
     return {run: found.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
 
 
-def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str, Path]:
-    """Write the page, the tables and the figures into ``folder``; returns their paths by name.
-
-    Figures take most of the time. Without ``redraw`` a report with the same tables stays as it is.
-    """
-    tables = {
+def write_report(report: Report, folder: Path) -> dict[str, Path]:
+    """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
+    texts = {
+        PAGE: report_page(report),
         "table.md": export.markdown(report, FIGURES),
         "table.tex": export.latex(report),
         "table.csv": export.summary_csv(report),
@@ -166,13 +164,11 @@ def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str,
         "verdict.csv": export.verdict_csv(report),
         **({"pathways.csv": export.pathways_csv(report)} if report.pathways else {}),
     }
-    files, paths = sorted((folder / FIGURES).glob("*.p*")), {name: folder / name for name in (PAGE, *tables)}
-    same = all(p.exists() and (n == PAGE or p.read_bytes() == tables[n].encode()) for n, p in paths.items())
-    if redraw or not files or not same:
-        for name, content in {PAGE: report_page(report), **tables}.items():
-            write_text(folder / name, content)
-        files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
-    return paths | {f"{FIGURES}/{path.name}": path for path in files}
+    for name, content in texts.items():
+        write_text(folder / name, content)
+    files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
+    named = {f"{FIGURES}/{path.name}": path for path in files}
+    return {name: folder / name for name in texts} | named
 
 
 def _runs(table: Table) -> dict[str, Result]:

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, NamedTuple
 
+from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
-from titans_platform.report.figures.data import Curve, figure_data
-from titans_platform.report.figures.picture import Picture
+from titans_platform.report.picture import Picture
 from titans_platform.report.table import (
     Comparison,
     Entry,
@@ -197,7 +197,7 @@ def build_report(
 
 def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mapping[str, str]) -> ReportRow:
     results = {result.cell: result for result in row.results}
-    gaps = {(gap.cell.row, gap.cell.seed): gap for gap in row.unfinished}
+    gaps = {(gap.row, gap.seed): gap for gap in row.unfinished}
     cells = []
     for cell in row.cells:
         line = CellLine(cell.name, cell.row, cell.seed, results.get(cell.name or ""))

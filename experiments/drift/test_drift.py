@@ -8,15 +8,16 @@ import numpy as np
 import pytest
 import torch
 
+from experiments.drift.drift import DriftData, DriftModel, DriftOptions, best_gates, steady_risk
 from titans_core.config import MemoryConfig
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.drift import DriftData, DriftModel, DriftOptions, best_gates, steady_risk
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.study.grid import expand, load_study
 
+TASK = "experiments.drift.drift:DriftTask"
 MEMORY = dict.fromkeys(("depth", "heads", "chunk_size", "max_theta"), 1)
 MEMORY |= {"momentum": False, "surprise_bound": None}
 
@@ -138,9 +139,12 @@ def config(**fields) -> RunConfig:
     given = {
         "model": {"memory": MEMORY},
         "data": {"sequence_length": 96},
-        "objective": {"kind": "drift", "options": {"width": 8, "burn_in": 48}},
+        "objective": {"kind": "experiments.drift.drift:Drift", "options": {"width": 8, "burn_in": 48}},
         "optim": {"steps": 4, "global_batch_size": 2},
-        "eval": {"items": 2, "columns": {"ratio": [{"task": "drift", "options": {"kind": "ratio"}}]}},
+        "eval": {
+            "items": 2,
+            "columns": {"ratio": [{"task": TASK, "options": {"kind": "ratio"}}]},
+        },
     }
     for key, value in fields.items():
         at = given
@@ -168,8 +172,8 @@ def test_rows_are_a_function_of_their_number():
     ({"model": {"memory": MEMORY | {"depth": 2}}}, "model.memory.depth: .* set it to 1"),
     ({"model": {"memory": MEMORY | {"rule": "omega"}}}, "model.memory.rule: omega has gates of its own"),
     ({"objective__options": {"width": 5, "turn": 0.5, "burn_in": 8}}, "width: 5 is odd"),
-    ({"data__tokenizer": "dna"}, "data.tokenizer: objective drift generates its rows"),
-    ({"eval__columns": {"a": [{"task": "drift", "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
+    ({"data__tokenizer": "dna"}, "data.tokenizer: objective .*Drift generates its rows"),
+    ({"eval__columns": {"a": [{"task": TASK, "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
 ])  # fmt: skip
 def test_what_has_no_known_risk_is_refused(change, says):
     objective = build_objective(config(**change))

@@ -1,17 +1,17 @@
-"""`titans bench stream`: each variant reads a long text, up to its end or a resource limit."""
+"""`experiments.stream.stream`: each variant reads a long text, up to its end or a resource limit."""
 
 import json
 
 import pytest
 
-from benchmarks import stream as stream_benchmark
-from benchmarks.stream import Reader
+from experiments.stream import stream as stream_benchmark
+from experiments.stream.stream import Reader
 from titans_platform import cli
 
 
 def stream(*arguments: str) -> int:
     sizes = ["--preset", "smoke", "--tokens", "2500", "--every", "1000"]
-    return cli.run(["bench", "stream", *sizes, *arguments])
+    return cli.run([*sizes, *arguments], stream_benchmark.stream)
 
 
 @pytest.mark.slow
@@ -80,7 +80,9 @@ def test_the_start_and_the_first_place_are_read_in_turn_with_the_last(reader, mo
     assert reader.place.at == 3558
 
 
-def test_what_is_wrong_is_said_in_a_line(refused):
-    command = ("bench", "stream", "--preset", "smoke")
-    assert "--text: no file nowhere.txt" in refused(*command, "--text", "nowhere.txt")
-    assert "'lm' is not one of" in refused(*command, "--variants", "lm")
+@pytest.mark.parametrize(("option", "value", "line"), [
+    ("--text", "nowhere.txt", "--text: no file nowhere.txt"), ("--variants", "lm", "'lm' is not one of"),
+])  # fmt: skip
+def test_bad_input_is_one_line(option, value, line, capsys):
+    assert stream(option, value) == 2
+    assert line in capsys.readouterr().err

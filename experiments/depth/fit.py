@@ -1,13 +1,14 @@
-"""`titans bench fit`: how well a memory stores fixed keys and values, without a model and without training.
+"""Error of fixed keys and values in a memory, without a model and without training.
 
-The depth lab: rules, depths, chunks and sizes of the memory on the kinds of pairs of `benchmarks.pairs`, read
-back after 1, 2, 4 and 8 passes. Each memory writes with the step (and the scale of its hidden layers' start)
+Rules, depths, chunks and sizes of the memory on the pairs of `experiments.depth.pairs`, read back after
+1, 2, 4 and 8 passes. Each memory writes with the step (and the scale of its hidden layers' start)
 that is best for it on tuning problems; the errors are those of other problems.
 """
 
 from __future__ import annotations
 
 import csv
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -23,13 +24,14 @@ from rich.console import Console
 from torch import Tensor
 from torch.nn import functional as F
 
-from benchmarks.pairs import KINDS, Pairs, generate, trained
+from experiments.depth.pairs import KINDS, Pairs, generate, trained
 from titans_kernels import Residual, find_rule, neural_memory, read_memory
 from titans_kernels.memory.rules import RULES
+from titans_platform import cli
 from titans_platform.cli import echo_json, json_option, root_option
 from titans_platform.errors import UsageError
-from titans_platform.report.figures.picture import KINDS as COLOURS
-from titans_platform.report.figures.picture import LIGHT, MARKERS, Line, Picture, panel, save
+from titans_platform.report.picture import KINDS as COLOURS
+from titans_platform.report.picture import LIGHT, MARKERS, Line, Picture, panel, save
 from titans_platform.report.table import Difference
 
 Progress = Callable[[str], None]
@@ -196,7 +198,7 @@ def run(
     """Every memory at every setting, width, chunk and passes: a row each, with every problem's error.
 
     Raises:
-        UsageError: the pairs of a run cannot be had (`benchmarks.pairs.trained`).
+        UsageError: the pairs of a run cannot be had (`experiments.depth.pairs.trained`).
     """
     rows: list[dict[str, Any]] = []
     for (kind, count), width in product(settings, widths):
@@ -315,7 +317,7 @@ def picture(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     settings = dict.fromkeys((row["kind"], row["pairs"], row["width"]) for row in shown)
     panels = [
         panel(
-            f"{kind}, {count} pairs", f"error against passes, {kind}, {count} pairs", draw, "passes",
+            f"{kind}, {count} pairs", draw, "passes",
             of=[row for row in shown if (row["kind"], row["pairs"], row["width"]) == (kind, count, width)],
         )
         for kind, count, width in settings
@@ -402,8 +404,8 @@ def command(
 
     \b
     Example:
-      titans bench fit --out fit
-      titans bench fit --memory huber/2 --memory "depth 3" --kind teacher --pairs 512
+      python -m experiments.depth.fit --out fit
+      python -m experiments.depth.fit --memory huber/2 --memory "depth 3" --kind teacher --pairs 512
     """
     began = time.process_time()
     torch.set_num_threads(threads)
@@ -427,3 +429,7 @@ def command(
     if not source:
         click.echo("Pairs from a trained run are left out: give --run.")
     click.echo(f"{time.process_time() - began:.0f} CPU seconds." + (f" {out}" if out else ""))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(sys.argv[1:], command))

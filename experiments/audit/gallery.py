@@ -1,15 +1,15 @@
-"""Audit public layers from the package index, and all variants and rules of this library: docs/audit.md.
+"""Audit public layers from the package index, and all variants and rules of this library.
 
-    python benchmarks/audit_gallery.py --out DIR            # every layer that is installed here
-    python benchmarks/audit_gallery.py --only minGRU ours   # some
-    python benchmarks/audit_gallery.py --out DIR --table    # the table of what DIR holds
+    python experiments/audit/gallery.py --out DIR            # every layer that is installed here
+    python experiments/audit/gallery.py --only minGRU ours   # some
+    python experiments/audit/gallery.py --out DIR --table    # the table of what DIR holds
 
 Public layers are best installed in an environment of their own, on this repository's source:
 
     pip install torch numpy pydantic titans-pytorch x-transformers transformers local-attention mambapy \\
         minGRU-pytorch titans-memory titans-trainer xlstm s5-pytorch Mega-pytorch \\
         gated-state-spaces-pytorch fla-core
-    PYTHONPATH=kernels:. python benchmarks/audit_gallery.py --out DIR
+    PYTHONPATH=kernels:. python experiments/audit/gallery.py --out DIR
 """
 
 # pyright: reportMissingImports=false, reportCallIssue=false

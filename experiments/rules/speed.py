@@ -1,10 +1,11 @@
-"""`titans bench rules`: every rule of the memory beside the paper's, its error and its speed on a CPU.
+"""Each rule of the memory beside the paper's: its form, its error and its speed on a CPU.
 
 A new rule in `titans_kernels.RULES` gets a row by itself.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -28,6 +29,7 @@ from titans_kernels import (
 from titans_kernels.memory.activations import layer_shapes
 from titans_kernels.memory.op import FORMS
 from titans_kernels.memory.residual import Output
+from titans_platform import cli
 from titans_platform.cli import echo_json, json_option
 
 ONE_TOKEN = next(form.rules for form in FORMS if form.name == "online") or ()
@@ -179,7 +181,7 @@ def rules(names: tuple[str, ...], rounds: int, batch: int, length: int, threads:
 
     \b
     Example:
-      titans bench rules --rule mdn --rule delta_ttt
+      python -m experiments.rules.speed --rule mdn --rule delta_ttt
     """
     torch.set_num_threads(threads)
     rows = run(names, rounds, batch, length, lambda message: click.echo(message, err=True))
@@ -187,3 +189,7 @@ def rules(names: tuple[str, ...], rounds: int, batch: int, length: int, threads:
         echo_json(rows)
     else:
         click.echo("\n".join(lines_of(rows)))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(sys.argv[1:], rules))

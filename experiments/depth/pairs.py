@@ -1,4 +1,4 @@
-"""Keys and values for `titans bench fit`: fixed pairs that a memory stores, without a model around it.
+"""Keys and values for `experiments.depth.fit`: fixed pairs that a memory stores, without a model around it.
 
 Shapes: N problems, P pairs, D width of keys and values.
 """

@@ -1,4 +1,4 @@
-"""`titans bench fit`: the order of linear and deep memories over passes, what is tuned, and the command."""
+"""Fixed pairs: the order of linear and deep memories over passes, what is tuned, and the command."""
 
 import csv
 import math
@@ -7,9 +7,9 @@ from statistics import fmean
 import pytest
 import torch
 
-from benchmarks import fit
-from benchmarks.fit import MEMORIES, Candidate, Memory, errors, lines_of, lower
-from benchmarks.pairs import KINDS, Pairs, generate, trained
+from experiments.depth import fit
+from experiments.depth.fit import MEMORIES, Candidate, Memory, errors, lines_of, lower
+from experiments.depth.pairs import KINDS, Pairs, generate, trained
 from tests import small
 from titans_platform import cli
 from titans_platform.errors import UsageError
@@ -94,7 +94,7 @@ def test_each_memory_of_the_table_learns(name):
 def test_the_command_writes_its_table_and_figure(tmp_path, capsys):
     sizes = ["--pairs", "8", "--width", "8", "--passes", "1", "--passes", "2", "--problems", "3"]
     chosen = ["--memory", "depth 2", "--memory", "huber/2", "--kind", "random", "--kind", "teacher"]
-    assert cli.run(["bench", "fit", *sizes, *chosen, "--tuning", "2", "--out", str(tmp_path)]) == 0
+    assert cli.run([*sizes, *chosen, "--tuning", "2", "--out", str(tmp_path)], fit.command) == 0
     shown = capsys.readouterr().out
     assert "huber/2" in shown
     assert "left out: give --run" in shown
@@ -123,8 +123,10 @@ def test_pairs_of_a_run_are_what_its_memory_writes(tmp_path):
     (["--kind", "trained"], "--kind: trained needs --run"),
     (["--run", "nowhere", "--kind", "trained"], "nowhere"),
 ])  # fmt: skip
-def test_what_cannot_be_is_refused(arguments, says, refused, tmp_path):
-    assert says in refused("bench", "fit", "--root", tmp_path, *arguments)
+def test_bad_input_is_one_line(arguments, says, capsys, tmp_path):
+    assert cli.run(["--root", str(tmp_path), *arguments], fit.command) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert says in line
 
 
 def test_lines_count_settings_and_edges():

@@ -32,6 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
+from experiments.tasks.blocks import sharing
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.evals.items import Item, Tokenizer, fill, make_item
 from titans_platform.evals.registry import GeneratedTask, Heuristic
@@ -45,7 +46,6 @@ from titans_platform.evals.tasks.recall import (
     Values,
     key_and_pairs,
     paired,
-    sharing,
     spread,
     symbols,
 )

@@ -1,4 +1,4 @@
-"""Figures of a report: panels, lines and colours, and their export as SVG, PNG and PDF."""
+"""Figures of a report: panels, lines and colours; SVG for the page, PNG and PDF beside it."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from html import escape
 from pathlib import Path
 from textwrap import fill
 from typing import Any
 
 from matplotlib import style
+from matplotlib.axes import Axes
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
-from matplotlib.figure import Figure, FigureBase
-from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
-
-from titans_platform.text import short
 
 COLOURS = {
     "page": ("#ffffff", "#14171b"), "ink": ("#1f2328", "#e4e7ea"), "muted": ("#57606a", "#9da7b2"),
@@ -35,6 +33,8 @@ LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1)
 KINDS, STEPS = ("a", "b", "c", "d", "e", "f"), ("s1", "s2", "s3", "s4")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 SMALL, TEXT = 7.0, 7.6
+MANY = 6
+"""Maximum coloured lines in one panel."""
 
 PERCENT = range(5, 93)
 """Percentages of the heat colour in a tile, from worst to best."""
@@ -56,24 +56,15 @@ STYLE: list[Any] = [
 WIDE, NARROW = (3.5, 2.3), (1.9, 1.4)
 """Width and height of a panel in inches."""
 ACROSS_WIDE, ACROSS_NARROW = 3, 5
-"""Panels per row in a PNG or PDF."""
-ANY = (-math.inf, math.inf)
-MAX_DESCRIBED = 8
-"""Maximum lines that a text alternative describes."""
+"""Panels side by side."""
+Draw = Callable[[Axes], None]
+"""Draws one panel."""
 
 
 def ordered(count: int) -> tuple[str, ...]:
     """``count`` (at most four) colour names for ordered values, light to dark."""
     picks = {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4))
     return tuple(STEPS[i] for i in picks)
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One panel in any format; ``alt`` is its text alternative."""
-
-    alt: str
-    draw: Callable[[FigureBase], None]
 
 
 @dataclass(frozen=True)
@@ -84,19 +75,29 @@ class Line:
     points: Mapping[float, tuple[float, ...]]
     colour: str = "accent"
     marker: str = "o"
-    runs: Sequence[Sequence[tuple[float, float]]] = ()
-    """Curves of single runs, drawn thin below the mean."""
     printed: Mapping[float, float] = field(default_factory=dict)
     """The paper's numbers by x, drawn dashed."""
     spread: bool = True
     """Whether the standard deviation over seeds is shown."""
-    bounds: tuple[float, float] = ANY
-    """Range of the measure, to which the spread is clipped."""
 
     @property
     def means(self) -> dict[float, float]:
         """The mean over seeds by x, sorted."""
         return {x: statistics.fmean(self.points[x]) for x in sorted(self.points)}
+
+
+def coloured(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """The lines in colours of their own, and those left grey.
+
+    Of more than ``MANY`` lines, the highest and the lowest at their last points are coloured.
+    """
+    shown, half = [line for line in lines if line.points], MANY // 2
+    if len(shown) > MANY:
+        shown.sort(key=lambda line: -next(reversed(line.means.values())))
+        shown = shown[:half] + shown[-half:]
+    grey = [line for line in lines if line not in shown]
+    looks = zip(shown, KINDS, MARKERS, strict=False)
+    return [replace(line, colour=colour, marker=marker) for line, colour, marker in looks], grey
 
 
 @dataclass(frozen=True)
@@ -106,43 +107,61 @@ class Picture:
     key: str
     title: str
     caption: str
-    panels: Sequence[Panel]
+    panels: Sequence[Draw]
     size: tuple[float, float] = WIDE
+    """Width and height of a panel in inches."""
     legend: Sequence[Line] = ()
 
+    @property
+    def across(self) -> int:
+        """Panels side by side."""
+        return min(len(self.panels), ACROSS_NARROW if self.size[0] < 3 else ACROSS_WIDE)
 
-def ends(lines: Sequence[Line], decimals: int) -> str:
-    """First and last value of each line in words, for a text alternative."""
-    found = [(line.label, list(line.means.values())) for line in lines if line.points]
-    words = [
-        f"{name} from {short(means[0], decimals)} to {short(means[-1], decimals)}"
-        for name, means in found[:MAX_DESCRIBED]
-    ]
-    words += [f"and {len(found) - MAX_DESCRIBED} more"] if len(found) > MAX_DESCRIBED else []
-    return "; ".join(words) or "nothing measured yet"
+    @property
+    def width(self) -> float:
+        """Width of the whole figure in inches."""
+        return self.size[0] * self.across
+
+    def draw(self) -> Figure:
+        """The figure, in the colours of print."""
+        # inches of the longest entry of the legend: its mark, and letters of 7.5 points
+        entry = 0.5 + 0.065 * max((len(line.label) for line in self.legend), default=0)
+        columns = max(1, min(6, int(self.width / entry)))
+        down, below = math.ceil(len(self.panels) / self.across), 0.3 * math.ceil(len(self.legend) / columns)
+        with style.context(STYLE):
+            figure = Figure(figsize=(self.width, self.size[1] * down + below), layout="constrained")
+            axes = figure.subplots(down, self.across, squeeze=False).flatten()
+            for axis in axes[len(self.panels) :]:
+                axis.remove()
+            for axis, draw in zip(axes, self.panels, strict=False):
+                draw(axis)
+            if self.legend:
+                handles = [
+                    Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
+                    for line in self.legend
+                ]
+                figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+        return figure
 
 
-def panel(title: str, alt: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Panel:
-    """A panel with one set of axes and its labels; calls ``draw(axes, **drawn)``."""
+def panel(title: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Draw:
+    """A panel with its labels; calls ``draw(axis, **drawn)``."""
 
-    def paint(figure: FigureBase) -> None:
-        axis = figure.subplots()
+    def paint(axis: Axes) -> None:
         draw(axis, **drawn)
         # 13 characters of a title fit into an inch; a longer one would run into the next panel's
-        inches = figure.get_window_extent().width / figure.figure.dpi
+        inches = axis.get_window_extent().width / axis.figure.get_dpi()
         axis.set(title=fill(title, max(10, round(13 * inches))), xlabel=x, ylabel=y)
 
-    return Panel(alt, paint)
+    return paint
 
 
-def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
-    """One panel as inline SVG with the page's font, its CSS colour variables and a text alternative."""
+def svg(picture: Picture) -> str:
+    """The figure as inline SVG with the page's font, its CSS colour variables and a title."""
+    out, ident = io.StringIO(), f"figure-{picture.key}"
     # ids come from the salt: unique on a page, the same in every run
     with style.context([*STYLE, {"svg.hashsalt": ident}]):
-        figure = Figure(figsize=size, layout=ConstrainedLayoutEngine(w_pad=0.02, h_pad=0.02, wspace=0.04))
-        panel.draw(figure)
-        out = io.StringIO()
-        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+        picture.draw().savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
     head, _, body = out.getvalue().partition("<svg")[2].partition(">")
     view = re.findall(r'viewBox="[^"]+"', head)[0]
     body = re.sub(r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", "", body, flags=re.S)
@@ -150,16 +169,16 @@ def svg(panel: Panel, size: tuple[float, float], ident: str) -> str:
     for pattern, new in ((r'<g id="[^"]*"', "<g"), (r"xlink:href=", "href="), (r">\s+<", "><")):
         body = re.sub(pattern, new, body)
     body = re.sub("#[0-9a-f]{6}", lambda match: NAMES.get(match[0], match[0]), body).strip()
-    title = f'<title id="{ident}-t">{escape(panel.alt)}</title>'
-    return f'<svg {view} role="img" aria-labelledby="{ident}-t">{title}{body}'
+    title = f'<title id="{ident}-title">{escape(picture.title)}</title>'
+    return f'<svg {view} role="img" aria-labelledby="{ident}-title">{title}{body}'
 
 
 def save(picture: Picture, folder: Path) -> list[Path]:
-    """Write the figure with its legend as PNG and PDF, named by its key, atomically; returns the paths."""
+    """Write the figure as PNG and PDF, named by its key, atomically; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"{picture.key}.{kind}" for kind in ("png", "pdf")]
     with style.context(STYLE):
-        figure = _composed(picture)
+        figure = picture.draw()
         for path in paths:
             temporary = path.with_name(f".{os.getpid()}.{path.name}")
             # no date, so that the same table gives the same bytes
@@ -169,23 +188,3 @@ def save(picture: Picture, folder: Path) -> list[Path]:
             # the layout is computed once for both formats
             figure.set_layout_engine("none")
     return paths
-
-
-def _composed(picture: Picture) -> Figure:
-    count, (width, height) = len(picture.panels), picture.size
-    across = min(count, ACROSS_NARROW if width < 3 else ACROSS_WIDE)
-    # inches of the longest entry: its mark, and letters of 7.5 points
-    entry = 0.5 + 0.065 * max((len(line.label) for line in picture.legend), default=0)
-    columns = max(1, min(6, int(width * across / entry)))
-    down, below = math.ceil(count / across), 0.35 * math.ceil(len(picture.legend) / columns)
-    figure = Figure(figsize=(width * across, height * down + below), layout="constrained")
-    parts = figure.subfigures(down, across, squeeze=False).flatten()
-    for part, panel in zip(parts, picture.panels, strict=False):
-        panel.draw(part)
-    if picture.legend:
-        handles = [
-            Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
-            for line in picture.legend
-        ]
-        figure.legend(handles=handles, loc="outside lower left", ncols=columns)
-    return figure

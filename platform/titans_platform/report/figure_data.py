@@ -15,8 +15,7 @@ from typing import Any
 
 from titans_platform.report.table import Table, TableRow, task_of
 from titans_platform.runs.folder import Result
-from titans_platform.study.spec import Axis as StudyAxis
-from titans_platform.study.spec import Column, Row
+from titans_platform.study.spec import Axis, Column, Row
 from titans_platform.text import flatten
 
 Value = float | str
@@ -28,7 +27,7 @@ LENGTH_FIELDS = ("sequence_length", "length", "tokens")
 
 
 @dataclass(frozen=True)
-class Axis:
+class Dimension:
     """A field that the rows of a study vary."""
 
     key: str
@@ -76,7 +75,7 @@ class FigureData:
 
     table: Table
     rows: tuple[Series, ...]
-    axes: tuple[Axis, ...]
+    axes: tuple[Dimension, ...]
     measures: Mapping[str, Column]
     """The columns of the table, and training throughput."""
     lengths: Mapping[str, Column]
@@ -157,7 +156,7 @@ def axis_value(value: Any) -> Value:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis, ...]:
+def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension, ...]:
     """The fields that every row sets, with at least two different values."""
     places = [row.axes for row in rows if not row.reference]
     axes = []
@@ -166,7 +165,7 @@ def _axes(rows: Iterable[Series], given: Mapping[str, StudyAxis]) -> tuple[Axis,
         if len(values) > 1 and all(key in at for at in places):
             # the study's title, or the last part of the field's dotted name
             title = (given[key].title if key in given else "") or key.rpartition(".")[2].replace("_", " ")
-            axis = Axis(key, values, title)
+            axis = Dimension(key, values, title)
             axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
     return tuple(axes)
 

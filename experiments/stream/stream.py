@@ -1,4 +1,4 @@
-"""`titans bench stream`: speed, memory and decoding of each variant on a long text.
+"""`python -m experiments.stream.stream`: speed, memory and decoding of each variant on a long text.
 
 Each variant reads in a process of its own: this module, run with a job, which answers ``read N`` and
 ``decode N`` with a line of JSON.
@@ -26,10 +26,11 @@ from titans_core.generation import prefill
 from titans_core.presets import preset as sized
 from titans_kernels.bench.process import Answering, peak_bytes
 from titans_kernels.bench.timing import Failed
+from titans_platform import cli
 from titans_platform.cli import FiniteFloat, echo_json, json_option
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.report.figures.picture import KINDS, LIGHT, Line, Picture, panel, save
+from titans_platform.report.picture import KINDS, LIGHT, Line, Picture, panel, save
 
 Progress = Callable[[str], None]
 PIECE = 1024
@@ -138,7 +139,7 @@ def _one(
     row: dict[str, Any] = {"row": name, "looks": [], "decode": {}, "ended": None}
     row |= {"rate_ratio": None, "peak_ratio": None, "decode_ratio": None}
     stops = sorted({*range(every, tokens + 1, every), tokens, *(at for at in TIMED_AT if at <= tokens)})
-    with Answering(["-m", "benchmarks.stream", json.dumps(job)], threads, name) as reader:
+    with Answering(["-m", "experiments.stream.stream", json.dumps(job)], threads, name) as reader:
         at, begun, seconds = 0, 0, 0.0
         for stop in stops:
             progress(f"{name}: {at:,} of {tokens:,} tokens")
@@ -187,10 +188,8 @@ def picture(result: dict[str, Any], folder: Path) -> Path:
             axis.plot(x, y, "o-", color=LIGHT[line.colour], markersize=2.5, linewidth=1)
         axis.set(xscale="log", yscale="log")
 
-    speed = panel("Tokens a second", "speed against tokens read", draw, "tokens read", key="rate", scale=1)
-    space = panel(
-        "Memory, MiB", "memory against tokens read", draw, "tokens read", key="peak_bytes", scale=2**20
-    )
+    speed = panel("Tokens a second", draw, "tokens read", key="rate", scale=1)
+    space = panel("Memory, MiB", draw, "tokens read", key="peak_bytes", scale=2**20)
     caption = "One CPU thread; the peak is of the whole process."
     legend = [line for _, line in lines]
     return save(Picture("stream", "A long text", caption, [speed, space], legend=legend), folder)[0]
@@ -235,7 +234,7 @@ def stream(
 
     \b
     Example:
-      titans bench stream --tokens 2000000 --text book.txt --figure docs
+      python -m experiments.stream.stream --tokens 2000000 --text book.txt --figure experiments/stream
     """
     try:
         models = {name: sized(preset, name, vocab_size=260) for name in variants.split(",")}
@@ -253,7 +252,7 @@ def stream(
 
 
 def lines_of_stream(result: dict[str, Any]) -> list[str]:
-    """The result of `titans bench stream`: each variant at its first look, at its last, and their ratio."""
+    """Return a line for each variant: its first look, its last, and their ratio."""
     lines = [
         f"{result['tokens']:,} tokens read; the first {result['every']:,} and the last; "
         f"threads: {result['threads']}.",
@@ -292,4 +291,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:] and sys.argv[1].startswith("{"):
+        main()
+    else:
+        sys.exit(cli.run(sys.argv[1:], stream))

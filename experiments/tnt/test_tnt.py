@@ -5,17 +5,28 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.core.small import config
-from titans_core import LanguageModel
+from experiments.tnt.tnt import TNT
+from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_core.audit import audit
+from titans_core.audit.variants import variant_factory
 from titans_core.blocks import Positions
-from titans_core.blocks.tnt import TNT
 from titans_core.memory import NeuralMemory, Writes
+
+VARIANT = "experiments.tnt.tnt:TNT"
+
+
+def config(options: dict, **memory) -> ModelConfig:
+    small = {"heads": 2, "chunk_size": 4, **TNT.preset_memory, **memory}
+    return ModelConfig(
+        variant=VARIANT, options=options, vocab_size=17, d_model=16, n_layers=2, persistent_tokens=3,
+        memory=MemoryConfig(**small), attention=AttentionConfig(heads=2),
+    )  # fmt: skip
 
 
 def block(**options) -> TNT:
     torch.manual_seed(0)
     options = {"global_chunk": 6, "local_chunks": [2, 4], "shard": 12} | options
-    found = LanguageModel(config("tnt", options=options, surprise_bound=None)).double().blocks[0]
+    found = LanguageModel(config(options, surprise_bound=None)).double().blocks[0]
     with torch.no_grad():
         for p in found.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -87,8 +98,16 @@ def test_local_memories_do_not_reach_beyond_their_shard():
 @pytest.mark.parametrize(("fields", "message"), [
     ({"options": {"local_chunks": [5], "shard": 12}},
      r"options\.shard: 12 is not a multiple of the local chunk 5"),
-    ({"feature_degree": 2}, r"^memory.feature_degree: 2 is not supported by variant tnt; use 1$"),
+    ({"options": {}, "feature_degree": 2}, r"^memory.feature_degree: 2 is not supported by variant tnt"),
 ])  # fmt: skip
 def test_what_does_not_fit_is_refused(fields, message):
     with pytest.raises(ValueError, match=message):
-        LanguageModel(config("tnt", **fields))
+        LanguageModel(config(**fields))
+
+
+@pytest.mark.slow
+def test_it_passes_the_audit():
+    report = audit(
+        variant_factory(VARIANT, options={"global_chunk": 8, "local_chunks": [2, 4], "shard": 8}), length=40
+    )
+    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []

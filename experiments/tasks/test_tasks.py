@@ -13,17 +13,23 @@ import pytest
 from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
+from titans_platform.errors import UsageError
 from titans_platform.evals import build_generated, build_task
 
 BYTE = load_tokenizer("byte")
+BLOCKS = {"composition": "Composition", "episodes": "Episodes", "resets": "Resets"}
+SYNTHETIC = {
+    "fuzzy_recall": "FuzzyRecall",
+    "functions": "Functions",
+    "memorisation": "Memorisation",
+    "words": "Words",
+}
+PATHS = {name: f"experiments.tasks.blocks:{kind}" for name, kind in BLOCKS.items()}
+PATHS |= {name: f"experiments.tasks.synthetic:{kind}" for name, kind in SYNTHETIC.items()}
 PAIR = re.compile(r"([^\d\sa-z.,;:\-+*/]+)([0-9a-z]+)")
 """A key, of what is neither a value nor filler, and its value."""
 
 RECALLS = [
-    ("recall", {}, 64),
-    ("recall", {"pairs": 6, "values": 4, "rebind": 0.5, "filler": "noise"}, 64),
-    ("recall", {"pairs": 48, "queries": 40, "keys": 50, "values": 36}, 256),
-    ("recall", {"pairs": 64, "queries": 20, "keys": 200}, 256),
     ("composition", {}, 64),
     ("composition", {"side": 4, "queries": 5, "values": 36}, 128),
     ("episodes", {}, 64),
@@ -56,7 +62,7 @@ def each(cases, name=""):
 
 @cache
 def _made(task, options, length, count):
-    made = build_generated(TaskConfig(task=task, options=dict(options)))
+    made = build_generated(TaskConfig(task=PATHS.get(task, task), options=dict(options)))
     rng = random.Random(f"{task} {options}")
     return made, [made.item(rng, length, BYTE) for _ in range(count)]
 
@@ -103,7 +109,7 @@ def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
 
 
 def test_another_dictionary_has_other_values():
-    configs = (TaskConfig(task="memorisation", options={"dictionary": n}) for n in (0, 1))
+    configs = (TaskConfig(task=PATHS["memorisation"], options={"dictionary": n}) for n in (0, 1))
     tables = [build_task(config).dictionary for config in configs]
     assert tables[0] != tables[1]
     assert set(Counter(tables[0].values()).values()) == {128}
@@ -306,11 +312,73 @@ def test_items_asked_are_the_same_again_and_others_than_those_trained_on(task, o
 
 
 def test_longer_rows_have_more_episodes_with_other_values():
-    task = build_generated(TaskConfig(task="episodes"))
+    task = build_generated(TaskConfig(task=PATHS["episodes"]))
     for length, episodes in ((21, 1), (64, 3), (512, 25)):
         item = task.item(random.Random(6), length, BYTE)
         assert len([*questions(item)]) == 4 * episodes
         assert len({key for key, _ in PAIR.findall(item.text)}) == 4
-    renewed = build_generated(TaskConfig(task="episodes", options={"renewed": 1.0, "queries": 1}))
+    renewed = build_generated(TaskConfig(task=PATHS["episodes"], options={"renewed": 1.0, "queries": 1}))
     first, second = (block for block, _ in renewed.blocks(random.Random(7), 41))
     assert not {*first[::2]} & {*second[::2]}
+
+
+FLOORS = [
+    # of one question at the end no heuristic is better than chance
+    ("words", {"degree": 2, "queries": 1}, 32, 1 / 2, None),
+    ("words", {"degree": 3, "queries": 1}, 128, 1 / 3, None),
+    ("words", {"group": "symmetric", "queries": 1}, 64, 1 / 6, None),
+    # of eight the last answer and six letters are enough
+    ("words", {"degree": 2, "queries": 8}, 32, 0.999, "last answer shown, then the last 6 letters"),
+    ("words", {"degree": 2, "queries": 8}, 128, 0.667, "last answer shown, then the last 6 letters"),
+    ("composition", {"side": 3, "queries": 12}, 64, 1 / 3, "any value of the same first letter"),
+    ("episodes", {"pairs": 4, "tokens": 24, "keys": 2000, "renewed": 1.0}, 128, 1 / 4, None),
+    ("fuzzy_recall", {"pairs": 6, "queries": 8}, 64, 1 / 3, None),
+    ("memorisation", {}, 64, 1 / 16, None),
+    ("functions", {}, 64, 0.33, "the newest example with the same last letter"),
+    ("resets", {"pairs": 3, "queries": 6}, 128, 2 / 3, "any value of this block if it has the key, else -"),
+    ("resets", {"pairs": 3, "queries": 6}, 1024, 2 / 3, "any value of this block if it has the key, else -"),
+]
+"""Task, options, tokens, floor within 0.04, and the heuristic where one is clearly best."""
+
+
+@pytest.mark.parametrize(("task", "options", "length", "level", "heuristic"), FLOORS)
+def test_floors_are_those_of_the_best_heuristic(task, options, length, level, heuristic):
+    floor = build_generated(TaskConfig(task=PATHS[task], options=options)).floor(length, BYTE)
+    assert floor is not None
+    assert abs(floor.value - level) < 0.04, floor
+    assert heuristic in (None, floor.heuristic)
+
+
+def test_answers_of_words_are_counted_by_letters_since_the_last_answer():
+    item = build_generated(TaskConfig(task=PATHS["words"], options={"queries": 8})).item(
+        random.Random(0), 64, BYTE
+    )
+    apart = [len(re.split(r"=\d?", before.lstrip("."))[-2]) for before, _ in item.questions()]
+    assert len(item.buckets) == len(apart) == 8
+    for letters, bucket in zip(apart, item.buckets, strict=True):
+        low, _, high = bucket.partition(" ")[0].partition("-")
+        assert int(low) <= letters <= int(high or low)
+    assert (
+        build_generated(TaskConfig(task=PATHS["words"], options={"queries": 1}))
+        .item(random.Random(0), 64, BYTE)
+        .buckets
+        == ()
+    )
+
+
+@pytest.mark.parametrize(("task", "options", "message"), [
+    ("composition", {"side": 5}, "values: 16 are fewer than the 25 keys"),
+    ("episodes", {"tokens": 15}, "tokens: 15 are fewer than the 16"),
+    ("episodes", {"keys": 5, "renewed": 0.5}, "renewed: an episode of 4 pairs needs more than 5 keys"),
+    ("resets", {"tokens": 16}, "tokens: 16 are fewer than the 17"),
+    ("resets", {"keys": 7}, "pairs: of 7 keys at most half are bound at a time, not 4"),
+    ("fuzzy_recall", {"pairs": 7}, "pairs: 7 exceed the 6 keys of 2 symbols"),
+    ("memorisation", {"entries": 10}, "queries: 16 exceed entries: 10"),
+    ("functions", {"levels": 9, "inputs": 4}, "levels: 9 to the power 4 are more than 4096"),
+    ("functions", {"examples": 60}, "examples: with the queries 68, of 64 inputs"),
+    ("functions", {"levels": 2, "inputs": 1, "examples": 1, "queries": 1}, "classes: 4 exceed the 2"),
+    ("words", {"group": "symmetric", "degree": 6}, "degree: the symmetric group of 6"),
+])  # fmt: skip
+def test_bad_options_name_the_field(task, options, message):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        build_task(TaskConfig(task=PATHS[task], options=options))

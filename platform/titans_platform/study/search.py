@@ -1,8 +1,7 @@
-"""The folder of a study, ``root/studies/<label>``: its files and its lock; its search.
+"""A study's search: Optuna proposes, ASHA stops trials early, and no trial is run twice.
 
-In a search Optuna proposes, ASHA stops trials early, and no trial is run twice. A trial is a run like any
-other. Its folder keeps the metric at each rung and whether ASHA stopped it, so a search that is resumed
-replays these numbers to the sampler and to ASHA, and trains only what is missing, from its checkpoints.
+A trial is a run like any other. Its folder keeps the metric at each rung and whether ASHA stopped it, so a
+search that is resumed replays these numbers to the sampler and to ASHA, and trains only what is missing.
 """
 
 from __future__ import annotations
@@ -10,135 +9,18 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field, ValidationError
-
-from titans_core.config import Frozen
-from titans_platform.errors import UsageError
-from titans_platform.files import file_lock, is_locked, read_json, write_json
-from titans_platform.provenance import note_command
+from titans_platform.files import file_lock, read_json, write_json
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.spec import Search
 
-STUDIES = "studies"
-
-
-class CellRecord(Frozen):
-    """A cell as ``cells.json`` lists it."""
-
-    cell: str | None = None
-    """Name of its folder; None while its data are not prepared."""
-    row: str
-    seed: int
-    config: dict[str, Any] = Field(default_factory=dict)
-    """The run's config as JSON, which may be of an earlier version."""
-
-
-class StudyRecord(Frozen, extra="ignore"):
-    """What ``cells.json`` holds: which cells a study has, and how it was started."""
-
-    study: str
-    scale: str
-    set: tuple[str, ...] = ()
-    """The ``--set`` options."""
-    commit: str
-    host: str = ""
-    """The machine of the driver."""
-    mlflow: str | None = None
-    """Address of the MLflow server; None for the store under the root."""
-    cells: tuple[CellRecord, ...]
-
-
-@dataclass(frozen=True)
-class StudyFolder:
-    """The files of one study at one scale."""
-
-    root: Path
-    label: str
-
-    @property
-    def path(self) -> Path:
-        """The folder itself; it need not exist."""
-        return self.root / STUDIES / self.label
-
-    @staticmethod
-    def all(root: Path) -> list[StudyFolder]:
-        """The folders of all studies that have run under a root, by name."""
-        return [StudyFolder(root, path.parent.name) for path in sorted((root / STUDIES).glob("*/cells.json"))]
-
-    @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Hold the study's lock, which is released when the process dies. Raises UsageError."""
-        # longer than `sweep status` holds it to see whether it is taken
-        with file_lock(self.path / "lock", timeout=2) as got:
-            if not got:
-                busy = f"another sweep run works on this study under {self.root}"
-                raise UsageError(f"{self.label}: {busy}; wait for it, or look at titans sweep status")
-            yield
-
-    def is_locked(self) -> bool:
-        """Whether a driver on this machine works on the study."""
-        return is_locked(self.path / "lock")
-
-    def record(self) -> StudyRecord | None:
-        """The study's cells as its last driver wrote them; None before the first run."""
-        try:
-            return StudyRecord.model_validate_json((self.path / "cells.json").read_bytes())
-        except (OSError, ValidationError):
-            return None
-
-    def study_file(self) -> dict[str, Any] | None:
-        """The study file as it was when the study ran last."""
-        return read_json(self.path / "study.json")
-
-    def write_record(self, record: StudyRecord, study_file: dict[str, Any]) -> None:
-        """Write ``cells.json`` and ``study.json`` for status and reports; note the command."""
-        write_json(self.path / "study.json", study_file)
-        write_json(self.path / "cells.json", record.model_dump(mode="json"))
-        note_command(self.path)
-
-    def search(self) -> dict[str, Any] | None:
-        """The record of the study's search."""
-        return read_json(self.path / "search.json")
-
-    def write_search(self, record: dict[str, Any]) -> None:
-        """Write ``search.json``."""
-        write_json(self.path / "search.json", record)
-
-    def timings(self) -> dict[str, Any] | None:
-        """Where the time of the last run went."""
-        return read_json(self.path / "timings.json")
-
-    def write_timings(self, record: dict[str, Any]) -> None:
-        """Write ``timings.json``."""
-        write_json(self.path / "timings.json", record)
-
-    @property
-    def trials(self) -> Path:
-        """A JSON file for each trial of the study's search, named by its cell."""
-        return self.path / "trials"
-
-    @property
-    def tune(self) -> Path:
-        """Ray Tune's own files, deleted after each run."""
-        return self.path / "tune"
-
-    @contextmanager
-    def output(self, name: str) -> Iterator[None]:
-        """Send stdout and stderr, where Ray prints, to a file; consoles opened before are not affected."""
-        path = self.path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
-            yield
-
-
 FOUND = "found"
 """The row that the best trial becomes."""
+TRIALS = "trials"
 
 
 @dataclass(frozen=True)
@@ -159,7 +41,8 @@ class Trial:
 class SearchState:
     """A search and its trials so far, in the order they were proposed."""
 
-    folder: StudyFolder
+    folder: Path
+    """The study's folder; its subfolder `trials` has a JSON file for each trial, named by its cell."""
     search: Search
     higher_is_better: bool
     tokens_per_step: int
@@ -169,12 +52,12 @@ class SearchState:
 
     def read(self) -> SearchState:
         """The search with its trials reloaded from their files."""
-        listed = [found for path in self.folder.trials.glob("*.json") if (found := read_json(path))]
+        listed = [entry for path in self.folder.glob(f"{TRIALS}/*.json") if (entry := read_json(path))]
         listed.sort(key=lambda entry: entry["began"])
         return replace(self, trials=tuple(self._trial(entry) for entry in listed))
 
     def _trial(self, entry: dict[str, Any]) -> Trial:
-        folder = RunFolder(self.folder.root, entry["cell"])
+        folder = RunFolder(self.folder.parents[1], entry["cell"])
         rungs, result = folder.rungs(), folder.result()
         if result:
             rungs[result.steps] = result.columns[self.search.metric]
@@ -248,14 +131,15 @@ def set_line(params: dict[str, Any]) -> str:
     return " ".join(f"--set {key}={value}" for key, value in zip(params, values, strict=True))
 
 
-def number_trial(folder: StudyFolder, name: str, params: dict[str, Any]) -> int:
-    """The number of the trial in run ``name``; a new trial is added to the study's list."""
-    path = folder.trials / f"{name}.json"
+def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
+    """The number of the trial in run ``name``; a new trial is added to the list in the study's ``folder``."""
+    trials = folder / TRIALS
+    path = trials / f"{name}.json"
     # two trials that start together must not get the same number
-    with file_lock(folder.trials / ".lock", timeout=30):
+    with file_lock(trials / ".lock", timeout=30):
         if (known := read_json(path)) is not None:
             return int(known["number"])
-        number = len(list(folder.trials.glob("*.json")))
+        number = len(list(trials.glob("*.json")))
         write_json(path, {"cell": name, "number": number, "began": time.time(), "params": params})
     return number
 
