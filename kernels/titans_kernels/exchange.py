@@ -46,7 +46,7 @@ AnyModule = TypeVar("AnyModule", bound=nn.Module)
 
 
 def accelerate(model: AnyModule) -> AnyModule:
-    """Exchange methods of the model's modules in place; does nothing without the C++ library.
+    """Exchange methods of the model's modules in place, if it is on a CPU and the C++ library is available.
 
     Parameters, their names, hooks and the classes that ``isinstance`` sees stay. Modules of other classes,
     subclasses and modules replaced later run as they are. ``TITANS_NATIVE=0`` in the environment turns the
@@ -55,7 +55,7 @@ def accelerate(model: AnyModule) -> AnyModule:
     Returns:
         The model.
     """
-    if library(torch.float32) is not None:
+    if all(p.device.type == "cpu" for p in model.parameters()) and library(torch.float32) is not None:
         for module in model.modules():
             if _name(type(module)) in METHODS and not _is_exchanged(type(module)):
                 module.__class__ = _exchanged(type(module))

@@ -21,17 +21,13 @@ from titans_kernels import packed_layout
 
 
 class MACState(NamedTuple):
-    """MAC's state.
+    """MAC's state."""
 
-    ``written`` is the memory that attention's outputs are written to, ``segment`` the weights that the open
-    segment reads, ``seen`` the number of tokens in the open segment.
-    """
-
-    written: MemoryCache
-    segment: tuple[Tensor, ...]
+    written: MemoryCache  # the memory, to which attention's outputs are written
+    segment: tuple[Tensor, ...]  # the weights that the open segment reads
     read_conv_state: ConvState
     attention: SegmentState
-    seen: int
+    seen: int  # tokens in the open segment
 
 
 class MAC(Block):
@@ -55,15 +51,12 @@ class MAC(Block):
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
-        segment, window = config.attention.segment_size, config.attention.window
-        chunk = config.memory.chunk_size
-        if segment is None:
+        size, window, chunk = config.attention.segment_size, config.attention.window, config.memory.chunk_size
+        if size is None:
             raise ValueError("attention.segment_size: variant mac needs one")
-        if segment % chunk:
-            raise ValueError(
-                f"attention.segment_size: {segment} is not a multiple of memory.chunk_size {chunk}"
-            )
-        if window is not None and window < segment:
+        if size % chunk:
+            raise ValueError(f"attention.segment_size: {size} is not a multiple of memory.chunk_size {chunk}")
+        if window is not None and window < size:
             raise ValueError(
                 f"attention.window: variant mac attends to whole segments; leave out {window}, "
                 "or set attention.segment_size"
@@ -81,10 +74,10 @@ class MAC(Block):
         if not opened:
             return self.segments(x_BTD, state, prefix)
         o, state = self.segment(x_BTD[:, :opened], state, prefix)
-        if opened < x_BTD.shape[1]:
-            rest, state = self.segments(x_BTD[:, opened:], state, prefix)
-            o = torch.cat([o, rest], 1)
-        return o, state
+        if opened >= x_BTD.shape[1]:
+            return o, state
+        rest, state = self.segments(x_BTD[:, opened:], state, prefix)
+        return torch.cat([o, rest], 1), state
 
     def reset(self, state: MACState, reset_B: Tensor) -> MACState:
         if state.seen:
@@ -95,11 +88,10 @@ class MAC(Block):
         return reset_rows(state, reset_B, self.start(1, self.attention.start(self.persistent_PD)[1]))
 
     def state_bytes(self, length: int) -> int:
-        x = self.memory_norm.weight
-        keys = 4 * (length % self.segment_size) * x.nbytes
+        size, x = self.segment_size, self.memory_norm.weight
         convolutions = self.attention.conv_bytes("qkv") + self.attention.conv_bytes("kv")  # tokens and reads
-        memory = self.memory.state_bytes(length) + self.memory.read_bytes(length, self.segment_size)
-        return memory + keys + convolutions
+        memory = self.memory.state_bytes(length) + self.memory.read_bytes(length, size)
+        return memory + convolutions + 4 * (length % size) * x.nbytes
 
     def start(self, batch: int, attention: AttentionState) -> MACState:
         cache = self.memory.start(batch)
@@ -114,13 +106,14 @@ class MAC(Block):
         ``padded``: rows may end in padding, which telemetry must not count.
         """
         z = self.norm(x_BTD)
-        position_BT = torch.arange(state.seen, state.seen + x_BTD.shape[1], device=x_BTD.device)[None]
+        seen = state.seen + x_BTD.shape[1]
+        position_BT = torch.arange(state.seen, seen, device=x_BTD.device)[None]
         r, conv_state = self.memory.read(z, state.segment, state.read_conv_state)
         y, attention = self.attention.segment(z, r, position_BT, state.attention, prefix)
         y_BTD = x_BTD + y
         m, written = self.memory(self.memory_norm(y_BTD), state.written, padded=padded)
-        o, seen = y_BTD + self.gate(y_BTD, m), state.seen + x_BTD.shape[1]
-        return o, self._closed_at_border(MACState(written, state.segment, conv_state, attention, seen))
+        after = MACState(written, state.segment, conv_state, attention, seen)
+        return y_BTD + self.gate(y_BTD, m), self._closed_at_border(after)
 
     def segments(self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None) -> tuple[Tensor, MACState]:
         """Tokens from the start of a segment on, one segment after the other."""
@@ -135,12 +128,11 @@ class MAC(Block):
     ) -> Tensor:
         """All documents' first segments, then all second ones, and so on; finished documents drop out."""
         layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
-        flat = x_BTD.flatten(0, 1)[None, :, None]  # the layout expects heads: one
-        segments_MTD = layout.split(flat)[:, 0]
+        # the layout expects heads: one
+        parts_MTD = layout.split(x_BTD.flatten(0, 1)[None, :, None])[:, 0]
         state, outputs, first = self.start(layout.documents, attention), [], 0
         for rows, padded in zip(layout.rows, layout.ragged, strict=True):
-            here = segments_MTD[first : first + rows]
-            o, state = self.segment(here, _first_rows(state, rows), prefix, padded)
+            o, state = self.segment(parts_MTD[first : first + rows], _first_rows(state, rows), prefix, padded)
             outputs.append(o)
             first += rows
         return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)

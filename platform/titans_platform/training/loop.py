@@ -23,7 +23,6 @@ from torch import Tensor
 from titans_core.backbone import Model
 from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
-from titans_kernels import accelerate
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
 from titans_platform.training.optim import (
@@ -201,8 +200,6 @@ class Trainer:
         self.device = torch.device(device)
         self.world_size, self.shard = world_size(), data_shard(cfg)
         self._limits = healthy_limits(model)
-        if self.device.type == "cpu":
-            accelerate(model)
         self._forward = parallelize(model, cfg, self.device)
         # the model for checkpoints and evaluation: not wrapped by DDP, sharded in place by FSDP2
         self.model, self.seed = model, seed
