@@ -299,28 +299,26 @@ PUBLIC: dict[str, tuple[str, Callable[[], Any]]] = {
 
 def ours() -> dict[str, Callable[[], Any]]:
     """All variants, and the memory rules and options that change what is computed."""
+    from experiments.rules.names import RULES
     from titans_core.audit.variants import variant_factory, variant_names
-    from titans_kernels.memory.rules import RULES
 
     found = {f"ours: {name}": variant_factory(name) for name in variant_names()}
     memories: dict[str, dict[str, Any]] = {
-        f"rule {rule}": {"rule": rule} for rule in RULES if rule != "paper"
+        f"rule {name}": {"rule": rule} for name, rule in RULES.items() if name != "paper"
     }
     memories |= {
         "depth 1": {"depth": 1},
         "depth 3": {"depth": 3},
         "gates per chunk": {"gates_per": "chunk"},
-        "decay per channel": {"decay_per": "channel"},
+        "decay per channel": {"channel_gates": "alpha"},
         "forget_to initial": {"forget_to": "initial"},
         "residual norm": {"residual": "norm"},
         "no momentum": {"momentum": False},
-        "written last": {"written": "last"},
-        "output activation": {"output_activation": "silu", "depth": 1},
     }
     for title, memory in memories.items():
         if memory.get("rule"):  # the other rules have no write budget of their own
             memory = {**memory, "write_budget": None}
-            if RULES[memory["rule"]].layerwise:
+            if title == "rule delta_ttt":
                 memory |= {"chunk_size": 1, "surprise_bound": None}
         found[f"ours: lmm, {title}"] = variant_factory("lmm", memory=memory)
     return found

@@ -16,6 +16,7 @@ import math
 import random
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import click
 import torch
@@ -43,7 +44,7 @@ def stress_text(prose: str) -> str:
 
 
 @torch.no_grad()
-def read(run: str, text: str, tokens: int | None, fresh: bool = True) -> dict[str, object]:
+def read(run: str, text: str, tokens: int | None, fresh: bool = True) -> dict[str, Any]:
     """What one run does with a text; ``fresh``: read it again with a new state every training row."""
     model, tokenizer, cfg = load_run(run)
     if tokenizer is None:

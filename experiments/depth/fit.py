@@ -11,7 +11,7 @@ import csv
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise, product
 from pathlib import Path
 from statistics import fmean
@@ -25,8 +25,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from experiments.depth.pairs import KINDS, Pairs, generate, trained
-from titans_kernels import Residual, find_rule, neural_memory, read_memory
-from titans_kernels.memory.rules import RULES
+from experiments.rules.delta_ttt import DeltaTTT
+from experiments.rules.names import RULES
+from titans_kernels import Extension, Residual, Rule, find_rule, neural_memory, read_memory
 from titans_platform import cli
 from titans_platform.cli import echo_json, json_option, root_option
 from titans_platform.errors import UsageError
@@ -65,8 +66,11 @@ class Memory:
     """Only the last layer is written: a linear memory of the features that the layers below make of a key."""
     eta: float = 0.0
     """Momentum, the same for all pairs. There is no decay."""
-    rule_options: dict[str, float] = field(default_factory=dict)
-    """Parameters of the rule."""
+
+    @property
+    def made(self) -> Rule:
+        """The rule, of a name in `experiments.rules.names` or an import path."""
+        return find_rule(RULES.get(self.rule, self.rule))
 
     def start(self, N: int, D: int, seed: int) -> list[Tensor]:
         """Weights [N, 1, D_in, D_out] of each layer before the first pair, of the hidden ones with gain 1."""
@@ -134,11 +138,11 @@ def errors(
     if (half := len(candidates) // 2) and len(candidates) * N > ROWS:
         parts = (candidates[:half], candidates[half:])
         return torch.cat([errors(memory, pairs, part, passes, chunk, seed) for part in parts], 2)
-    C, rule = len(candidates), find_rule(memory.rule, **memory.rule_options)
+    C, rule = len(candidates), memory.made
     theta, gain = (torch.tensor(column).repeat_interleave(N) for column in zip(*candidates, strict=True))
     *hidden, last = (W.repeat(C, 1, 1, 1) for W in memory.start(N, D, seed))
     layers = [*(gain[:, None, None, None] * W for W in hidden), last]
-    residual = Residual() if memory.residual else None
+    extension = Extension(Residual() if memory.residual else None, rule=rule)
 
     def features(k: Tensor) -> Tensor:
         x = k.repeat(C, 1, 1)
@@ -147,7 +151,7 @@ def errors(
         return x[:, :, None]
 
     def error(k: Tensor, v: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        y = read_memory(features(k), weights, residual=residual)[:, :, 0]
+        y = read_memory(features(k), weights, extension=extension)[:, :, 0]
         lost = (y - v.repeat(C, 1, 1)).square().sum((1, 2)).view(C, N) / v.square().sum((1, 2))
         return lost.nan_to_num(nan=torch.inf)
 
@@ -156,15 +160,15 @@ def errors(
     step = theta[:, None, None].expand(-1, P, 1).contiguous()
     alpha, eta = torch.zeros_like(step), torch.full_like(step, memory.eta)
     # a rule's own gates: the later layers' step where each has one, else open
-    own = (2 * step).clamp(max=1) if rule.layerwise else torch.ones_like(step)
-    extra = own[..., None].expand(*step.shape, rule.extra_gates) if rule.extra_gates else None
+    own = (2 * step).clamp(max=1) if isinstance(rule, DeltaTTT) else torch.ones_like(step)
+    gates = own[..., None].expand(*step.shape, rule.extra_gates)
+    extension = extension._replace(gates=gates)
     found = torch.full((2, len(passes), C, N), torch.nan)
     with torch.no_grad():
         for number in range(1, max(passes) + 1):
             _, (weights, momentum) = neural_memory(
-                k, k, v, alpha, eta, step, weights, momentum, chunk_size=chunk, rule=rule, residual=residual,
-                extra=extra,
-            )  # fmt: skip
+                k, k, v, alpha, eta, step, weights, momentum, chunk_size=chunk, extension=extension
+            )
             if number in passes:
                 at = list(passes).index(number)
                 found[0, at] = error(pairs.k, pairs.v, weights)
@@ -212,8 +216,8 @@ def run(
             )
             problem = Problem(kind, *made)
         for chunk, (name, memory) in product(chunks, memories.items()):
-            if chunk > 1 and find_rule(memory.rule, **memory.rule_options).layerwise:
-                continue  # exists with chunks of one token alone
+            if chunk > 1 and isinstance(memory.made, DeltaTTT):
+                continue  # takes every token for a chunk of its own
             progress(f"{kind}, {count} pairs, width {width}, chunk {chunk}: {name}")
             D = problem.tuning.k.shape[-1]
             about = {"memory": name, "rule": memory.rule, "depth": memory.depth, "width": D}
@@ -336,7 +340,7 @@ def _memories(ctx: click.Context, parameter: click.Parameter, names: tuple[str, 
             raise click.BadParameter(f"{name!r} is not one of {known}, and not RULE/DEPTH, such as huber/2")
         chosen[name] = MEMORIES.get(name) or Memory(rule, int(depth))
         try:
-            find_rule(chosen[name].rule)
+            _ = chosen[name].made
         except ValueError as error:
             raise click.BadParameter(str(error)) from None
     return chosen

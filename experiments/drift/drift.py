@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, cast
@@ -31,13 +31,13 @@ from torch import Tensor, nn
 
 from titans_core import Model
 from titans_core.config import Frozen, MemoryConfig, PositiveInt
-from titans_kernels import Rule, find_rule, neural_memory
+from titans_kernels import Extension, Rule, find_rule, neural_memory
 from titans_platform.config import digest
 from titans_platform.errors import UsageError, within
 from titans_platform.evals import Measurement, Task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Objective, Report
+from titans_platform.objectives.base import Objective, Report, reject_data
 from titans_platform.objectives.files import ItemStream
 
 ROWS = 100_000
@@ -188,7 +188,7 @@ class DriftModel(Model):
     def __init__(self, memory: MemoryConfig, width: int, outputs: int):
         super().__init__()
         self.memory, self.width, self.outputs = memory, width, outputs
-        self.rule: Rule = find_rule(memory.rule, **memory.rule_options)
+        self.rule: Rule = find_rule(memory.rule)
         if self.rule.extra_gates:
             raise ValueError(f"rule: {memory.rule} has gates of its own; objective drift learns none")
         gate = lambda bias, learned: nn.Parameter(torch.tensor(bias)) if learned else None  # noqa: E731
@@ -222,7 +222,7 @@ class DriftModel(Model):
         q = torch.cat([k[:, 1:], k[:, :1]], 1)
         read, _ = neural_memory(
             q, k, v, alpha, eta, theta, (k.new_zeros(1, d, self.outputs),), chunk_size=self.memory.chunk_size,
-            rule=self.rule, output_final_state=False,
+            extension=Extension(rule=self.rule),
         )  # fmt: skip
         read = read[:, :-1, 0] * d**0.5
         return torch.cat([torch.zeros_like(read[:, :1]), read], 1)
@@ -269,7 +269,7 @@ class Drift(Objective[DriftData]):
     def check(self, data: DriftData | None = None) -> None:
         """Also reject what `best_gates` does not cover."""
         memory, options = self.cfg.model.memory, self.options
-        self.reject_data(("sources", "tokenizer"), "generates its rows")
+        reject_data(self.cfg, ("sources", "tokenizer"), "generates its rows")
         if (length := self.cfg.data.sequence_length) <= options.burn_in:
             short = f"{length} steps end within burn_in {options.burn_in}"
             raise UsageError(f"data.sequence_length: {short}; raise it")
@@ -283,12 +283,6 @@ class Drift(Objective[DriftData]):
                 why = f"the best risk of objective drift is not known for {given}"
                 raise UsageError(f"model.memory.{name}: {why}; set it to {json.dumps(value)}")
         super().check(data)
-
-    def check_task(self, task: Task, lengths: Sequence[float], data: DriftData | None) -> None:
-        """Also check that rows are longer than the burn-in."""
-        super().check_task(task, lengths, data)
-        if min(lengths) * self.cfg.data.sequence_length <= self.options.burn_in:
-            raise UsageError(f"lengths: {min(lengths):g} rows end within burn_in {self.options.burn_in}")
 
 
 class DriftTaskOptions(Frozen):
@@ -305,6 +299,11 @@ class DriftTask(Task):
     name = "drift"
     Options = DriftTaskOptions
     data_kind = "drift"
+
+    def check(self, objective: Any, length: int, data: DriftData | None) -> None:
+        """Check that rows are longer than the burn-in."""
+        if length <= objective.options.burn_in:
+            raise UsageError(f"lengths: {length} steps end within burn_in {objective.options.burn_in}")
 
     @property
     def chance(self) -> float:

@@ -170,10 +170,10 @@ def test_rows_are_a_function_of_their_number():
     ({"data__sequence_length": 48}, "data.sequence_length: 48 steps end within burn_in 48"),
     ({"objective__options": {"width": 2, "drift": 2.0, "burn_in": 8}}, "drift: 2 must be below width 2"),
     ({"model": {"memory": MEMORY | {"depth": 2}}}, "model.memory.depth: .* set it to 1"),
-    ({"model": {"memory": MEMORY | {"rule": "omega"}}}, "model.memory.rule: omega has gates of its own"),
+    ({"model": {"memory": MEMORY | {"rule": "experiments.rules.mdn:MomentumDelta"}}}, "has gates of its own"),
     ({"objective__options": {"width": 5, "turn": 0.5, "burn_in": 8}}, "width: 5 is odd"),
     ({"data__tokenizer": "dna"}, "data.tokenizer: objective .*Drift generates its rows"),
-    ({"eval__columns": {"a": [{"task": TASK, "lengths": [0.5]}]}}, "lengths: 0.5 rows end within"),
+    ({"eval__columns": {"a": [{"task": TASK, "lengths": [0.5]}]}}, "lengths: 48 steps end within"),
 ])  # fmt: skip
 def test_what_has_no_known_risk_is_refused(change, says):
     objective = build_objective(config(**change))

@@ -68,7 +68,7 @@ class LocalMemory(NeuralMemory):
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, options: TNTOptions):
-        bare = {"query_correction": False, "conv": False, "output_gate": False, "output_norm": False}
+        bare = {"conv": False, "output": ()}
         super().__init__(d_model, config.model_copy(update=bare), initialized=False)
         del self.w_q, self.w_k, self.w_v, self.w_o
         self.shard, self.projection = options.shard, options.projection
@@ -101,9 +101,7 @@ class LocalMemory(NeuralMemory):
                 y = self._whole(flat[0], Writes(*flat[1:]), position, starts)[0].unflatten(0, (B, whole))
             else:
                 part, keys = self._projected(part, now.k, keys)
-                now = self._per_chunk(now, cache=opened)
-                y, memory = self._write(part, now, opened.memory, record=True)
-                opened = MemoryCache(memory, {}, self._held(now, memory))
+                y, opened = self._write(part, now, opened, record=True)
                 seen = (seen + part.shape[1]) % self.shard
                 if not seen:
                     opened, keys, _ = self.fresh(B)
@@ -157,7 +155,7 @@ class TNT(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         memory, options = config.memory, self.options
-        shared = {"chunk_size": options.global_chunk, "rule": f"{__name__}:ReadStart", "rule_options": {}}
+        shared = {"chunk_size": options.global_chunk, "rule": f"{__name__}:ReadStart"}
         self.shared = NeuralMemory(config.d_model, memory.model_copy(update=shared), initialized=False)
         self.local = nn.ModuleList(
             LocalMemory(config.d_model, memory.model_copy(update={"chunk_size": size}), options)
@@ -167,10 +165,6 @@ class TNT(Block):
     @classmethod
     def check(cls, config: ModelConfig) -> None:
         options = cls.read_options(config)
-        if config.memory.written != "all":
-            raise ValueError(f"memory.written: {config.memory.written}, but variant tnt writes all layers")
-        if config.memory.feature_degree != 1:
-            raise ValueError("memory.feature_degree: 2 is not supported by variant tnt; use 1")
         for size in options.local_chunks or (config.memory.chunk_size,):
             if options.shard % size:
                 raise ValueError(

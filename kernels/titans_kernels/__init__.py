@@ -10,14 +10,13 @@ from titans_kernels.registry import lazy_exports
 if TYPE_CHECKING:
     from titans_kernels.exchange import accelerate
     from titans_kernels.memory.budget import write_budget
-    from titans_kernels.memory.decode import decode_step, extend_memory
-    from titans_kernels.memory.forms.autograd import OpenChunk
+    from titans_kernels.memory.decode import extend_memory
+    from titans_kernels.memory.forms.state import AnyState, DecodeState, OpenChunk, state_numel
     from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
-    from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
+    from titans_kernels.memory.options import Extension, MemoryState, state_dtype, without_autocast
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
-    from titans_kernels.memory.residual import OutputActivation, Residual
+    from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
-    from titans_kernels.memory.state import AnyState, DecodeState, state_numel
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
         linear_attention,
@@ -33,14 +32,13 @@ __all__ = [
     "RULES",
     "AnyState",
     "DecodeState",
+    "Extension",
     "MemoryState",
     "OpenChunk",
-    "OutputActivation",
     "Registry",
     "Residual",
     "Rule",
     "accelerate",
-    "decode_step",
     "document_borders",
     "extend_memory",
     "find_rule",
@@ -65,6 +63,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry ran exchange recurrence memory.forms.autograd memory.budget memory.decode "
-    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.state",
+    "registry ran exchange recurrence memory.budget memory.decode "
+    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.forms.state",
 )

@@ -145,23 +145,26 @@ def _losses(model: Any, x_ND: Tensor, targets_N: Tensor) -> Tensor:
 
 
 def _heads(
-    module: Any, x: Tensor, names: str, normalized: str, conv_state: dict[str, Tensor], documents: Any
+    module: Any, x: Tensor, names: str, conv_state: dict[str, Tensor], documents: Any = None
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """`Projections.heads_of`: one product, and one pass for SiLU, convolution and norm of all names."""
+    """`Projections.project`: one product, and one pass for SiLU, convolution and norm of all names."""
     layers, convs = _projections(module, names), _convolutions(module, names)
     usable = serves(x, *(layer.weight for layer in layers)) and not torch.is_autocast_enabled("cpu")
     if not usable or not _intact(*layers, *convs):
         return NotImplemented
     y = linear(x, torch.cat([layer.weight for layer in layers]))
     if not module.silu:
-        if normalized or convs:
+        if module.normalized or convs:
             return NotImplemented
         heads = y.unflatten(-1, (len(names), module.heads, -1)).unbind(-3)
         # copies: a view in a KV cache would keep the others in memory
         return [h.contiguous() for h in heads], conv_state
     weight, state = _conv_weights(module, names), _conv_inputs(module, names, conv_state)
-    borders = None if documents is None else documents.cu_seqlens
-    heads = short_convolution(y, weight, state, [n in normalized for n in names], module.heads, borders)
+    borders, scaled = (
+        None if documents is None else documents.cu_seqlens,
+        [n in module.normalized for n in names],
+    )
+    heads = short_convolution(y, weight, state, scaled, module.heads, borders)
     if heads is None:
         return NotImplemented
     if not convs or documents is not None:
@@ -282,10 +285,9 @@ def _segment_weights(block: Any, x: Tensor, prefix: Any, state: Any) -> SegmentW
         or not _intact(*memory.modules(), *attention.modules(), block.memory_norm)
         or c.backend not in ("auto", "native") or c.activation not in ACTIVATIONS
         or type(memory.rule) is not Rule
-        or memory.residual is not None
+        or c.residual != "none"
         or memory.output_norm is None
-        or memory.polynomial or memory.feature_weights or memory.log_correction_H is not None
-        or (c.decay_per, c.theta_per, c.gates_per) != ("head", "head", "token")
+        or (c.channel_gates, c.gates_per) != ("none", "token")
         or memory.watcher or memory.recorder or memory.muted or not memory.decays
         or attention.muted or not attention.silu
     ):  # fmt: skip
@@ -362,8 +364,8 @@ METHODS: dict[str, dict[str, Method]] = {
     "torch.nn.modules.linear.Linear": {"forward": _linear},
     "titans_core.layers.RMSNorm": {"forward": _norm},
     "titans_core.layers.SwiGLU": {"forward": _swiglu},
-    "titans_core.memory.NeuralMemory": {"heads_of": _heads, "sigmoids": _sigmoids},
-    "titans_core.attention.Attention": {"heads_of": _heads, "attend": _attend},
+    "titans_core.memory.NeuralMemory": {"project": _heads, "sigmoids": _sigmoids},
+    "titans_core.attention.Attention": {"project": _heads, "attend": _attend},
     "titans_core.blocks.mac.MAC": {"segments": _mac_segments, "packed": _mac_packed},
     "titans_core.model.LanguageModel": {"cross_entropy": _losses},
 }
@@ -374,5 +376,5 @@ READ = (
     "torch.nn.modules.container.ParameterList",
 )
 """Further classes whose weights are read."""
-REPLACEABLE = {name for methods in METHODS.values() for name in methods} | {"forward", "project", "output"}
+REPLACEABLE = {name for methods in METHODS.values() for name in methods} | {"forward", "output"}
 """Methods that a module must not have of its own for its weights to be read."""

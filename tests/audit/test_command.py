@@ -82,7 +82,7 @@ def test_a_finding_is_exit_code_1_with_the_smallest_example(capsys):
     ([f"{LAYERS}:Blocks", "--dim", "8", "--only", "causal"], "'causal' is not one of causal_gradient, "),
     ([f"{LAYERS}:Blocks", "--dim", "5"], "cannot be called without an adapter"),
     (["--variant", "mca"], "did you mean mac?"),
-    (["--variant", "mac", "--kwargs", '{"memory": {"rule": "yad"}}'], "did you mean yaad?"),
+    (["--variant", "mac", "--kwargs", '{"memory": {"rule": "gated_delt"}}'], "did you mean gated_delta?"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, refused):
     assert message in refused("audit", *arguments)

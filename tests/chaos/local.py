@@ -17,7 +17,7 @@ from tests.small import RUN
 from titans_platform.runs.folder import RunFolder
 
 STEPS, EVERY, BATCH = 60, 5, 4
-FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip", "NaN, rewind")
+FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip")
 POISONED = (13, 31, 48)
 
 

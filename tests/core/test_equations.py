@@ -13,7 +13,7 @@ from tests.core.test_textbook import parameters, perturbed_block
 from titans_core import MemoryConfig, NeuralMemory, textbook
 from titans_core.blocks import Block, Positions
 from titans_core.layers import Gate, Gating, RotaryEmbedding, rotate
-from titans_kernels import neural_memory
+from titans_kernels import Extension, neural_memory, write_budget
 
 
 def attention_equations(b: Block, x: Tensor, titans: bool) -> Tensor:
@@ -62,9 +62,12 @@ def test_layer_passes_its_options_on_to_the_operator(options):
     (q, k, v), _ = layer.project(x, "qkv", layer.zero_conv_state())
     base = tuple(layer.initial_weights) if c.forget_to == "initial" else None
     start = tuple(torch.zeros_like(W) if base else W for W in layer.initial_weights)
+    alpha, eta, theta, _ = layer.gates(x)
+    if c.write_budget:
+        theta = write_budget(k, eta, theta, 8, budget=c.write_budget)
     y, _ = neural_memory(
-        q, k, v, *layer.gates(x)[:3], start, chunk_size=8, surprise_bound=c.surprise_bound, base=base,
-        write_budget=c.write_budget, backend="reference",
+        q, k, v, alpha, eta, theta, start, chunk_size=8, surprise_bound=c.surprise_bound,
+        extension=Extension(base=base), backend="reference",
     )  # fmt: skip
     torch.testing.assert_close(layer(x)[0], layer.output(y, x), rtol=1e-9, atol=1e-10)
 

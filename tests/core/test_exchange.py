@@ -89,19 +89,19 @@ MAC_OPTIONS: dict[str, dict] = {
         "write_budget", "forget_to_initial", "linear_to_initial",
     )
 } | {
-    "no_output_gate": {"output_gate": False},
+    "no_output_gate": {"output": ("norm",)},
     "plain_values": {"value_norm": False, "qk_norm": False, "max_theta": 0.05},
     "bounded_decay": {"max_alpha": 0.25},
     "no_persistent": {"persistent": 0},
     "no_positions": {"attention": {"positions": "none"}},
     "plain_attention": {"attention": {"conv": False, "qk_norm": False}},
-    "short_convolution": {"conv_kernel": 2, "attention": {"conv_kernel": 6}},
+    "short_convolution": {"conv": 2, "attention": {"conv_kernel": 6}},
 }  # fmt: skip
 CASES = [("mac", name, options) for name, options in MAC_OPTIONS.items()]
 CASES += [
     (variant, name, SWITCHES[name])
     for variant, name in [
-        ("lmm", "default"), ("lmm", "plain_output"), ("lmm", "no_conv"), ("lmm", "query_correction"),
+        ("lmm", "default"), ("lmm", "plain_output"), ("lmm", "no_conv"),
         ("mag", "default"), ("mag", "product"), ("mal", "default"), ("transformer", "default"),
         ("transformer", "titans_projections"), ("retnet", "default"),
     ]
@@ -159,7 +159,7 @@ def test_a_wrong_exchange_is_noticed(monkeypatch, key):
             right(*args)
             if y is NotImplemented
             else (y, *right(*args)[1:])
-            if name in ("heads_of", "attend", "segments")
+            if name in ("project", "attend", "segments")
             else y
         )
 

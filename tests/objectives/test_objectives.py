@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import small
-from titans_platform import cli
+from titans_platform import cli, objectives
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
@@ -37,7 +37,7 @@ def config(**options: Any) -> RunConfig:
 
 def run_name(cfg: RunConfig, root: Path) -> str:
     objective = build_objective(cfg)
-    return objective.run_name(objective.prepare(root).fingerprint)
+    return objectives.run_name(cfg, objective.prepare(root).fingerprint)
 
 
 def sawtooth(path: Path, period: int = 7) -> Path:

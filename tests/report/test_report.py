@@ -332,14 +332,6 @@ def test_seeds_that_are_not_the_scales_are_named(tmp_path):
         assert (counted in build_report(measured(tmp_path / str(len(seeds)), found, seeds)).notes) == said
 
 
-def test_long_fractions_in_configs_are_rounded(tmp_path):
-    cell = Cell("LMM", 0, RunConfig.model_validate({"optim": {"lr": 2 / 3e4}}), "only")
-    finish(tmp_path, cell, 0)
-    configs = build_report(table_of(tmp_path, study([Row(name="LMM")]), [cell])).configs
-    assert configs["all rows"]["optim.lr"] == "6.6667e-05"
-    assert configs["all rows"]["optim.steps"] == str(RunConfig().optim.steps)
-
-
 def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
     found = study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
     table = measured(tmp_path, found)
@@ -348,17 +340,12 @@ def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
         assert said in first.caption
 
 
-def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
-    lines = export.latex(build_report(hurt)).splitlines()
-    body = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
-    columns = next(line for line in lines if line.startswith(r"\begin{tabular}"))
-    width = len(columns.partition("{tabular}{")[2].rstrip("}"))
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {width - 1}
-    assert r"w/o $<$Conv$>$ \& co" in "\n".join(body)
-    assert r"$\mathbf{" in "\n".join(body)
-    assert r"Reasoning (\%) $\uparrow$" in "\n".join(lines)
-    rules = [line for line in lines if line.endswith("rule")]
-    assert rules == [r"\toprule", r"\midrule", r"\midrule", r"\bottomrule"]
+def test_latex_has_the_best_in_bold_and_escapes_its_text(hurt):
+    text = export.latex(build_report(hurt))
+    assert r"w/o $<$Conv$>$ \& co &" in text
+    assert r"LMM & $\mathbf{" in text
+    assert r"\multicolumn{2}{c}{LM perplexity $\downarrow$} & Reasoning (\%) $\uparrow$" in text
+    assert [text.count(rf"\{kind}rule") for kind in ("top", "mid", "bottom")] == [1, 1, 1]
 
 
 def test_colour_follows_chance():
@@ -390,24 +377,24 @@ def test_a_model_without_a_memory_lists_none_of_its_fields():
 
 def test_pathways_are_a_table_in_every_view(tmp_path):
     table = measured(tmp_path, study([Row(name="MAG"), Row(name="LMM")]))
-    assert build_report(table).pathways is None
+    assert build_report(table).sections == ()
     for row in table.rows:
         for i, found in enumerate(row.results):
             found.pathways["memory"] = {"acc": 0.1 + i / 10}
             if row.row.name == "MAG":
                 found.pathways["cut"] = {"acc": 0.5}
     report = build_report(table)
-    assert report.pathways is not None
-    assert report.pathways.heads == ("Reasoning (%)",)
-    assert [tuple(line) for line in report.pathways.lines] == [
-        ("MAG", "all on", ("25.5",)),
-        ("MAG", "memory's output off", ("15.0",)),
-        ("MAG", "attention cut at its window", ("50.0",)),
-        ("LMM", "all on", ("27.5",)),
-        ("LMM", "memory's output off", ("15.0",)),
+    (section,) = report.sections
+    assert section.heads == ["row", "part", "Reasoning (%)"]
+    assert section.lines == [
+        ["MAG", "all on", "25.5"],
+        ["MAG", "memory's output off", "15.0"],
+        ["MAG", "attention cut at its window", "50.0"],
+        ["LMM", "all on", "27.5"],
+        ["LMM", "memory's output off", "15.0"],
     ]
     assert "| MAG | memory's output off | 15.0 |" in export.markdown(report)
-    assert export.pathways_csv(report).splitlines()[2] == "MAG,memory's output off,15.0"
+    assert "MAG & memory's output off & 15.0" in export.latex(report)
     text = report_page(report)
     Page(text)
     assert "memory&#39;s output off" in text

@@ -121,7 +121,7 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "fails"))
-    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
         execute(spec)
     run_id = store.find("titans.cell", spec.name)

@@ -77,7 +77,7 @@ def full(*arguments, **options):
 @pytest.mark.slow
 def test_records_that_have_no_room_do_not_replace_the_error_of_the_run(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
-    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
     monkeypatch.setattr(RunFolder, "record_failure", full)
     monkeypatch.setattr(RunFolder, "record_attempt", full)
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):

@@ -95,7 +95,7 @@ class MAC(Block):
 
     def start(self, batch: int, attention: AttentionState) -> MACState:
         cache = self.memory.start(batch)
-        reads = {name: inputs for name, inputs in cache.conv_state.items() if name in self.memory.read_names}
+        reads = {name: inputs for name, inputs in cache.conv_state.items() if name == "q"}
         return MACState(cache, cache.start.weights, reads, SegmentState.after(attention, batch), 0)
 
     def segment(

@@ -1,6 +1,6 @@
 """The state of a sequence between two calls of `decode`, on a chunk boundary or inside a chunk.
 
-Shapes: B batch, H heads, D/F input/output width of a layer, p tokens in the open chunk.
+Shapes: B batch, T new tokens, H heads, D/F input/output width of a layer, p tokens in the open chunk.
 """
 
 from __future__ import annotations
@@ -12,18 +12,11 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms.autograd import OpenChunk
-from titans_kernels.memory.forms.reference import end_chunk
-from titans_kernels.memory.options import (
-    Inputs,
-    Layers,
-    MemoryState,
-    distances,
-    whole,
-    without_autocast,
-)
+from titans_kernels.memory.forms.reference import apply_memory, surprise
+from titans_kernels.memory.options import Inputs, Layers, MemoryState, Options, whole, without_autocast
+from titans_kernels.memory.parts.gates import decay_products
+from titans_kernels.memory.residual import predict
 from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.window import WindowState
 
 
 class DecodeState(NamedTuple):
@@ -46,8 +39,6 @@ class DecodeState(NamedTuple):
     beta: Tensor  # [B, H]
     m: Tensor
     h: Tensor
-    steps: Tensor  # effective steps of the tokens with a write budget [B, H, p], else [B, H, 0]
-    etas: Tensor  # eta of the tokens for a rule with `end_chunk` [B, H, p], else [B, H, 0]
 
     @staticmethod
     def of(state: MemoryState) -> DecodeState:
@@ -60,8 +51,7 @@ class DecodeState(NamedTuple):
             tuple(state.momentum),
             tuple(W.new_zeros(B, H, 0, W.shape[-2]) for W in state.weights),
             tuple(W.new_zeros(B, H, 0, W.shape[-1]) for W in state.weights),
-            no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H), no_rows,
-            no_rows,
+            no_rows, no_rows, first.new_ones(B, H), first.new_zeros(B, H), first.new_ones(B, H),
         )  # fmt: skip
 
     @property
@@ -91,54 +81,32 @@ class DecodeState(NamedTuple):
                 S.append(h * S0 - (X * self.n[..., None]).mT @ d)
         return MemoryState(tuple(W), tuple(S))
 
-    def ended(self, rule: Rule, base: Layers, activation: str) -> MemoryState:
-        """`memory` after `Rule.end_chunk` of a full chunk."""
-        now = self.memory()
-        if not rule.ends_chunks:
-            return now
-        beta, m, h = (x[..., None, None] for x in (self.beta, self.m, self.h))
-        kept = tuple(beta * W + m * S for W, S in zip(self.weights, self.momentum, strict=True))
-        W, S = end_chunk(
-            rule, ACTIVATIONS[activation], (whole(now.weights, base), now.momentum),
-            (whole(self.weights, base), self.momentum),
-            (whole(kept, base), tuple(h * S for S in self.momentum)), [beta] * len(kept), self.etas,
-        )  # fmt: skip
-        return MemoryState(distances(W, base), S)
+
+class OpenChunk(NamedTuple):
+    """The state inside a chunk that is no `DecodeState`: the chunk's tokens, which are computed again."""
+
+    weights: Layers  # at the start of the open chunk [B, H, D, F]; with a base, the offset from it
+    momentum: Layers
+    now: MemoryState  # after the last token
+    tokens: Inputs  # of the open chunk [B, p, H, ...], its queries [B, p, H, 0]
+
+    @property
+    def position(self) -> int:
+        """Number of tokens in the open chunk."""
+        return self.tokens.k.shape[1]
+
+    @property
+    def keys(self) -> Tensor:
+        """Keys of the open chunk's tokens [B, H, p, D]."""
+        return self.tokens.k.transpose(1, 2)
+
+    def memory(self) -> MemoryState:
+        """Weights and momentum after the last token."""
+        return self.now
 
 
-AnyState = DecodeState | OpenChunk | WindowState
+AnyState = DecodeState | OpenChunk
 """The state of a sequence, on a chunk boundary or inside a chunk."""
-
-
-def state_numel(
-    shapes: Sequence[Sequence[int]],
-    position: int,
-    rule: Rule,
-    groups: int | None = None,
-    write_budget: float | None = None,
-    before: int = 0,
-) -> int:
-    """Number of elements in the state of one head, ``position`` tokens into a chunk.
-
-    Args:
-        shapes: [D, F] of each layer.
-        position: number of tokens in the open chunk.
-        rule: the update rule.
-        groups: A, for alpha per column; None for one alpha per head.
-        write_budget: as in `neural_memory`; a budget needs the tokens' effective steps.
-        before: number of tokens before the open chunk, which a rule with a `Rule.window` keeps some of.
-    """
-    weights, steps = sum(D * F for D, F in shapes), position if write_budget else 0
-    if rule.window:
-        widths = shapes[0][0] + shapes[-1][-1]
-        held = min(rule.window, before) * widths + position * (widths + 3 + rule.extra_gates)
-        return (4 if position else 2) * weights + held
-    if position and not has_factors(rule, by_column=groups is not None):
-        ends = rule.ends_chunks
-        layers, gates = 6 if ends else 3, (groups or 1) + ends
-        return layers * weights + position * gates + steps * (1 + shapes[0][0])
-    gates = (2 + rule.ends_chunks) * position + 3
-    return 2 * weights + position * sum(D + F for D, F in shapes) + gates + steps
 
 
 def has_factors(rule: Rule, by_column: bool) -> bool:
@@ -146,42 +114,91 @@ def has_factors(rule: Rule, by_column: bool) -> bool:
     return rule.linear and not by_column
 
 
-def after_lag_token(state: MemoryState, token: Inputs, rule: Rule) -> DecodeState | OpenChunk:
-    """One token into a chunk whose first token is a part of its own (`Rule.parts`): a token without gradient.
+def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, groups: int | None = None) -> int:
+    """Number of elements in the state of one head, ``position`` tokens into a chunk.
 
-    ``state`` is that after the token, and ``token`` [B, 1, H, ...] its inputs.
+    Args:
+        shapes: [D, F] of each layer.
+        position: number of tokens in the open chunk.
+        rule: the update rule.
+        groups: A, for alpha per column; None for one alpha per head.
     """
-    k, alpha, eta = (x.transpose(1, 2) for x in (token.k, token.alpha, token.eta))
-    etas = eta.clone() if rule.ends_chunks else eta[..., :0]
-    if not has_factors(rule, token.forgets_by_column):
-        return OpenChunk.of(state, rule)._replace(alpha=torch.zeros_like(alpha), etas=etas)
-    opened, c, n = DecodeState.of(state), torch.zeros_like(eta), torch.zeros_like(eta)
-    X, d = (tuple(x.new_zeros(*x.shape[:2], 1, x.shape[-1]) for x in part) for part in opened[2:4])
-    return opened._replace(inputs=(k.clone(), *X[1:]), errors=d, c=c, n=n, etas=etas)
+    weights = sum(D * F for D, F in shapes)
+    if position and not has_factors(rule, by_column=groups is not None):
+        gates = (groups or 1) + 2 + rule.extra_gates
+        return 4 * weights + position * (shapes[0][0] + shapes[-1][-1] + gates)
+    return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3
 
 
-def with_steps(state: AnyState, k: Tensor, steps: Tensor) -> AnyState:
-    """The open chunk with the keys and steps that the budget of its next tokens depends on."""
-    if isinstance(state, DecodeState):  # which has the keys
-        return state._replace(steps=steps)
-    return state._replace(keys=torch.cat([state.keys, k.transpose(1, 2)], 2), steps=steps)
+class _Rows(NamedTuple):
+    """Gate coefficients of the new tokens, one row each, over the open chunk's tokens and the new ones."""
 
+    C: Tensor  # [B, H, T, p + T]
+    n: Tensor  # [B, H, p + T], for the last token
+    beta: Tensor  # [B, H, T]
+    m: Tensor
+    h: Tensor
 
-def as_factors(state: AnyState) -> DecodeState:
-    """The state as factors of gradients. Raises ValueError inside a chunk of another kind of rule."""
-    if isinstance(state, DecodeState):
-        return state
-    raise ValueError(
-        "state: inside a chunk of another rule or of alpha per column; continue with the same rule and alpha"
-    )
+    @staticmethod
+    def of(alpha: Tensor, eta: Tensor, theta: Tensor, state: DecodeState) -> _Rows:
+        """From the gates [B, H, T] of the new tokens.
 
-
-def as_open_chunk(state: AnyState, rule: Rule) -> OpenChunk:
-    """The state as weights after the last token. Raises ValueError inside a chunk of a linear rule."""
-    if isinstance(state, OpenChunk):
-        return state
-    if state.position:
-        raise ValueError(
-            "state: inside a chunk of a linear rule; continue with that rule and one alpha per head"
+        The new tokens see the earlier coefficients as one more weight and one more momentum, which evolve as
+        W and S do: by the products ``kept`` and ``moved`` from the first new token on.
+        """
+        keep = 1 - alpha
+        kept, h = keep.cumprod(-1), eta.cumprod(-1)
+        A, E = _products(keep), _products(eta)
+        N = E * theta[..., None, :]
+        moved = (A @ h[..., None])[..., 0]
+        old = kept[..., None] * state.c[..., None, :] + moved[..., None] * state.n[..., None, :]
+        return _Rows(
+            torch.cat([old, A @ N], -1),
+            torch.cat([h[..., -1:] * state.n, N[..., -1, :]], -1),
+            kept * state.beta[..., None],
+            kept * state.m[..., None] + moved * state.h[..., None],
+            h * state.h[..., None],
         )
-    return OpenChunk.of(state.memory(), rule)
+
+
+def write_factors(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
+    """y [B, H, T, D_v] of the next tokens [B, H, T, ...] of the open chunk, and the state after them.
+
+    For a linear rule and one alpha per head. Gradients are kept as factors, never formed.
+    """
+    rows = _Rows.of(tokens.alpha, tokens.eta, tokens.theta, state)
+    rule, weights = options.rule, whole(state.weights, options.base)
+    error = lambda prediction, v: rule.error(prediction, v, *tokens.extra.unbind(-1))  # noqa: E731
+    new = surprise(weights, tokens.k, tokens.v, options, error)
+    state = _written(state, rows, new)
+    if rule.reads == "chunk":
+        return apply_memory(weights, tokens.q, options), state
+    return predict(options.residual, tokens.q, _read(tokens.q, rows, state, options)), state
+
+
+def _products(r: Tensor) -> Tensor:
+    """`decay_products`; for a single token a matrix of one."""
+    return torch.ones_like(r)[..., None] if r.shape[-1] == 1 else decay_products(r)
+
+
+def _written(state: DecodeState, rows: _Rows, new: tuple[list[Tensor], list[Tensor]]) -> DecodeState:
+    """The open chunk with the new tokens. Copies, since a view would keep all tokens of the call alive."""
+    inputs, errors = (
+        tuple(torch.cat(pair, 2) for pair in zip(old, add, strict=True))
+        for old, add in zip((state.inputs, state.errors), new, strict=True)
+    )
+    c, beta, m, h = rows.C[..., -1, :], *(x[..., -1] for x in (rows.beta, rows.m, rows.h))
+    if rows.C.shape[-2] > 1:
+        c, beta, m, h = (x.clone() for x in (c, beta, m, h))
+    return state._replace(inputs=inputs, errors=errors, c=c, n=rows.n, beta=beta, m=m, h=h)
+
+
+def _read(x: Tensor, rows: _Rows, state: DecodeState, options: Options) -> Tensor:
+    """Read queries x [B, H, T, D], each with the weights after its token."""
+    beta, m, f = rows.beta[..., None], rows.m[..., None], ACTIVATIONS[options.activation]
+    layers = zip(state.weights, state.momentum, state.inputs, state.errors, strict=True)
+    for l, (W, S, X, d) in enumerate(layers):
+        x = x if l == 0 else f.value(x)
+        z = (beta * x) @ W + (m * x) @ S - ((x @ X.mT) * rows.C) @ d
+        x = z + x @ options.base[l] if options.base else z
+    return x

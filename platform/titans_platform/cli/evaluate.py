@@ -65,6 +65,7 @@ def evaluate(
     """
     import torch
 
+    from titans_platform import evals
     from titans_platform.cli.live import bucket_tables, measures_table, pathway_grid
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
@@ -90,7 +91,7 @@ def evaluate(
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
-        measured = objective.evaluate(model.to(device), data, device=device)
+        measured = evals.evaluate(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
     measures = Measures.model_validate(measured)

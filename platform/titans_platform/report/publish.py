@@ -21,7 +21,7 @@ from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
 from titans_platform.report import export, render
 from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
-from titans_platform.report.report import Links, Report, build_report
+from titans_platform.report.report import Links, StudyReport, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.reporter import curve
@@ -48,33 +48,28 @@ def html(template: str, **values: Any) -> str:
     return render(template, light=LIGHT, dark=DARK, written=written, **values)
 
 
-def report_page(report: Report) -> str:
+def report_page(report: StudyReport) -> str:
     """The page of one study."""
-    sources = {
-        "LaTeX (booktabs)": export.latex(report),
-        "CSV, a line a row and column": export.summary_csv(report),
-        "CSV, a line a cell": export.cells_csv(report),
-    }
     return html(
         "report.html", report=report, table=report.table, columns=report.table.columns,
-        results_table=results_table(report), links=report.links, sources=sources,
+        results_table=results_table(report), links=report.links,
         seeds=plural(len(report.table.seeds), "seed").partition(" ")[2],
         figures=[figure(picture, i + 1) for i, picture in enumerate(report.pictures)],
     )  # fmt: skip
 
 
-def results_table(report: Report, heading: str = "Table 1") -> Markup:
+def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
     """A study's table, with the paper's numbers beside or below ours."""
-    columns, seeds = report.table.columns, len(report.table.seeds)
+    table, columns, seeds = report.table, report.table.columns, len(report.table.seeds)
     crowded = len(columns) > CROWDED
     caption = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
     if report.paper_columns:
         caption += f"; the paper's numbers {'below' if crowded else 'beside'} ours"
     caption += f". {report.bold_note}" + " A number links to its runs." * bool(report.links)
     # characters of the widest sd of a column, to align its means
-    spreads = {key: max((len(row.numbers[key].sd) for row in report.rows), default=0) for key in columns}
+    spreads = {key: max((len(row.entries[key].sd_text) for row in table.rows), default=0) for key in columns}
     text = html(
-        "results_table.html", report=report, table=report.table, columns=columns, links=report.links,
+        "results_table.html", report=report, table=table, columns=columns, links=report.links,
         heading=heading, place=re.sub(r"\W+", "-", heading.lower()), caption=caption, crowded=crowded,
         paired={key: key in report.paper_columns and not crowded for key in columns},
         widths={key: 2 + spread if spread else 0 for key, spread in spreads.items()},
@@ -153,16 +148,13 @@ def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tup
     return {run: found.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
 
 
-def write_report(report: Report, folder: Path) -> dict[str, Path]:
+def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
     """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
     texts = {
         PAGE: report_page(report),
         "table.md": export.markdown(report, FIGURES),
         "table.tex": export.latex(report),
-        "table.csv": export.summary_csv(report),
-        "cells.csv": export.cells_csv(report),
-        "verdict.csv": export.verdict_csv(report),
-        **({"pathways.csv": export.pathways_csv(report)} if report.pathways else {}),
+        **export.tables(report),
     }
     for name, content in texts.items():
         write_text(folder / name, content)
@@ -176,7 +168,7 @@ def _runs(table: Table) -> dict[str, Result]:
     return {result.mlflow_run_id: result for result in table.results if result.mlflow_run_id}
 
 
-def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
+def log_report(store: Store, report: StudyReport, paths: dict[str, Path]) -> str:
     """Log the files and the table to the study's parent run; returns the run's id."""
     table = report.table
     # same tag names as on the runs of the cells
@@ -202,19 +194,19 @@ def _in_units(table: Table, result: Result) -> dict[str, float]:
     return {name: factors[owner] * value for name, owner, value in owned if owner in factors}
 
 
-def _records(report: Report) -> list[dict[str, Any]]:
+def _records(report: StudyReport) -> list[dict[str, Any]]:
     fields = [f"{key}, paper" if paper else key for key, paper in report.fields()]
     names = ["row", *fields, "parameters", "state bytes"]
     return [
         dict(zip(names, line, strict=True)) | {"cells": " ".join(result.cell for result in row.results)}
-        for row, line in zip(report.rows, export.body(report), strict=True)
+        for row, line in zip(report.table.rows, export.body(report), strict=True)
     ]
 
 
-def _cell_links(store: Store, report: Report) -> Iterator[str]:
-    for row in report.rows:
+def _cell_links(store: Store, report: StudyReport) -> Iterator[str]:
+    for row in report.table.rows:
         if links := ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items()):
-            yield f"- {row.name}: {links}"
+            yield f"- {row.row.name}: {links}"
 
 
 def paper_page(items: Sequence[Item], root: Path) -> str:

@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,7 +110,6 @@ class Result(Measures):
     best_validation_loss: float | None = None
     best_step: int | None = None
     batches_left_out: int = 0
-    rewinds: int = 0
     world_sizes: list[list[int]] = Field(default_factory=list)
     """[step, workers] for each change of the number of workers."""
     mlflow_run_id: str | None = None
@@ -177,7 +176,7 @@ class RunFolder:
     def record(self) -> dict[str, Any]:
         """The content of ``run.json``; empty before the run has begun.
 
-        ``config``; ``commit``, ``host`` and ``pid`` of the process that began the last attempt; ``progress``;
+        ``config``; ``commit``; ``began``, ``host`` and ``pid`` of the last attempt; ``progress``;
         ``attempt``, its begin, end and seconds by phase; ``failure``, why it failed; ``stale``, the result
         before a repetition; ``rungs`` and ``stopped`` of a search; ``mlflow``, where the metrics go and how
         much of them has been sent; ``tags``.
@@ -214,7 +213,7 @@ class RunFolder:
         return progress
 
     def attempt(self) -> dict[str, Any] | None:
-        """The last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``, ``pid``."""
+        """The last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
         return self.record().get("attempt")
 
     def is_held(self) -> bool:
@@ -290,6 +289,7 @@ class RunFolder:
         """
         self.clear_interrupt()
         fields: dict[str, Any] = {"commit": commit, "pid": os.getpid(), "host": platform.node()}
+        fields["began"] = time.time()
         if restarted := self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
             (self.path / METRICS).unlink(missing_ok=True)
@@ -297,10 +297,10 @@ class RunFolder:
         self.update(failure=None, **fields)
         return restarted
 
-    def record_attempt(self, began: float, seconds: dict[str, float]) -> None:
-        """Record when the attempt that ends now began, and its seconds by phase."""
-        where = {"pid": os.getpid(), "host": platform.node()}
-        self.update(attempt={"began": began, "ended": time.time(), "seconds": seconds, **where})
+    def record_attempt(self, seconds: Mapping[str, float]) -> None:
+        """Record the attempt that ends now, with its seconds by phase."""
+        began, ended = self.record().get("began"), time.time()
+        self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
 
     def ended(self) -> float | None:
         """When the run last recorded anything, in seconds since the epoch; None if it never did."""

@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_platform.errors import Interrupted, StorageError, TitansError, one_line
-from titans_platform.files import write_error
+from titans_platform.files import write_error, write_text
 from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
 from titans_platform.runs.loggers import Logger, open_loggers
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
-    from titans_platform.objectives import Input
     from titans_platform.tracking import RunLog, Store
 
 log = logging.getLogger(__name__)
@@ -52,7 +51,7 @@ _MEMORY = 0.9
 class Reporter:
     """Writes the files of a run and its MLflow run. On rank 0 only."""
 
-    def __init__(self, spec: RunSpec, inputs: Sequence[Input] = ()):
+    def __init__(self, spec: RunSpec):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
         self._written, self._full = 0.0, False
         self._rate = self._seconds_a_step = 0.0
@@ -60,7 +59,7 @@ class Reporter:
         self._last = time.monotonic()
         self._loggers = open_loggers(spec)
         self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
-        self._log = Journal(self.folder, (lambda: connected(self.folder, inputs)) if spec.tracking else None)
+        self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where
             self._log.keep(tracking=asdict(spec.tracking), ended=None)
@@ -199,27 +198,26 @@ def end_orphaned_runs(store: Store, parent: str, root: Path) -> None:
             store.end(run_id, ends.get(state, "KILLED"), folder.ended())
 
 
-def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
-    """The store that a run is logged to and its MLflow run id; the MLflow run is created the first time."""
+def connected(folder: RunFolder) -> RunLog:
+    """Open the MLflow run of a run's folder, or create it. Raises UsageError and MLflow's exceptions."""
     # these imports take a second, which an untracked run need not wait for
     from titans_platform.tracking import open_store
 
+    record = folder.record()
+    tracking = Tracking(**record["mlflow"]["tracking"])
     store = open_store(tracking.uri)
     run_id = store.cell_run(
         folder.name, tracking.title, parent=tracking.parent, params=tracking.params,
-        config=folder.record().get("config"), tags=tracking.tags,
+        config=record.get("config"), tags=tracking.tags,
     )  # fmt: skip
-    return store, run_id
+    return store.run(run_id)
 
 
-def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
-    """Open the MLflow run of a run's folder, or create it. Raises UsageError and MLflow's exceptions."""
-    record = folder.record()
-    store, run_id = mlflow_run(folder, Tracking(**record["mlflow"]["tracking"]))
-    log = store.run(run_id, system_metrics=bool(inputs) and record["config"]["log"]["system_metrics"])
-    for name, digest, where, about, trained_on in inputs:
-        log.dataset(name, digest, where, about, "training" if trained_on else "validation")
-    return log
+def copy_metrics(source: RunFolder, target: RunFolder, last: int) -> None:
+    """Begin the metrics of a run with those of another up to step ``last``."""
+    lines = _lines(source.path / METRICS, 0, _size(source.path / METRICS))
+    kept = [json.dumps(entry) + "\n" for entry, _ in lines if entry["step"] <= last]
+    write_text(target.path / METRICS, "".join(kept))
 
 
 def send_left(root: Path) -> list[str]:
@@ -254,7 +252,9 @@ class Journal:
         self._run: RunLog | None = None
         self._lock, self._wake, self._over = threading.Lock(), threading.Event(), False
         self._waiting: list[bytes] = []
-        self._size = _cut_to_lines(self._file)
+        if self._file.exists():
+            os.truncate(self._file, _size(self._file))
+        self._size = _size(self._file)
         self._state: dict[str, Any] = folder.record().get("mlflow", {})
         self._sent = min(int(self._state.get("sent", 0)), self._size)
         lines = _lines(self._file, 0, self._size)
@@ -376,31 +376,21 @@ class Journal:
 
 def curve(folder: Path, metric: str = "loss") -> list[tuple[int, float]]:
     """A metric of a run by step, from its journal; empty if the folder has none."""
-    path, found = folder / METRICS, {}
-    # a process that was killed may leave half a line at the end
-    with suppress(ValueError):
-        for entry, _ in _lines(path, 0, path.stat().st_size) if path.exists() else ():
-            if metric in entry["values"]:
-                found[entry["step"]] = entry["values"][metric]
-    return sorted(found.items())
+    path = folder / METRICS
+    entries = [entry for entry, _ in _lines(path, 0, _size(path))]
+    return sorted((entry["step"], entry["values"][metric]) for entry in entries if metric in entry["values"])
 
 
 def unsent(folder: RunFolder) -> bool:
     """Whether MLflow lacks part of a run's log. The run must not be held by a process."""
     if (state := folder.record().get("mlflow")) is None:
         return False
-    path = folder.path / METRICS
-    size = path.stat().st_size if path.exists() else 0
-    return state.get("sent", 0) < size or state.get("ended") is None
+    return state.get("sent", 0) < _size(folder.path / METRICS) or state.get("ended") is None
 
 
-def _cut_to_lines(path: Path) -> int:
-    """Truncate the partial line that a killed process left. Returns the size."""
-    if not path.exists():
-        return 0
-    size = path.read_bytes().rfind(b"\n") + 1
-    os.truncate(path, size)
-    return size
+def _size(path: Path) -> int:
+    """Bytes of the whole lines of a file, without the partial one that a killed process may have left."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[tuple[dict[str, Any], int]]:

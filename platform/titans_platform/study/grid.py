@@ -186,8 +186,10 @@ class StudyRun:
 
 def find_study(name: str) -> Path:
     """The file of a study, by name, path, or the folder of an experiment. Raises UsageError."""
-    if os.sep in name and (path := Path(name) / EXPERIMENT).is_file():
-        return path
+    if (folder := Path(name)).is_dir() and os.sep in name:
+        if not (folder / EXPERIMENT).is_file():
+            raise UsageError(f"study: {name} is a folder without {EXPERIMENT}")
+        return folder / EXPERIMENT
     if path := file_at(name, "study"):
         return path
     found = known_studies()

@@ -12,7 +12,7 @@ from pathlib import Path
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
 from titans_platform.files import read_json
-from titans_platform.objectives import Data, build_objective
+from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
     check_batch,
@@ -137,7 +137,7 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
-        name = build_objective(config).run_name(known[key].fingerprint, study.resources.hashed_workers)
+        name = run_name(config, known[key].fingerprint, study.resources.hashed_workers)
         return replace(cell, config=config, name=name)
 
     def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:

@@ -17,7 +17,7 @@ from titans_core.config import ModelConfig
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.files import write_json
-from titans_platform.objectives import build_objective
+from titans_platform.objectives import build_objective, run_name
 from titans_platform.provenance import note_command
 from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, Result, RunFolder
@@ -188,7 +188,7 @@ def _run_trial(space: dict[str, Any]) -> None:
 def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> RunSpec:
     assert study.search
     config = located(study.trial_config(params), study.root)
-    name = build_objective(config).run_name(fingerprint, study.resources.hashed_workers)
+    name = run_name(config, fingerprint, study.resources.hashed_workers)
     title = f"trial {number_trial(study.path, name, params)}"
     # the fields that the search varies are columns in MLflow
     varied = study.trial_row(next(iter(study.search.search.corners())))

@@ -6,11 +6,13 @@ import math
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor
 
-from titans_kernels.memory.parts.norms import clip_matrix, with_row_norms_of
-from titans_kernels.memory.residual import Output, predict
-from titans_kernels.memory.rules.base import ChunkEnd, Rule
+from experiments.rules.matrices import clip_matrix, with_row_norms_of
+from titans_kernels import MemoryState, Rule
+from titans_kernels.memory.options import Inputs, Options, distances, whole
+from titans_kernels.memory.residual import predict
 
 
 @dataclass(frozen=True)
@@ -39,10 +41,15 @@ class E2TTT(Rule):
         if not 0 < self.clip < math.inf:
             raise ValueError(f"clip: {self.clip} must be above 0 and finite")
 
-    def target(self, k: Tensor, v: Tensor, residual: Output | None) -> Tensor:
-        return v if residual is None else predict(residual, k, v - k)  # M(k) if f(k) were v - k
-
-    def end_chunk(self, end: ChunkEnd) -> tuple[Tensor, Tensor]:
-        W = end.kept + clip_matrix(end.weights - end.kept, self.clip)
-        S = end.kept_momentum + clip_matrix(end.momentum - end.kept_momentum, self.clip)
-        return with_row_norms_of(W, end.start), S
+    def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:
+        if options.residual is not None:  # M(k) if f(k) were v - k
+            tokens = tokens._replace(v=predict(options.residual, tokens.k, tokens.v - tokens.k))
+        y, after = super().chunk(tokens, state, options)
+        if tokens.q.shape[2] < options.chunk_size:
+            return y, after
+        _, kept = super().chunk(tokens._replace(theta=torch.zeros_like(tokens.theta)), state, options)
+        moved = lambda a, b: tuple(x + clip_matrix(w - x, self.clip) for w, x in zip(a, b, strict=True))  # noqa: E731
+        W = whole(moved(after.weights, kept.weights), options.base)
+        start = whole(state.weights, options.base)
+        W = tuple(with_row_norms_of(w, s) for w, s in zip(W, start, strict=True))
+        return y, MemoryState(distances(W, options.base), moved(after.momentum, kept.momentum))
