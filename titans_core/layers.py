@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_kernels import feed_forward, linear, rms_norm
+from titans_kernels import state_dtype, without_autocast
 
 EPS = 1e-6
 """Epsilon of every norm."""
@@ -24,30 +24,20 @@ class RMSNorm(nn.RMSNorm):
     def __init__(self, width: int):
         super().__init__(width, eps=EPS)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[..., D] to [..., D]."""
-        return rms_norm(x, self.weight, EPS)
+    def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
+        """[..., D] to [..., D], times silu(gate) and in the gate's precision if one [..., D] is given."""
+        y = F.rms_norm(x, self.weight.shape, self.weight.to(x.dtype), EPS)
+        return y if gate is None else y.to(gate.dtype) * F.silu(gate)
 
 
-class Linear(nn.Linear):
-    """nn.Linear, on a CPU in C++ where the weight is small."""
+class GateLinear(nn.Linear):
+    """nn.Linear in the precision of the memory's state: in bfloat16 a gate near 1 would round to 1."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """[..., D] to [..., F]."""
-        return linear(input, self.weight, self.bias)
-
-
-def is_plain(*modules: nn.Module) -> bool:
-    """Whether the weights of linear layers and norms may be read in place of calling the modules.
-
-    Not of a module with hooks, of another class (LoRA wrappers, parametrisations) or with a ``forward`` of
-    its own.
-    """
-    return all(
-        type(m) in (Linear, nn.Linear, RMSNorm) and "forward" not in vars(m)
-        and not (m._forward_hooks or m._forward_pre_hooks or m._backward_hooks or m._backward_pre_hooks)
-        for m in modules
-    )  # fmt: skip
+        """[..., D] to [..., F], before the sigmoid."""
+        dtype = state_dtype(self.weight)
+        with without_autocast(input):
+            return F.linear(input.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
 
 
 class HeadNorm(nn.Module):
@@ -105,14 +95,12 @@ class SwiGLU(nn.Module):
         super().__init__()
         # a multiple of 16 that tensor cores like, at every scale
         hidden = max(16, 16 * round(expansion * d_model / 16))
-        self.gate = Linear(d_model, hidden, bias=False)
-        self.up = Linear(d_model, hidden, bias=False)
-        self.down = Linear(hidden, d_model, bias=False)
+        self.gate = nn.Linear(d_model, hidden, bias=False)
+        self.up = nn.Linear(d_model, hidden, bias=False)
+        self.down = nn.Linear(hidden, d_model, bias=False)
 
-    def forward(self, x_BTD: Tensor, norm: RMSNorm) -> Tensor:
+    def forward(self, x_BTD: Tensor, norm: nn.Module) -> Tensor:
         """[B, T, D] to [B, T, D]."""
-        if is_plain(norm, self.gate, self.up, self.down):
-            return feed_forward(x_BTD, norm.weight, self.gate.weight, self.up.weight, self.down.weight, EPS)
         z = norm(x_BTD)
         return x_BTD + self.down(F.silu(self.gate(z)) * self.up(z))
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm, is_plain
-from titans_core.projections import ConvState, Projections, expand_rows, project_gates
+from titans_core.layers import GateLinear, HeadNorm, RMSNorm
+from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import (
     AnyState,
     DecodeState,
@@ -30,7 +30,6 @@ from titans_kernels import (
     find_rule,
     neural_memory,
     read_memory,
-    rms_norm,
     state_dtype,
     state_numel,
     write_budget,
@@ -110,18 +109,18 @@ class NeuralMemory(Projections):
         self.forgets_by_channel = config.decay and config.channel_gates == "alpha"
         self.alpha = None
         if config.decay:
-            self.alpha = Linear(d_model, channels if self.forgets_by_channel else config.heads)
-        self.eta = Linear(d_model, config.heads) if config.momentum else None
-        self.theta = Linear(d_model, config.heads)
-        self.extra = Linear(d_model, config.heads * own.extra_gates) if own.extra_gates else None
+            self.alpha = GateLinear(d_model, channels if self.forgets_by_channel else config.heads)
+        self.eta = GateLinear(d_model, config.heads) if config.momentum else None
+        self.theta = GateLinear(d_model, config.heads)
+        self.extra = GateLinear(d_model, config.heads * own.extra_gates) if own.extra_gates else None
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
         layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
         self.initial_weights = nn.ParameterList(layers)
         self.inner_norm = HeadNorm(config.heads, self.head_dim) if config.residual == "norm" else None
         self.output_norm = RMSNorm(self.head_dim) if "norm" in config.output else None
-        self.output_gate = Linear(d_model, channels, bias=False) if "gate" in config.output else None
-        self.w_o = Linear(channels, d_model, bias=False)
+        self.output_gate = nn.Linear(d_model, channels, bias=False) if "gate" in config.output else None
+        self.w_o = nn.Linear(channels, d_model, bias=False)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         # switches of `titans_core.interventions`
@@ -272,9 +271,7 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        gates = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        gates = {name: gate for name, gate in gates.items() if gate is not None}
-        found = dict(zip(gates, project_gates(list(gates.values()), x), strict=True))
+        found = self.sigmoids(x)
         theta = self.config.max_theta * found["theta"]
         none = torch.zeros_like(theta)
         alpha, eta = (found.get(name, none) for name in ("alpha", "eta"))
@@ -285,6 +282,12 @@ class NeuralMemory(Projections):
             alpha = torch.zeros_like(alpha)
         extra = found.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
+
+    def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
+        """Sigmoid of each gate's linear layer by name, [B, T, outputs] in the precision of the state."""
+        layers = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
+        given = {name: layer(x) for name, layer in layers.items() if layer is not None}
+        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in given.items()}
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -395,12 +398,11 @@ class NeuralMemory(Projections):
         """Reads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
-        y, norm = y_BTHE, self.output_norm
-        gate = None if self.output_gate is None else self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
-        if norm is not None and not is_plain(norm):
-            y, norm = norm(y), None
-        if norm is not None:
-            y = rms_norm(y, norm.weight, EPS, gate)
+        y, gate = y_BTHE, None
+        if self.output_gate is not None:
+            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
+        if self.output_norm is not None:
+            y = self.output_norm(y, gate)
         elif gate is not None:
             y = y.to(gate.dtype) * F.silu(gate)
         return self.w_o(y.flatten(-2).to(x_BTD.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,7 @@ from titans_core.backbone import Backbone
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
 from titans_core.generation import EMPTY_READING, GREEDY, Reading, Sampling, Writing, read
-from titans_core.layers import Linear, is_plain
 from titans_core.state import ModelState
-from titans_kernels import token_losses
 
 LOGITS_PER_BLOCK = 2**24
 """Most logits in memory at a time when losses are computed: 64 MiB of float32."""
@@ -41,7 +39,7 @@ class LanguageModel(Backbone):
 
     def __init__(self, config: ModelConfig):
         embedding = nn.Embedding(config.vocab_size, config.d_model)
-        head = Linear(config.d_model, config.vocab_size, bias=False)
+        head = nn.Linear(config.d_model, config.vocab_size, bias=False)
         super().__init__(config, embedding, head)
         if config.tie_embeddings:
             head.weight = embedding.weight
@@ -97,17 +95,16 @@ class LanguageModel(Backbone):
         x_ND, targets_N = x_BTD.flatten(0, 1), targets_BT.flatten()
         rows = max(1, LOGITS_PER_BLOCK // self.config.vocab_size)
         if len(x_ND) <= rows:
-            return self._cross_entropy(x_ND, targets_N).view_as(targets_BT)
+            return self.cross_entropy(x_ND, targets_N).view_as(targets_BT)
         parts = [
-            checkpoint(self._cross_entropy, *part, use_reentrant=False, preserve_rng_state=False)
+            checkpoint(self.cross_entropy, *part, use_reentrant=False, preserve_rng_state=False)
             for part in zip(x_ND.split(rows), targets_N.split(rows), strict=True)
         ]
         return torch.cat(parts).view_as(targets_BT)
 
-    def _cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+    def cross_entropy(self, x_ND: Tensor, targets_N: Tensor) -> Tensor:
+        """[N] cross-entropy, at least in float32."""
         # flattened: softmax over a middle dimension is several times slower
-        if is_plain(self.head):
-            return token_losses(x_ND, cast(Linear, self.head).weight, targets_N)
         logits = self.head(x_ND)
         exact = torch.promote_types(logits.dtype, torch.float32)
         return F.cross_entropy(logits.to(exact), targets_N, reduction="none")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from titans_kernels.registry import lazy_exports
 
 if TYPE_CHECKING:
-    from titans_kernels.layers import rms_norm, short_convolution
+    from titans_kernels.exchange import accelerate
     from titans_kernels.memory.budget import write_budget
     from titans_kernels.memory.decode import extend_memory
     from titans_kernels.memory.forms.state import AnyState, DecodeState, OpenChunk, state_numel
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
     from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
-    from titans_kernels.products import feed_forward, linear, token_losses
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
         linear_attention,
@@ -39,12 +38,11 @@ __all__ = [
     "Registry",
     "Residual",
     "Rule",
+    "accelerate",
     "document_borders",
     "extend_memory",
-    "feed_forward",
     "find_rule",
     "forms_used",
-    "linear",
     "linear_attention",
     "near",
     "neural_memory",
@@ -52,14 +50,11 @@ __all__ = [
     "read_memory",
     "recurrent_linear_attention",
     "recurrent_scan",
-    "rms_norm",
     "scan",
     "selective_scan",
-    "short_convolution",
     "source_file",
     "state_dtype",
     "state_numel",
-    "token_losses",
     "without_autocast",
     "write_budget",
 ]
@@ -68,6 +63,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry ran layers products recurrence memory.budget memory.decode "
+    "registry ran exchange recurrence memory.budget memory.decode "
     "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.forms.state",
 )

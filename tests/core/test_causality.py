@@ -49,8 +49,6 @@ def test_persistent_tokens_reach_every_query(variant):
 
 
 def test_attention_memory_is_linear_at_a_fixed_window(monkeypatch):
-    """By PyTorch's operators; the compiled form keeps its inputs alone."""
-    monkeypatch.setattr("titans_core.attention.serves_window", lambda *args: False)
     sizes = []
     inner = torch.nn.functional.scaled_dot_product_attention
 

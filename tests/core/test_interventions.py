@@ -8,8 +8,8 @@ from torch.nn import functional as F
 from tests.core.small import config, model, tokens
 from titans_core import LanguageModel, NeuralMemory
 from titans_core.attention import Attention
-from titans_core.blocks import mac
 from titans_core.interventions import Intervention, has_effect, intervene
+from titans_kernels import accelerate
 
 HYBRIDS = ["mac", "mag", "mal"]
 OFF = {
@@ -68,9 +68,8 @@ def test_cut_attention_does_not_cross_a_border(length, monkeypatch):
     plain = {"attention": {"conv": False}, "persistent": 0}
     net, x = model("transformer", options={"projections": "titans"}, **plain), tokens(2, length)
     cut = logits(net, x, OFF["cut"])
-    by_hand = lambda q, k, v, prefix, window, *_: cut_by_hand(q, k, v, window)  # noqa: E731
-    monkeypatch.setattr("titans_core.attention.serves_window", lambda *_: False)
-    monkeypatch.setattr("titans_core.attention._windowed", by_hand)
+    by_hand = lambda q, keys, prefix, window, *_: cut_by_hand(q, *keys, window)  # noqa: E731
+    monkeypatch.setattr("titans_core.attention.window_attention", by_hand)
     torch.testing.assert_close(cut, logits(net, x), rtol=1e-9, atol=1e-9)
 
 
@@ -127,8 +126,8 @@ def test_a_state_is_carried_across_windows():
 
 
 @pytest.mark.parametrize("read", [12, 16, 20])
-def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read, monkeypatch):
-    """In one call, by PyTorch's operators, and token by token; the model's own segments are of 32 tokens."""
+def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
+    """In one call, exchanged, and token by token; the model's own segments are of 32 tokens."""
     net, x = model("mac", segment=32), tokens(1, 45)
 
     def after(*cuts: int) -> Tensor:
@@ -142,7 +141,7 @@ def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read, monkeypa
 
     with torch.no_grad():
         whole, single = after(45 - read), after(*[1] * (45 - read))
-        monkeypatch.setattr(mac, "serves_segments", lambda *args: False)
+        accelerate(net)
         torch.testing.assert_close(whole, after(45 - read), rtol=1e-9, atol=1e-10)
     torch.testing.assert_close(whole, single, rtol=1e-9, atol=1e-10)
 

@@ -3,14 +3,15 @@
 import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise, product
+from itertools import product
 
 import pytest
 import torch
 
 from tests.kernels.cases import Case, assert_same, needs_compiler
 from tests.kernels.test_neural_memory import CHUNKS, lengths
-from titans_kernels import Residual, native, neural_memory, short_convolution
+from titans_kernels import Residual, native, neural_memory
+from titans_kernels.layers import short_convolution
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import native as compiled
 
@@ -77,27 +78,6 @@ def test_an_unused_state_and_an_unused_read_have_their_gradients():
             used = momentum if part else y
             grads.append(torch.autograd.grad(used.sin().sum(), case.leaves, materialize_grads=True))
         torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
-
-
-@needs_compiler
-@pytest.mark.parametrize("borders", [None, [0, 2, 9, 10, 18]])
-def test_the_short_convolution_is_what_it_says(borders):
-    torch.manual_seed(0)
-    rows = 2 if borders is None else 1
-    sizes = (2, 9, 12), (4, 12), (rows, 3, 12)
-    x, weight, state = leaves = [torch.randn(s, dtype=torch.float64, requires_grad=True) for s in sizes]
-    cu_seqlens = None if borders is None else torch.tensor(borders)
-    found = short_convolution(x, weight, state, [True, False], 2, cu_seqlens)
-    assert found is not None
-    flat, expected = torch.nn.functional.silu(x).flatten(0, 1), []
-    borders = borders or [0, 9, 18]
-    for i, (a, b) in enumerate(pairwise(borders)):
-        held = torch.cat([state[min(i, rows - 1)], flat[a:b]])
-        expected.append(sum(weight[j] * held[3 - j : 3 - j + b - a] for j in range(4)))
-    q, v = torch.cat(expected).view(2, 9, 2, 2, 3).unbind(2)
-    wanted = [q / q.norm(dim=-1, keepdim=True), v]
-    all_of = lambda xs: [*xs, *torch.autograd.grad(sum(x.sin().sum() for x in xs), leaves)]  # noqa: E731
-    torch.testing.assert_close(all_of(found), all_of(wanted), rtol=1e-9, atol=1e-11)
 
 
 def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):

@@ -6,7 +6,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import needs_compiler
-from titans_kernels import feed_forward, linear, products, rms_norm, token_losses
+from titans_kernels import products
+from titans_kernels.layers import rms_norm
+from titans_kernels.products import feed_forward, linear, token_losses
 
 pytestmark = needs_compiler
 SHAPES = [(16, 16, (64,)), (64, 260, (3, 67)), (24, 6, (1, 200)), (5, 33, (2, 2, 9))]

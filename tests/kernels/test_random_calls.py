@@ -23,10 +23,9 @@ from titans_kernels import (
     forms_used,
     native,
     neural_memory,
-    rms_norm,
-    short_convolution,
     write_budget,
 )
+from titans_kernels.layers import rms_norm, short_convolution
 from titans_kernels.memory import op
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_core import Model
+from titans_kernels import accelerate
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
@@ -108,7 +109,7 @@ def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[
     Raises UsageError if the checkpoint's weights do not match the model.
     """
     objective = build_objective(cfg)
-    model = objective.build_model()
+    model = accelerate(objective.build_model())
     return model, load_model(point, model), objective
 
 

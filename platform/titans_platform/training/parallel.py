@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 from titans_core import LanguageModel
 from titans_core.blocks import Block
 from titans_core.sequence_parallel import SequenceParallel
-from titans_kernels import ran
+from titans_kernels import accelerate, ran
 from titans_platform.config import OptimConfig
 from titans_platform.errors import UsageError
 
@@ -49,7 +49,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
 
     Raises UsageError if the workers do not divide into groups, or the rows of a batch among the workers.
     """
-    model.to(device)
+    accelerate(model.to(device))
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         block.recompute = cfg.recompute

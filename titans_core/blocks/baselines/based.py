@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from pydantic import PositiveInt
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.blocks.base import Block, Positions
@@ -17,7 +17,7 @@ from titans_core.blocks.baselines.hybrids import Hybrid
 from titans_core.blocks.baselines.linear import HeadOptions, LinearAttention
 from titans_core.blocks.transformer import Transformer
 from titans_core.config import ModelConfig
-from titans_core.layers import CausalConv, Linear
+from titans_core.layers import CausalConv
 from titans_kernels import state_dtype
 
 
@@ -45,9 +45,9 @@ class ShortConv(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         channels = self.EXPANSION * config.d_model
-        self.w_in = Linear(config.d_model, 2 * channels, bias=False)
+        self.w_in = nn.Linear(config.d_model, 2 * channels, bias=False)
         self.conv = CausalConv(channels, self.KERNEL)
-        self.w_o = Linear(channels, config.d_model, bias=False)
+        self.w_o = nn.Linear(channels, config.d_model, bias=False)
 
     def mix(
         self, x_BTD: Tensor, state: ConvInputs | None, positions: Positions
@@ -74,8 +74,8 @@ class TaylorAttention(LinearAttention):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         D, self.keys = config.d_model, self.heads * self.options.feature
-        self.w_q, self.w_k = (Linear(D, self.keys, bias=False) for _ in range(2))
-        self.w_v, self.w_o = (Linear(D, D, bias=False) for _ in range(2))
+        self.w_q, self.w_k = (nn.Linear(D, self.keys, bias=False) for _ in range(2))
+        self.w_v, self.w_o = (nn.Linear(D, D, bias=False) for _ in range(2))
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

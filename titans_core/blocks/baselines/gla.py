@@ -10,8 +10,8 @@ from torch.nn import functional as F
 from titans_core.blocks.base import Positions
 from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
-from titans_core.layers import EPS, Linear, RMSNorm
-from titans_kernels import rms_norm, state_dtype
+from titans_core.layers import RMSNorm
+from titans_kernels import state_dtype
 
 
 class GLA(LinearAttention):
@@ -27,11 +27,11 @@ class GLA(LinearAttention):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         D = config.d_model
-        self.w_q, self.w_k = (Linear(D, self.keys, bias=False) for _ in range(2))
-        self.w_v, self.w_g = (Linear(D, self.values, bias=False) for _ in range(2))
-        self.decay = nn.Sequential(Linear(D, self.RANK, bias=False), Linear(self.RANK, self.keys))
+        self.w_q, self.w_k = (nn.Linear(D, self.keys, bias=False) for _ in range(2))
+        self.w_v, self.w_g = (nn.Linear(D, self.values, bias=False) for _ in range(2))
+        self.decay = nn.Sequential(nn.Linear(D, self.RANK, bias=False), nn.Linear(self.RANK, self.keys))
         self.head_norm = RMSNorm(self.values // self.heads)
-        self.w_o = Linear(self.values, D, bias=False)
+        self.w_o = nn.Linear(self.values, D, bias=False)
 
     def tokens(
         self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
@@ -41,5 +41,5 @@ class GLA(LinearAttention):
         return q * q.shape[-1] ** -0.5, k, v, F.logsigmoid(logit) / self.TEMPERATURE
 
     def output(self, y_BTHF: Tensor, z_BTD: Tensor) -> Tensor:
-        y = rms_norm(y_BTHF, self.head_norm.weight, EPS, self.split(self.w_g(z_BTD)))
+        y = self.head_norm(y_BTHF, self.split(self.w_g(z_BTD)))
         return self.w_o(y.flatten(2))

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from titans_core.blocks.base import Positions
 from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
-from titans_core.layers import Linear, RMSNorm
+from titans_core.layers import RMSNorm
 from titans_kernels import state_dtype
 
 
@@ -36,7 +36,7 @@ class HGRN2(LinearAttention):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         D = config.d_model
-        self.w_q, self.w_f, self.w_v, self.w_o = (Linear(D, D, bias=False) for _ in range(4))
+        self.w_q, self.w_f, self.w_v, self.w_o = (nn.Linear(D, D, bias=False) for _ in range(4))
         self.lower_bound_C = nn.Parameter(torch.zeros(D))
         self.value_norm = RMSNorm(D)
 

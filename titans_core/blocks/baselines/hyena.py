@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from titans_core.blocks.base import Block, Positions
 from titans_core.config import Frozen, ModelConfig
 from titans_core.documents import Documents
-from titans_core.layers import CausalConv, Linear
+from titans_core.layers import CausalConv
 from titans_kernels import state_dtype, without_autocast
 
 DIRECT = 64
@@ -94,11 +94,11 @@ class Hyena(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         D = config.d_model
-        self.w_in = Linear(D, 3 * D, bias=False)
+        self.w_in = nn.Linear(D, 3 * D, bias=False)
         self.conv = CausalConv(3 * D, self.options.conv_kernel)
         self.filter = ImplicitFilter(D, self.options)
         self.skip_D = nn.Parameter(torch.randn(D))
-        self.w_o = Linear(D, D, bias=False)
+        self.w_o = nn.Linear(D, D, bias=False)
 
     def mix(
         self, x_BTD: Tensor, state: HyenaState | None, positions: Positions

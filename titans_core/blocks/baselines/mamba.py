@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from titans_core.blocks.base import Block, Positions
 from titans_core.blocks.baselines.mamba2 import LOG_STEPS, SSMState, step_bias
 from titans_core.config import Frozen, ModelConfig
-from titans_core.layers import CausalConv, Linear
+from titans_core.layers import CausalConv
 from titans_kernels import selective_scan, state_dtype, without_autocast
 
 
@@ -42,15 +42,15 @@ class Mamba(Block):
         super().__init__(config)
         D, N, C = config.d_model, self.options.state, self.options.expansion * config.d_model
         self.widths = [-(-D // 16), N, N]
-        self.w_in = Linear(D, 2 * C, bias=False)
+        self.w_in = nn.Linear(D, 2 * C, bias=False)
         self.conv, self.conv_bias = CausalConv(C, self.options.conv_kernel), nn.Parameter(torch.zeros(C))
-        self.w_x = Linear(C, sum(self.widths), bias=False)
-        self.w_dt = Linear(self.widths[0], C, bias=False)
+        self.w_x = nn.Linear(C, sum(self.widths), bias=False)
+        self.w_dt = nn.Linear(self.widths[0], C, bias=False)
         # in order: each channel has all of A's values, so there is nothing that it could be sorted with
         self.dt_bias_C = nn.Parameter(step_bias(torch.linspace(*LOG_STEPS, C)))
         self.log_a_CN = nn.Parameter(torch.arange(1.0, N + 1).log().repeat(C, 1))
         self.skip_C = nn.Parameter(torch.ones(C))
-        self.w_o = Linear(C, D, bias=False)
+        self.w_o = nn.Linear(C, D, bias=False)
 
     def mix(
         self, x_BTD: Tensor, state: SSMState | None, positions: Positions

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from titans_core.blocks.base import Block, Positions
 from titans_core.config import Frozen, ModelConfig
-from titans_core.layers import CausalConv, Linear, RMSNorm
+from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import linear_attention, state_dtype
 
 LOG_STEPS = math.log(1e-3), math.log(1e-1)
@@ -58,7 +58,7 @@ class Mamba2(Block):
         self.head_dim = min(o.head_dim, self.channels)
         self.heads, mixed = self.channels // self.head_dim, self.channels + 2 * o.state
         self.widths = [self.channels, mixed, self.heads]
-        self.w_in = Linear(config.d_model, sum(self.widths), bias=False)
+        self.w_in = nn.Linear(config.d_model, sum(self.widths), bias=False)
         self.conv, self.conv_bias = CausalConv(mixed, o.conv_kernel), nn.Parameter(torch.zeros(mixed))
         # drawn independently of each other, as published: were both sorted by head, one head would write a
         # thousandth of a token and another forget most of what it holds at each
@@ -66,7 +66,7 @@ class Mamba2(Block):
         self.log_a_H = nn.Parameter(torch.empty(self.heads).uniform_(1, 16).log())
         self.skip_H = nn.Parameter(torch.ones(self.heads))
         self.output_norm = RMSNorm(self.channels)
-        self.w_o = Linear(self.channels, config.d_model, bias=False)
+        self.w_o = nn.Linear(self.channels, config.d_model, bias=False)
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from titans_core.blocks.base import Positions
 from titans_core.blocks.baselines.linear import ConvOptions, LinearAttention
 from titans_core.config import ModelConfig
-from titans_core.layers import EPS, Linear, RMSNorm, RotaryEmbedding, rotate
-from titans_kernels import rms_norm, state_dtype
+from titans_core.layers import RMSNorm, RotaryEmbedding, rotate
+from titans_kernels import state_dtype
 
 
 class RetNet(LinearAttention):
@@ -29,10 +29,10 @@ class RetNet(LinearAttention):
         super().__init__(config)
         D = config.d_model
         self.rope_base = config.attention.rope_base
-        self.w_q, self.w_k = (Linear(D, self.keys, bias=False) for _ in range(2))
-        self.w_v, self.w_g = (Linear(D, self.values, bias=False) for _ in range(2))
+        self.w_q, self.w_k = (nn.Linear(D, self.keys, bias=False) for _ in range(2))
+        self.w_v, self.w_g = (nn.Linear(D, self.values, bias=False) for _ in range(2))
         self.head_norm = RMSNorm(self.values // self.heads)
-        self.w_o = Linear(self.values, D, bias=False)
+        self.w_o = nn.Linear(self.values, D, bias=False)
 
     def tokens(
         self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
@@ -46,5 +46,5 @@ class RetNet(LinearAttention):
         return q, k * width**-0.5, v, log_decay[:, None].expand(*q.shape[:3], 1)
 
     def output(self, y_BTHF: Tensor, z_BTD: Tensor) -> Tensor:
-        y = rms_norm(y_BTHF, self.head_norm.weight, EPS, self.split(self.w_g(z_BTD)))
+        y = self.head_norm(y_BTHF, self.split(self.w_g(z_BTD)))
         return self.w_o(y.flatten(2))
