@@ -10,9 +10,8 @@ from torch import Tensor
 
 from titans_kernels import MemoryState, Rule
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms.reference import apply_memory
+from titans_kernels.memory.forms.reference import apply_memory, clip_norm
 from titans_kernels.memory.options import Inputs, Options, broadcast_gate, whole
-from titans_kernels.memory.parts.norms import clip_norm
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from experiments.rules.matrices import clip_matrix, with_row_norms_of
 from titans_kernels import MemoryState, Rule
+from titans_kernels.memory.forms.generic import write_chunk
 from titans_kernels.memory.options import Inputs, Options, distances, whole
 from titans_kernels.memory.residual import predict
 
@@ -44,10 +45,10 @@ class E2TTT(Rule):
     def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:
         if options.residual is not None:  # M(k) if f(k) were v - k
             tokens = tokens._replace(v=predict(options.residual, tokens.k, tokens.v - tokens.k))
-        y, after = super().chunk(tokens, state, options)
+        y, after = write_chunk(self, tokens, state, options)
         if tokens.q.shape[2] < options.chunk_size:
             return y, after
-        _, kept = super().chunk(tokens._replace(theta=torch.zeros_like(tokens.theta)), state, options)
+        _, kept = write_chunk(self, tokens._replace(theta=torch.zeros_like(tokens.theta)), state, options)
         moved = lambda a, b: tuple(x + clip_matrix(w - x, self.clip) for w, x in zip(a, b, strict=True))  # noqa: E731
         W = whole(moved(after.weights, kept.weights), options.base)
         start = whole(state.weights, options.base)

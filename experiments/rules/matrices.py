@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from titans_kernels import MemoryState, Rule
-from titans_kernels.memory.forms.reference import apply_memory
+from titans_kernels.memory.forms.generic import write_chunk
+from titans_kernels.memory.forms.reference import apply_memory, clip_norm
 from titans_kernels.memory.options import Inputs, Options, distances, whole
-from titans_kernels.memory.parts.norms import clip_norm
 
 TINY = 1e-20
 NEWTON_SCHULZ = (
@@ -40,7 +40,7 @@ class EndedRule(Rule):
         return tokens
 
     def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:
-        y, after = super().chunk(self.inside(tokens), state, options)
+        y, after = write_chunk(self, self.inside(tokens), state, options)
         if tokens.q.shape[2] < options.chunk_size:
             return y, after
         full = lambda part: part._replace(weights=whole(part.weights, options.base))  # noqa: E731

@@ -17,7 +17,7 @@ from titans_core.config import Frozen, MemoryConfig, ModelConfig, PositiveInt
 from titans_core.documents import Documents, reset_rows
 from titans_core.memory import MemoryCache, NeuralMemory, Writes
 from titans_kernels import MemoryState, Rule, linear_attention, state_dtype
-from titans_kernels.memory.parts.norms import clip_norm
+from titans_kernels.memory.forms.reference import clip_norm
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from titans_kernels import (
     state_numel,
 )
 from titans_kernels.memory.forms import reference
+from titans_kernels.memory.forms.generic import write_chunk
 from titans_kernels.memory.options import Options
 from titans_kernels.memory.rules import GatedDelta
 
@@ -68,7 +69,7 @@ class Halved(Normalised):
     """A chunk of its own: a full one halves what it has written."""
 
     def chunk(self, tokens, state, options):
-        y, after = super().chunk(tokens, state, options)
+        y, after = write_chunk(self, tokens, state, options)
         if tokens.q.shape[2] < options.chunk_size:
             return y, after
         pairs = zip(state.weights, after.weights, strict=True)

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.forms import native
+from titans_kernels.memory.forms.state import AnyState, DecodeState, OpenChunk, has_factors, write_factors
 from titans_kernels.memory.op import FORMS, neural_memory
 from titans_kernels.memory.options import Extension, Inputs, MemoryState, Options, without_autocast
 from titans_kernels.memory.rules import find_rule
-from titans_kernels.memory.state import AnyState, DecodeState, OpenChunk, has_factors, write_factors
 from titans_kernels.memory.validate import (
     check_base,
     check_gates,

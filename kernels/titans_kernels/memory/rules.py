@@ -8,16 +8,13 @@ rule is computed by `forms.generic`.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from titans_kernels.memory.parts.vjp import flows, vjp
 from titans_kernels.registry import Registry
-
-if TYPE_CHECKING:
-    from titans_kernels.memory.options import Inputs, MemoryState, Options
 
 
 @dataclass(frozen=True)
@@ -65,22 +62,22 @@ class Rule:
         momentum = eta * momentum - theta * gradient
         return (1 - alpha) * weights + momentum, momentum
 
-    def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:
+    def chunk(self, tokens: Any, state: Any, options: Any) -> tuple[Tensor, Any]:
         """Write and read the tokens of a chunk; override it for a rule that the hooks cannot express.
 
-        A subclass may call this method and change its results.
+        It may call `forms.generic.write_chunk`, which computes a chunk by the hooks, and change its results.
 
         Args:
-            tokens: of one chunk, [B, H, b, ...] each; fewer than ``options.chunk_size`` in the last one.
-            state: at the start of the chunk; with a base, weights are offsets from it.
-            options: of the call, with `forms.reference.apply_memory` for reads and `surprise` for gradients.
+            tokens: `Inputs` of one chunk, [B, H, b, ...] each; the last one may have fewer than
+                ``options.chunk_size``.
+            state: `MemoryState` at the start of the chunk; with a base, weights are offsets from it.
+            options: `Options` of the call; `forms.reference` has `apply_memory` for reads, `surprise` for
+                gradients.
 
         Returns:
             y [B, H, b, D_v] and the state after the chunk.
         """
-        from titans_kernels.memory.forms.generic import write_chunk  # imports this module
-
-        return write_chunk(self, tokens, state, options)
+        raise NotImplementedError(f"{self} is made of hooks: forms.generic.write_chunk computes its chunks")
 
     def error(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
         """Gradient of the inner loss with respect to the prediction, [..., D]; derived from `loss`."""

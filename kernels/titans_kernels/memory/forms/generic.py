@@ -10,10 +10,14 @@ Shapes: B rows or one packed document, H heads, b tokens of a chunk, D/F input/o
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from titans_kernels.memory.forms.documents import each_document
 from titans_kernels.memory.forms.reference import apply_memory, surprise
+from titans_kernels.memory.forms.state import DecodeState, write_factors
 from titans_kernels.memory.options import (
     Inputs,
     Layers,
@@ -23,9 +27,7 @@ from titans_kernels.memory.options import (
     broadcast_gate,
     whole,
 )
-from titans_kernels.memory.parts.layout import each_document
 from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.state import DecodeState, write_factors
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -34,9 +36,10 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    state, outputs = MemoryState(weights, momentum), []
+    rule, state, outputs = options.rule, MemoryState(weights, momentum), []
+    write = rule.chunk if rule.has_own_chunk else partial(write_chunk, rule)
     for chunk in zip(*(x.transpose(1, 2).split(options.chunk_size, 2) for x in inputs), strict=True):
-        y, state = options.rule.chunk(Inputs(*chunk), state, options)
+        y, state = write(Inputs(*chunk), state, options)
         outputs.append(y)
     return torch.cat(outputs, 2).transpose(1, 2), state.weights, state.momentum
 
@@ -44,7 +47,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
 def write_chunk(
     rule: Rule, tokens: Inputs, state: MemoryState, options: Options
 ) -> tuple[Tensor, MemoryState]:
-    """`Rule.chunk` by the hooks of a rule."""
+    """Write and read the tokens of a chunk by the hooks of a rule; see `Rule.chunk`."""
     if rule.has_paper_update and not tokens.forgets_by_column:
         y, after = write_factors(tokens, DecodeState.of(state), options)
         return y, after.memory()

@@ -33,9 +33,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels import ran
+from titans_kernels.memory.forms.documents import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import coefficients
-from titans_kernels.memory.parts.layout import each_document
 from titans_kernels.memory.rules import GatedDelta, Rule
 from titans_kernels.native import compiled, parallel_for, pointer, serves
 

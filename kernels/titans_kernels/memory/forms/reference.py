@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
+from titans_kernels.memory.forms.documents import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate, whole
-from titans_kernels.memory.parts.layout import each_document
-from titans_kernels.memory.parts.norms import clip_norm
 from titans_kernels.memory.residual import predict, pull
 
 
@@ -96,3 +95,13 @@ def surprise(
     for W, out in zip(reversed(weights), reversed(z), strict=False):
         errors.insert(0, clip_norm(f.through(errors[0] @ W.mT, out), bound))
     return inputs, errors
+
+
+def clip_norm(d: Tensor, bound: float | None) -> Tensor:
+    """d min(1, c / |d|), with the norm over the last dimension; unchanged without a bound."""
+    if bound is None:
+        return d
+    squares = d.square().sum(-1, keepdim=True)
+    # masked before the square root, whose infinite slope at 0 would give NaN gradients
+    over = squares > bound**2
+    return d * torch.where(over, bound / torch.where(over, squares, 1).sqrt(), 1)

@@ -8,18 +8,14 @@ Shapes: M chunks (steps x documents), H heads, b tokens per chunk, R rows (chunk
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
-
-if TYPE_CHECKING:
-    from titans_kernels.memory.options import Inputs, Layers, Options, Result
 
 
 class Span(NamedTuple):
@@ -214,22 +210,6 @@ def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     if len(found) < 2 or found[0] != 0 or found[-1] != length or not rising:
         raise ValueError(f"cu_seqlens: must rise from 0 to T = {length}; documents may be empty")
     return found
-
-
-def each_document(
-    form: Callable[..., Result], inputs: Inputs, weights: Layers, momentum: Layers, options: Options
-) -> Result:
-    """Apply ``form`` to each packed document separately, or to all rows if nothing is packed."""
-    if options.cu_seqlens is None:
-        return form(inputs, weights, momentum, options)
-    results = []
-    for i, (start, end) in enumerate(pairwise(document_borders(options.cu_seqlens, inputs.q.shape[1]))):
-        document = type(inputs)(*(x[:, start:end] for x in inputs))
-        W, S = (tuple(x[i : i + 1] for x in part) for part in (weights, momentum))
-        results.append(form(document, W, S, options) if start < end else (document.v, W, S))
-    y, *layers = zip(*results, strict=True)
-    W, S = (tuple(torch.cat(layer) for layer in zip(*part, strict=True)) for part in layers)
-    return torch.cat(y, 1), W, S
 
 
 def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
