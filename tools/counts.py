@@ -28,7 +28,7 @@ BUDGETS = {
     "tests, lines": (22_700, 18_000),
     "docs, pages": (12, 12),
     "docs, CSV files": (0, 0),
-    "README.md, lines": (212, 160),
+    "README.md, lines": (160, 160),
     "CONTRIBUTING.md, bytes": (6_144, 6_144),
     "modules with a single importer": (13, 12),
     "Markdown lines over 140 characters": (0, 0),
