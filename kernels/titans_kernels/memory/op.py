@@ -96,8 +96,6 @@ class Form(NamedTuple):
     linear memory are folded into the value."""
     linear_base: bool = False
     """Whether it applies the base of a linear memory itself, faster than folding it into the value."""
-    base_depth: int | None = None
-    """Maximum number of layers with a base; None for any."""
     depth: int | None = None
     """Maximum number of layers; None for any."""
     chunk_size: int | None = None
@@ -135,8 +133,6 @@ class Form(NamedTuple):
             return "it does not support theta per matrix"
         if self.depth is not None and layers > self.depth:
             return f"it supports {self.depth} layer, not {layers}"
-        if options.base and self.base_depth is not None and layers > self.base_depth:
-            return f"it supports a base with {self.base_depth} layer, not {layers}"
         if self.chunk_size not in (None, options.chunk_size):
             return f"it supports chunk_size {self.chunk_size}, not {options.chunk_size}"
         if layers > 1 and ACTIVATIONS[options.activation].gated and not self.gated:
@@ -151,7 +147,7 @@ FORMS = (
          chunk_size=1, surprise_bound=False),
     Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta, MomentumDelta), depth=1,
          chunk_size=1, surprise_bound=False),
-    Form("triton", "triton", _triton, 5e-5, device="cuda", base_depth=1, limits=_triton_limits),
+    Form("triton", "triton", _triton, 5e-5, device="cuda", limits=_triton_limits),
     Form("native", "native", native.write_and_read, 1e-9, device="cpu", rules=native.LOSSES, norm=True,
          linear_base=True, limits=native.refusal),
     Form("chunked", "chunked", chunked.write_and_read, 1e-9, norm=True, traced=_traced),
@@ -236,8 +232,7 @@ def neural_memory(
             "native" does not support the latter. "auto" skips them.
         base: per layer B [H, D_in, D_out], shared by the batch: the weights decay towards B instead of zero,
             ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. ``weights`` and the returned weights are then the
-            offsets W - B, so a memory that starts at its base has zero weights. "triton" supports a base for
-            linear memories only.
+            offsets W - B, so a memory that starts at its base has zero weights.
         write_budget: maximum number of full steps written along any direction of key space within a chunk
             (see `budget`), so that repeated tokens cannot make the memory diverge. None for the paper's rule.
         keep_bytes: memory, in bytes, that the Triton kernels may save for the backward pass; a call that
