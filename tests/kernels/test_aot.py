@@ -17,6 +17,7 @@ SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 
 SPILLED = {
     "gates": 0,
+    "budget": 0,
     "delta.forward": {80: 0, 90: 64, 100: 0},
     "delta.backward": {80: 72, 90: 150, 100: 64},
     "columns": {80: 1650, 90: 90, 100: 500},
@@ -48,6 +49,7 @@ streamed.write 255, 40 and 3209."""
 COVERED = {
     "l1-d128-short": ("gates", "columns", "reads.update"),
     "l2-d64-h64-bound": ("resident", "reads.forward", "reads.backward", "base"),
+    "l2-d64-h64-budget": ("budget",),
     "l2-d64-h256": ("streamed", "reads.update"),
     "l1-d128-online": ("delta",),
 }
@@ -75,7 +77,8 @@ def reports(tmp_path_factory) -> list[dict]:
 def test_every_kernel_is_compiled_for_every_target(reports):
     kernels = {row["kernel"].split("+")[0] for row in reports}
     assert kernels == {
-        "gates.forward", "gates.backward", "columns.write", "columns.backward", "reads.forward",
+        "gates.forward", "gates.backward", "budget.forward", "budget.backward",
+        "budget.keys_backward", "columns.write", "columns.backward", "reads.forward",
         "reads.backward", "resident.write", "resident.backward", "streamed.write", "base.backward",
         "streamed_backward.backward", "reads.update_backward", "delta.forward", "delta.backward",
     }  # fmt: skip

@@ -27,7 +27,7 @@ from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.memory.forms.online import BLOCK
-from titans_kernels.memory.forms.triton import assembler, delta
+from titans_kernels.memory.forms.triton import assembler, budget, delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
 from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
@@ -95,6 +95,10 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
         for keep, towards in product((True, False), (None, base) if shape.depth > 1 else (None,)):
             y, after, *kept = memory_triton._init_fn(*tokens, start, towards, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, towards, None, kept, *rule)
+        if shape.budget:
+            k, eta, theta = tokens[1], *tokens[4:]
+            limited = budget.forward(k, eta, theta, shape.chunk_size, None, 0)
+            budget.backward([*limited, k, eta, theta, *limited], shape.chunk_size, None)
     return found
 
 
