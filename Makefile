@@ -21,14 +21,16 @@ test: .venv/test
 test-fast: .venv/test
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 --first-cases -m "not cluster and not slow and not nightly"
 
+# Everything, the experiments' own tests too.
 test-all: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 tests experiments
 
 check: .venv/dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+	$(BIN)/python tools/counts.py
 
 # A site in site/: the pages of docs/, and the API from the docstrings.
 docs: .venv/docs
@@ -55,7 +57,7 @@ PIP = $(BIN)/python -m pip install --quiet --constraint constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(TORCH_FOR_CPU)
-	$(PIP) --editable .
+	$(PIP) --editable '.[train]'
 	touch $@
 
 .venv/test .venv/dev .venv/docs: .venv/run

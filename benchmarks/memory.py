@@ -49,7 +49,7 @@ def layer(**sizes: Any) -> Op:
     """Our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
     s = Shape(**sizes)
     config = MemoryConfig(
-        depth=s.depth, heads=s.heads, head_dim=s.head_dim, expansion=s.hidden // s.head_dim,
+        depth=s.depth, heads=s.heads, expansion=s.hidden // s.head_dim,
         chunk_size=s.chunk_size,
     )  # fmt: skip
     module = NeuralMemory(s.heads * s.head_dim, config)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import json
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Number of features or layers, bounded so that a mistyped value is refused."""
+Kernel = Literal[False] | Annotated[int, Field(ge=1, le=2**16)]
+"""Width of a convolution, false for none."""
 
 
 class Frozen(BaseModel):
@@ -22,76 +25,46 @@ class Frozen(BaseModel):
 class MemoryConfig(Frozen):
     """The neural long-term memory of Sections 3.1, 3.2 and 4.4.
 
-    The memory of one head is an MLP of ``depth`` layers from ``head_dim`` to ``head_dim`` whose hidden
-    layers are ``expansion * head_dim`` wide; its weights are the recurrent state.
+    The memory of one head, which is ``d_model // heads`` wide, is an MLP of ``depth`` layers whose hidden
+    layers are ``expansion`` times as wide; its weights are the recurrent state.
     """
 
     depth: Annotated[int, Field(ge=1, le=1000)] = 2
     """L_M, the number of layers of the memory; 1 is a linear memory."""
     heads: Annotated[int, Field(ge=1, le=4096)] = 4
-    head_dim: Annotated[int, Field(ge=1, le=2**16)] | None = None
-    """Width of a head; ``d_model // heads`` where None."""
     expansion: Annotated[int, Field(ge=1, le=64)] = 1
     """Hidden width of the memory over its head width."""
     chunk_size: PositiveInt = 64
     """The paper's b (eq. 16): gradients of a chunk are taken at the weights it starts from."""
-    activation: Literal["silu", "gelu", "identity", "swiglu", "geglu"] = "silu"
-    """Non-linearity between the layers of the memory. With swiglu or geglu each layer but the last has two
-    matrices, ``silu(x W) * (x V)``, as in LaCT (ATLAS++: geglu); slower, since only the forms for any rule
-    support it."""
+    activation: Literal["silu", "gelu", "identity"] = "silu"
+    """Non-linearity between the layers of the memory."""
     residual: Literal["none", "input", "norm"] = "none"
     """Residual connection around the layers f of the memory: none, ``x + f(x)``, or ``x + LN(f(x))`` with a
     learned weight and bias per head, as in the later published version and in TTT."""
-    output_activation: Literal["none", "silu", "gelu"] = "none"
-    """Activation of the memory's output: ``M(x) = o(f(x))``, in the inner loss too. ``silu`` of a memory of
-    depth 1 is the one of Modular TTT. Needs residual: none."""
-    written: Literal["all", "last"] = "all"
-    """Layers whose weights are the state. With last, those below stay at the learned M_0 (arXiv 2602.21204):
-    the memory is a linear one of their features of queries and keys, L2-normalised with qk_norm, and exact
-    in parallel with chunk_size 1 at any depth. Needs residual: none."""
-    start_rank: PositiveInt | None = None
-    """Start of all layers but the first: ``L R + I / 2`` with trained factors of this rank (DeltaTTT, LaCT:
-    32) in place of a matrix. Needs expansion 1, written: all and at least two layers."""
-    feature_degree: Literal[1, 2] = 1
-    """2: polynomial features of queries and keys, ``[a_0, a_1 k, a_2 k (x) k]`` with learned a_i (ATLAS,
-    eq. 5). The first layer, and its state, then has ``1 + E + E (E + 1) / 2`` inputs for heads of width E,
-    2,145 for 64. Needs residual: none."""
     momentum: bool = True
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
     """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
-    decay_per: Literal["head", "channel"] = "head"
-    """One alpha_t per head, or one per output channel of each layer of the memory (with an expansion, as many
-    neighbouring hidden channels share one). Per channel is slower."""
+    channel_gates: Literal["none", "alpha"] = "none"
+    """Gates that are a vector, with one value per output channel of each layer of the memory (with an
+    expansion, as many neighbouring hidden channels share one), instead of one per head. Slower."""
     forget_to: Literal["zero", "initial"] = "zero"
     """What weights decay to: zero, as in the paper, or the learned initial weights M_0. Over a long text,
     decay to zero also erases M_0, and a deep memory at zero cannot learn any more; with initial, a memory
-    that has
-    forgotten everything is back at its start."""
+    that has forgotten everything is back at its start."""
     max_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Maximum of alpha_t, as max_theta is theta's: 1 / 1024 keeps at least 37% of a write for 1,024 tokens.
     A decay learnt on short rows may otherwise empty the memory of a longer text. 1 is the paper's."""
-    decay_horizons: (
-        Annotated[tuple[Annotated[float, Field(gt=1)], ...], Field(min_length=2, max_length=2)] | None
-    ) = None
-    """Shortest and longest 1 / alpha_t at the start, in tokens, with those of the other heads (or channels)
-    in equal ratios between them (chrono initialisation, arXiv 1804.11188); replaces alpha_bias."""
-    conv: bool = True
-    """Causal depthwise convolution after each of the q, k, v projections."""
-    conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
+    conv: Annotated[Kernel, BeforeValidator(lambda given: 4 if given is True else given)] = 4
+    """Width of the causal depthwise convolution after each of the q, k, v projections; false for none."""
     qk_norm: bool = True
     """L2-normalise queries and keys."""
-    query_correction: bool = False
-    """Subtract keys from queries before the L2 norm, ``q - d k`` with a trained d per head (MDN, Comba)."""
     value_norm: bool = True
     """L2-normalise values, so that surprise_bound has the same meaning in every layer."""
-    output_norm: bool = True
-    output_gate: bool = True
+    output: Annotated[tuple[Literal["norm", "gate"], ...], Field(strict=False)] = ("norm", "gate")
+    """Applied to reads before the output projection (Section 4.4): normalisation, a gate by the token."""
     gates_per: Literal["token", "chunk"] = "token"
     """Gates alpha, eta and theta per token, or one value per chunk (Section 3.2)."""
-    theta_per: Literal["head", "matrix"] = "head"
-    """One theta_t per head, or one for each matrix of the memory (LaCT), which the forms for any rule alone
-    support."""
     max_theta: Annotated[float, Field(gt=0)] = 0.1
     """Maximum of the inner learning rate theta_t. A chunk of b similar tokens takes b full steps from
     the same weights, so larger chunks need a smaller maximum: 0.1 suits a chunk_size of 64, 0.5 one of 16."""
@@ -105,61 +78,34 @@ class MemoryConfig(Frozen):
     """Bound on the norm of each token's surprise; None is the paper's unbounded rule."""
     write_budget: Annotated[float, Field(gt=0)] | None = None
     """Maximum number of full steps along any direction of key space within a chunk: a token whose key is like
-    earlier keys of its chunk takes a smaller step. Prevents repeated tokens from making the memory
-    diverge,
+    earlier keys of its chunk takes a smaller step. Prevents repeated tokens from making the memory diverge,
     which surprise_bound alone does not; keep both. None is the paper's rule."""
-    backend: Literal["auto", "reference", "autograd", "chunked", "native", "online", "triton"] = "auto"
+    backend: Literal["auto", "reference", "generic", "chunked", "native", "triton", "online"] = "auto"
+    """The operator's form (`titans_kernels.memory.op.FORMS`); auto picks the fastest that it can."""
     rule: str = "paper"
-    """The update rule: a name in `titans_kernels.RULES`, such as gated_delta or e2_ttt, or ``module:Name`` of
-    a `titans_kernels.Rule`."""
-    rule_options: dict[str, float] = {}
-    """Parameters of the rule by name: ``delta`` of huber and yaad, ``angle`` of mdn, and (1 for true)
-    ``tied`` of mdn, ``post`` of delta_ttt and ``lag`` of memora."""
+    """The update rule: paper, gated_delta, or ``module:Name`` of a `titans_kernels.Rule`, with parameters in
+    parentheses: ``my_lab.rules:Mine(p=2.5)``. Others than these two are slower."""
 
-    @model_validator(mode="after")
-    def _outputs_fit(self) -> MemoryConfig:
-        for name, plain in {"output_activation": "none", "written": "all", "feature_degree": 1}.items():
-            if (value := getattr(self, name)) != plain and self.residual != "none":
-                raise ValueError(f"residual: {self.residual} is not supported with {name} {value}; use none")
-        fits = (self.expansion, self.written) == (1, "all") and self.depth > 1
-        if self.start_rank is not None and self.activation in ("swiglu", "geglu"):
-            raise ValueError(
-                f"start_rank: {self.start_rank} is not supported with activation {self.activation}"
-            )
-        if self.start_rank is not None and not fits:
-            raise ValueError(
-                f"start_rank: {self.start_rank} needs expansion 1, written all and depth 2 or more; found "
-                f"{self.expansion}, {self.written} and {self.depth}"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_of_earlier_versions(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        for name, default in _REMOVED.items():
+            if name in given and given[name] != default:
+                value = json.dumps(given[name])
+                raise ValueError(f"{name}: {value} was removed; CHANGELOG.md says what replaces it")
+        if given.get("backend") == "autograd":
+            raise ValueError("backend: autograd is now called generic")
+        return {name: value for name, value in given.items() if name not in _REMOVED}
 
-    @property
-    def thetas(self) -> int:
-        """Number of theta_t of a head."""
-        written, gated = self.depth if self.written == "all" else 1, self.activation in ("swiglu", "geglu")
-        return (written - 1) * (1 + gated) + 1 if self.theta_per == "matrix" else 1
 
-    @model_validator(mode="after")
-    def _one_theta_with_a_budget(self) -> MemoryConfig:
-        if self.theta_per == "matrix" and self.write_budget is not None:
-            raise ValueError(
-                f"theta_per: matrix is not supported with write_budget {self.write_budget}; use head"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _horizons_are_reachable(self) -> MemoryConfig:
-        if self.decay_horizons is None:
-            return self
-        shortest, longest = self.decay_horizons
-        if not 1 / self.max_alpha < shortest <= longest:
-            raise ValueError(
-                f"decay_horizons: {shortest:g} to {longest:g} tokens must ascend and be longer than "
-                f"1 / max_alpha = {1 / self.max_alpha:g}"
-            )
-        if not self.decay:
-            raise ValueError("decay_horizons: has no effect without decay; leave it out")
-        return self
+_REMOVED: dict[str, Any] = {
+    "output_activation": "none", "written": "all", "start_rank": None, "feature_degree": 1,
+    "decay_horizons": None, "query_correction": False, "theta_per": "head", "rule_options": {},
+    "head_dim": None, "conv_kernel": 4, "decay_per": "head", "output_norm": True, "output_gate": True,
+}  # fmt: skip
+"""Former fields and their defaults, with which configs of earlier runs still load."""
 
 
 class AttentionConfig(Frozen):
@@ -188,7 +134,7 @@ class ModelConfig(Frozen):
 
     variant: str = "lmm"
     """lmm, mac, mag, mal, transformer; a baseline: retnet, gla, hgrn2, mamba, mamba2, deltanet,
-    gated_deltanet, ttt_linear, ttt_mlp, samba, gated_deltanet_h2, based, hyena, tnt; or the import path of a
+    gated_deltanet, ttt_linear, ttt_mlp, samba, gated_deltanet_h2, based, hyena; or the import path of a
     block class, ``my_lab.blocks:MyBlock``."""
     options: dict[str, JsonValue] = Field(default_factory=dict)
     """Options of the variant: the fields of its block's ``Options``."""
@@ -205,7 +151,7 @@ class ModelConfig(Frozen):
 
     @model_validator(mode="after")
     def _widths_fit(self) -> ModelConfig:
-        if self.memory.head_dim is None and self.d_model % self.memory.heads:
+        if self.d_model % self.memory.heads:
             raise ValueError(f"memory.heads: {self.memory.heads} does not divide d_model {self.d_model}")
         if self.d_model % self.attention.heads:
             raise ValueError(

@@ -3,16 +3,22 @@
     import titans_core.huggingface
     model = AutoModelForCausalLM.from_pretrained(folder)  # what `titans export` wrote
 
-``past_key_values`` is the model's state, for every variant. All rows of a batch are at the same position, so
-padding is not supported; `LanguageModel.generate`, as ``model.model.generate``, takes prompts of any lengths.
+``past_key_values`` is the model's state, for every variant. A masked token is not read: the sequence of a row
+is its unmasked tokens, wherever padding stands. Rows that have read equally many tokens share one state, so
+that decoding costs a call for each distinct length of the prompts; `LanguageModel.generate`, as
+``model.model.generate``, needs a single one. Arguments that are not in the signature are refused.
+
+Shapes: B rows, T tokens of this call, D model width, V vocabulary.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (  # pyright: ignore[reportMissingImports]
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,9 +27,22 @@ from transformers import (  # pyright: ignore[reportMissingImports]
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
+from titans_core.config import ModelConfig
 from titans_core.model import LanguageModel
-from titans_core.pretrained import MODEL_TYPE, model_config
+from titans_core.pretrained import MODEL_TYPE, model_config, summary
+from titans_core.ragged import (
+    IGNORED,
+    Group,
+    State,
+    check_labels,
+    document_starts,
+    documents,
+    front,
+    keep,
+    unmasked,
+)
 from titans_core.state import ModelState
 
 ALIGNMENT = 64
@@ -31,40 +50,44 @@ ALIGNMENT = 64
 
 
 class TitansConfig(PreTrainedConfig):
-    """``titans`` holds the fields of `ModelConfig` that are not its defaults."""
+    """``titans`` holds the fields of `ModelConfig` that are not its defaults; others repeat some of them."""
 
     model_type = MODEL_TYPE
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     titans: dict[str, Any] | None = None
 
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        for name, value in summary(self.model_config()).items():
+            setattr(self, name, kwargs.get(name, value))
 
-class State:
-    """A model's state in the place of transformers' KV cache."""
-
-    is_compileable = False
-
-    def __init__(self, state: ModelState):
-        self.state = state
-
-    def get_seq_length(self, *_: Any) -> int:
-        """Tokens read."""
-        return self.state.position
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Select the rows that a beam search continues."""
-        self.state = self.state.take(beam_idx.tolist())
+    def model_config(self) -> ModelConfig:
+        """The config of the `LanguageModel`. Raises ValueError if ``titans`` is not one."""
+        return model_config({"model_type": MODEL_TYPE, "titans": self.titans or {}})
 
 
 class TitansForCausalLM(PreTrainedModel, GenerationMixin):
-    """A `LanguageModel`, as ``.model``, with the interface of transformers."""
+    """A `LanguageModel`, as ``.model``, with the interface of transformers.
+
+    Raises:
+        ValueError: an entry of the config, such as ``vocab_size``, contradicts its ``titans``.
+    """
 
     config_class = TitansConfig
     base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # for Trainer: the loss is divided by `num_items_in_batch`
     _is_stateful = True  # a state cannot be rolled back by a few tokens
     _tied_weights_keys = {"model.head.weight": "model.embedding.weight"}  # noqa: RUF012
 
     def __init__(self, config: TitansConfig):
         super().__init__(config)
-        self.model = LanguageModel(model_config({"model_type": MODEL_TYPE, "titans": config.titans or {}}))
+        self.gradient_checkpointing = False
+        about = config.model_config()
+        for name, value in summary(about).items():
+            if getattr(config, name) != value:
+                raise ValueError(f"{name}: {getattr(config, name)} contradicts the config's titans: {value}")
+        self.model = LanguageModel(about)
         self.post_init()
 
     @classmethod
@@ -79,43 +102,193 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
                 p.data = p.data.clone()
         return loaded
 
+    @can_return_tuple
     def forward(
         self,
-        input_ids: Tensor,
+        input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
         past_key_values: State | None = None,
+        inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
-        logits_to_keep: int = 0,
-        **_: Any,
+        logits_to_keep: int | Tensor = 0,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        cu_seq_lens_q: Tensor | None = None,
+        cu_seq_lens_k: Tensor | None = None,
+        max_length_q: int | None = None,
+        max_length_k: int | None = None,
+        seq_idx: Tensor | None = None,
+        output_hidden_states: bool | None = None,
+        output_attentions: bool | None = None,
     ) -> CausalLMOutputWithPast:
-        """Logits [B, T, V], or of the last token alone, and the state after them.
+        """Logits, the loss of ``labels``, and the state after the last token.
+
+        Args:
+            input_ids: [B, T].
+            attention_mask: [B, T] or [B, earlier columns + T]; 0 for tokens that are not read. Their logits
+                repeat those before them in the row.
+            position_ids: [1, T] or [B, T], rising by one; a packed document begins where they restart.
+            past_key_values: of an earlier call, whose sequences are continued.
+            inputs_embeds: [B, T, D], outputs of the embedding, in place of ``input_ids``.
+            labels: [B, T], the tokens themselves (they are shifted here), -100 for no loss.
+            use_cache: return the state; by default in inference without labels.
+            logits_to_keep: logits of the last so many tokens, 0 for all, or of the given positions [N].
+            num_items_in_batch: divides the sum of the losses, in place of the number of labels.
+            cu_seq_lens_q, cu_seq_lens_k: [N + 1] borders of packed documents in the flattened batch.
+            max_length_q, max_length_k: of the longest document; implied by the borders.
+            seq_idx: [B, T], the document of each token.
+            output_hidden_states: return the embedded tokens and the blocks' outputs, the last one normalised.
+            output_attentions: refused.
 
         Raises:
-            ValueError: the attention mask masks tokens.
+            ValueError: an argument has a wrong shape or cannot be honoured; one line.
         """
-        if attention_mask is not None and not attention_mask.all():
-            raise ValueError(
-                "attention_mask: padding is not supported; model.model.generate takes prompts of any lengths"
-            )
-        before = past_key_values and past_key_values.state
-        logits, state, _ = self.model(input_ids, before, last=logits_to_keep == 1)
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError("output_attentions: a Titans model returns no attention weights; leave it out")
+        if not isinstance(past_key_values, State | None):
+            kind = type(past_key_values).__name__
+            raise ValueError(f"past_key_values: a {kind}, not the state that an earlier call returned")
+        x_BTD = self._embed(input_ids, inputs_embeds)
+        B, T = x_BTD.shape[:2]
+        check_labels(labels, B, T)
+        read_BT = unmasked(attention_mask, past_key_values, B, T)
+        document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, B, T, x_BTD.device)
+        order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
+        starts_BT = document_starts(position_ids, document_BT, read_BT, order_BT, past_key_values, B, T)
+        if starts_BT is not None and (past_key_values is not None or use_cache):
+            raise ValueError("use_cache, past_key_values: packed documents leave no state and continue none")
+        if use_cache is None:
+            use_cache = starts_BT is None and labels is None and not self.training
+        hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        streams, state = self._read(
+            front(x_BTD, order_BT), read_BT, starts_BT, past_key_values, use_cache, bool(hidden)
+        )
         loss = None
-        if labels is not None:
-            loss = self.loss_function(logits, labels, vocab_size=self.model.config.vocab_size)
+        if labels is None:
+            logits = self.model.head(keep(streams[-1], logits_to_keep))
+        else:
+            logits, vocab_size = self.model.head(streams[-1]), self.model.config.vocab_size
+            if read_BT is not None:  # a masked token predicts nothing
+                follows = F.pad(read_BT[:, :-1], (1, 0), value=True)
+                labels = labels.masked_fill(~follows, IGNORED)
+            loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch=num_items_in_batch)
+            logits = keep(logits, logits_to_keep)
         # not a transformers Cache: generation only uses what State defines
-        after = cast("Any", State(state) if use_cache is not False else None)
-        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=after)
+        return CausalLMOutputWithPast(
+            loss=loss, logits=logits, past_key_values=cast("Any", state),
+            hidden_states=tuple(streams) if hidden else None,
+        )  # fmt: skip
 
-    def get_input_embeddings(self) -> torch.nn.Module:
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+        """[B, T, D] inputs of the blocks."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: give one of them")
+        if inputs_embeds is not None:
+            return self.model.scaled(inputs_embeds)
+        if input_ids is None or input_ids.ndim != 2:
+            raise ValueError(f"input_ids: {list(cast(Tensor, input_ids).shape)}, not [rows, tokens]")
+        return self.model.scaled(self.model.embedding(input_ids))
+
+    def _read(
+        self, x_BTD: Tensor, read_BT: Tensor | None, starts_BT: Tensor | None, past: State | None,
+        keep_state: bool, hidden: bool,
+    ) -> tuple[list[Tensor], State | None]:  # fmt: skip
+        """Inputs of the head [B, T, D], after the streams before them if ``hidden``, and the state.
+
+        The tokens that are read are at the front of their rows, in ``x_BTD`` and ``starts_BT``. Those behind
+        them change nothing before, so that all rows go through the model at once, unless states are carried.
+        """
+        B, T = x_BTD.shape[:2]
+        lengths = [T] * B
+        if read_BT is not None and (past is not None or keep_state):
+            lengths = read_BT.sum(1).tolist()
+        groups: list[Group] = []
+        parts: list[list[Tensor]] = []
+        for group in past.groups if past else [Group(list(range(B)), None)]:
+            for length in sorted({lengths[row] for row in group.rows}):
+                rows, state = group.take([row for row in group.rows if lengths[row] == length])
+                x = x_BTD if rows == list(range(B)) else x_BTD[rows]
+                streams = [torch.zeros_like(x[:, :0])] * (1 + hidden * len(self.model.blocks))
+                if length:
+                    streams, state = self._encode(x[:, :length], state, starts_BT, hidden)
+                parts.append([F.pad(stream, (0, 0, 0, T - length)) for stream in streams])
+                groups.append(Group(rows, state))
+        row = torch.tensor([row for group in groups for row in group.rows], device=x_BTD.device)
+        streams = parts[0]
+        if len(parts) > 1:
+            streams = [torch.cat(part)[row.argsort()] for part in zip(*parts, strict=True)]
+        if read_BT is not None:  # back to the place of each, a masked token's from the last one read
+            place_BT = (read_BT.cumsum(1) - 1).clamp(min=0)
+            streams = [stream.take_along_dim(place_BT[..., None], 1) for stream in streams]
+        return streams, State(groups, (past.columns if past else 0) + T) if keep_state else None
+
+    def _encode(
+        self, x_BTD: Tensor, state: ModelState | None, starts_BT: Tensor | None, hidden: bool
+    ) -> tuple[list[Tensor], ModelState | None]:
+        streams = [x_BTD] if hidden else []
+        note: Callable[..., None] = lambda block, given, output: streams.append(output[0])  # noqa: E731
+        hooks = [block.register_forward_hook(note) for block in self.model.blocks] if hidden else []
+        try:
+            features_BTD, state = self.model.encode(x_BTD, state, starts_BT)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return [*streams[:-1], features_BTD], state
+
+    def get_input_embeddings(self) -> nn.Module:
         """The embedding of tokens."""
         return self.model.embedding
 
-    def get_output_embeddings(self) -> torch.nn.Module:
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        """Replace the embedding of tokens."""
+        self.model.embedding = value
+
+    def get_output_embeddings(self) -> nn.Module:
         """The output head, which may be tied to the embedding."""
         return self.model.head
 
-    def _init_weights(self, module: torch.nn.Module) -> None:
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        """Replace the output head."""
+        self.model.head = new_embeddings
+
+    def resize_token_embeddings(
+        self,
+        new_num_tokens: int | None = None,
+        pad_to_multiple_of: int | None = None,
+        mean_resizing: bool = True,
+    ) -> nn.Embedding:
+        """As transformers does it; the model's own config follows."""
+        before = self.model.config.vocab_size
+        embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
+        if not mean_resizing:  # as `titans_core.init` does; transformers leaves it to `_init_weights`
+            for weight in {embedding.weight, self.model.head.weight}:
+                nn.init.normal_(weight.data[before:], std=weight.shape[1] ** -0.5)
+        size = embedding.num_embeddings
+        self.model.config = self.model.config.model_copy(update={"vocab_size": size})
+        self.config.titans = {**(self.config.titans or {}), "vocab_size": size}
+        return embedding
+
+    def _set_gradient_checkpointing(
+        self, enable: bool = True, gradient_checkpointing_func: Callable[..., Any] | None = None,
+        every_n_layers: int = 1,
+    ) -> None:  # fmt: skip
+        self.gradient_checkpointing = enable
+        for i, block in enumerate(cast("list[Any]", list(self.model.blocks))):
+            block.recompute = enable and i % every_n_layers == 0
+            if gradient_checkpointing_func is not None:
+                block.checkpoint = gradient_checkpointing_func
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """As transformers does it, but generation counts on from the last token also behind padding."""
+        if (mask := model_kwargs.get("attention_mask")) is not None:
+            return (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
+
+    def _init_weights(self, module: nn.Module) -> None:
         """Does nothing: `LanguageModel` initialises its parameters."""
 
     @classmethod

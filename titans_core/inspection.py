@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from titans_core.memory import NeuralMemory, Writes
-from titans_kernels import AnyState, MemoryState, Rule
+from titans_core.memory import MemoryCache, NeuralMemory, Writes
+from titans_kernels import MemoryState, Rule
 
 
 class Nearest(NamedTuple):
@@ -126,17 +126,18 @@ class _Watch:
         self.after: MemoryState | None = None
 
     @torch.no_grad()
-    def on_write(self, q: Tensor, writes: Writes, state: AnyState) -> None:
+    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
         if q.shape[0] != 1:
             raise ValueError(f"watch: a batch of {q.shape[0]} sequences; watch one at a time")
-        size, first = self.memory.config.chunk_size, -state.position % self.memory.config.chunk_size
+        size = self.memory.config.chunk_size
+        first = -cache.memory.position % size
         sizes = [min(first, q.shape[1])] if first else []
         rest = q.shape[1] - sum(sizes)
         sizes += [min(size, rest - start) for start in range(0, rest, size)]
         for part in zip(*(x.split(sizes, 1) for x in (q, *writes)), strict=True):
-            piece, state = self._piece(part[0], Writes(*part[1:]), state)
+            piece, cache = self._piece(part[0], Writes(*part[1:]), cache)
             self.pieces.append(piece)
-        self.after = state.memory()
+        self.after = cache.memory.memory()
         self.tokens += q.shape[1]
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
@@ -145,22 +146,19 @@ class _Watch:
             self.border = weights[0], self.tokens
         self.reads.append((self.border[1], q[0].detach()))
 
-    def _piece(self, q: Tensor, writes: Writes, state: AnyState) -> tuple[_Span, AnyState]:
-        k, step = writes.k, self.memory.steps(writes, state)
-        first = self.memory.predict(k[:, :1], state.memory().weights)
-        following, _ = self.memory.extend(torch.roll(k, -1, 1), writes, state)
-        after_each, state = self.memory.extend(k, writes, state)
+    def _piece(self, q: Tensor, writes: Writes, cache: MemoryCache) -> tuple[_Span, MemoryCache]:
+        k, (step, _) = writes.k, self.memory.steps(writes, cache)
+        first = self.memory.predict(k[:, :1], cache.memory.memory().weights)
+        following, _ = self.memory.extend(torch.roll(k, -1, 1), writes, cache)
+        after_each, cache = self.memory.extend(k, writes, cache)
         before = torch.cat([first, following[:, :-1]], 1)
-        after = state.memory()
+        after = cache.memory.memory()
         norms = [
             _norm_at_end(part, k.shape[1])
             for part in (self.memory.absolute_weights(after.weights), after.momentum)
         ]
         errors = [_squared_error(y, writes.v)[0] for y in (before, after_each)]
-        if self.memory.config.theta_per == "matrix":
-            step = step.mean(-1)
-            writes = writes._replace(theta=step)
-        return _Span(q[0], *(x[0] for x in writes[:5]), *errors, *norms, step=step[0]), state
+        return _Span(q[0], *(x[0] for x in writes[:5]), *errors, *norms, step=step[0]), cache
 
     @torch.no_grad()
     def trace(self, name: str, nearest: int) -> MemoryTrace:
@@ -170,10 +168,8 @@ class _Watch:
         prediction = self.memory.predict(seen.k[None], self.after.weights)
         one_alpha = seen.alpha.ndim == seen.theta.ndim
         alpha = seen.alpha if one_alpha else seen.alpha.mean(-1)
-        rule, kind = self.memory.rule, type(self.memory.rule)
-        papers = kind.update is Rule.update and kind.step is Rule.step
-        one_theta = self.memory.config.theta_per == "head"
-        known = one_alpha and one_theta and papers and not (rule.ends_chunks or rule.window)
+        rule = self.memory.rule
+        known = one_alpha and type(rule).update is Rule.update and not rule.has_own_chunk
         mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(self.reads)
         found = MemoryTrace(

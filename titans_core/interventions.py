@@ -39,8 +39,7 @@ def intervene(model: nn.Module, change: Intervention) -> Iterator[None]:
     pass that recomputes activations must be inside the block.
 
     Raises:
-        ValueError: the window does not fit the model, or a rule decays without alpha; one line that begins
-            with the field.
+        ValueError: the window does not fit the model; one line that begins with the field.
     """
     modules = [m for m in model.modules() if isinstance(m, Attention | NeuralMemory | MAC)]
     before = [dict(_switches(module)) for module in modules]
@@ -64,11 +63,7 @@ def has_effect(model: nn.Module, change: Intervention) -> bool:
     in_segments = {m.attention for m in model.modules() if isinstance(m, MAC)}
     return bool(
         (not change.memory and memories)
-        or (
-            not change.decay
-            and any(m.alpha is not None for m in memories)
-            and not any(m.rule.decays_without_alpha for m in memories)
-        )
+        or (not change.decay and any(m.alpha is not None for m in memories))
         or (change.attention == "off" and attentions)
         or (change.attention == "cut" and any(a.window and a not in in_segments for a in attentions))
         or (change.window and attentions)
@@ -83,9 +78,6 @@ def _switches(module: nn.Module) -> Iterator[tuple[str, object]]:
 
 def _apply(module: nn.Module, change: Intervention) -> None:
     if isinstance(module, NeuralMemory):
-        if not change.decay and module.rule.decays_without_alpha:
-            rule = f"{module.config.rule} with {module.config.rule_options}"
-            raise ValueError(f"decay: the rule {rule} decays without alpha; it cannot be switched off")
         module.muted |= not change.memory
         module.decays &= change.decay
     elif isinstance(module, Attention):

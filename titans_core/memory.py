@@ -6,6 +6,7 @@ Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E chann
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import NamedTuple, Protocol
 
 import torch
@@ -16,19 +17,13 @@ from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import EPS, HeadNorm, Linear, RMSNorm, is_plain
-from titans_core.projections import (
-    ConvState,
-    PolynomialFeatures,
-    Projections,
-    expand_rows,
-    layer_features,
-    project_gates,
-)
+from titans_core.projections import ConvState, Projections, expand_rows, project_gates
 from titans_kernels import (
     AnyState,
     DecodeState,
+    Extension,
     MemoryState,
-    OutputActivation,
+    OpenChunk,
     Residual,
     Rule,
     extend_memory,
@@ -40,11 +35,11 @@ from titans_kernels import (
     state_numel,
     write_budget,
 )
-from titans_kernels.memory.activations import layer_shapes
+from titans_kernels.memory.budget import effective_steps
 
 
 class Writes(NamedTuple):
-    """Inputs of an update: k or its features, v [B, T, H, E]; gates [B, T, H], or alpha [B, T, H, E]."""
+    """Inputs of an update: k, v [B, T, H, E]; gates [B, T, H], or alpha [B, T, H, E]."""
 
     k: Tensor
     v: Tensor
@@ -62,6 +57,8 @@ class MemoryCache(NamedTuple):
     conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
     """With one gate per chunk, those of the open chunk, [B, 1, H] each."""
+    steps: tuple[Tensor, ...] = ()
+    """With a write budget, the effective steps of the open chunk's tokens, [B, H, p]."""
 
     @property
     def start(self) -> MemoryState:
@@ -72,8 +69,8 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-    def on_write(self, q: Tensor, writes: Writes, state: AnyState) -> None:
-        """Before tokens are written, and read with q [B, T, H, E], starting from ``state``."""
+    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
+        """Before tokens are written, and read with q [B, T, H, E], starting from ``cache``."""
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
         """Before weights of an earlier token are read with q [B, T, H, E]."""
@@ -94,7 +91,7 @@ class NeuralMemory(Projections):
 
     Args:
         d_model: width D of the input and output.
-        config: the memory's components; it has ``heads * head_dim`` channels if head_dim is set.
+        config: the memory's components.
         initialized: False leaves initialisation to the model, whose depth scales the output projection.
 
     Raises:
@@ -103,35 +100,27 @@ class NeuralMemory(Projections):
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
-        head_dim = config.head_dim or d_model // config.heads
-        kernel = config.conv_kernel if config.conv else None
+        channels, kernel = d_model, config.conv or None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
-        super().__init__(d_model, config.heads, head_dim, kernel, unit, True, config.query_correction)
-        self.config, self.rule, channels = config, _rule(config), config.heads * head_dim
-        self.carries_momentum = config.momentum or type(self.rule).update is not Rule.update
+        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit)
+        own = _rule(config)
+        self.config, self.rule = config, own
+        self.carries_momentum = config.momentum or own.has_own_chunk or type(own).update is not Rule.update
         """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
-        forgotten = config.heads if config.decay_per == "head" else channels
-        self.alpha = Linear(d_model, forgotten) if config.decay else None
+        self.forgets_by_channel = config.decay and config.channel_gates == "alpha"
+        self.alpha = None
+        if config.decay:
+            self.alpha = Linear(d_model, channels if self.forgets_by_channel else config.heads)
         self.eta = Linear(d_model, config.heads) if config.momentum else None
-        self.theta = Linear(d_model, config.heads * config.thetas)
-        own = self.rule.extra_gates
-        self.extra = Linear(d_model, config.heads * own) if own else None
+        self.theta = Linear(d_model, config.heads)
+        self.extra = Linear(d_model, config.heads * own.extra_gates) if own.extra_gates else None
         hidden = config.expansion * self.head_dim
-        self.polynomial = PolynomialFeatures(config.heads, head_dim) if config.feature_degree > 1 else None
-        first = self.polynomial.width if self.polynomial else head_dim
-        shapes = layer_shapes([first, *[hidden] * (config.depth - 1), head_dim], config.activation)
-        layers = [torch.empty(config.heads, *shape) for shape in shapes]
-        unwritten = len(layers) - 1 if config.written == "last" else 0
-        self.feature_weights = nn.ParameterList(layers[:unwritten])
-        """Layers that no token writes; see `MemoryConfig.written`."""
-        low_rank, rank = (config.depth - 1 if config.start_rank else 0), config.start_rank or 0
-        self.initial_weights = nn.ParameterList(layers[unwritten : len(layers) - low_rank])
-        factors = low_rank * [(head_dim, rank), (rank, head_dim)]
-        self.start_factors = nn.ParameterList(torch.empty(config.heads, *shape) for shape in factors)
-        """L and R of each layer that starts at ``L R + I / 2``; see `MemoryConfig.start_rank`."""
-        self.inner_norm = HeadNorm(config.heads, head_dim) if config.residual == "norm" else None
-        self.output_norm = RMSNorm(self.head_dim) if config.output_norm else None
-        self.output_gate = Linear(d_model, channels, bias=False) if config.output_gate else None
+        widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
+        layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
+        self.initial_weights = nn.ParameterList(layers)
+        self.inner_norm = HeadNorm(config.heads, self.head_dim) if config.residual == "norm" else None
+        self.output_norm = RMSNorm(self.head_dim) if "norm" in config.output else None
+        self.output_gate = Linear(d_model, channels, bias=False) if "gate" in config.output else None
         self.w_o = Linear(channels, d_model, bias=False)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
@@ -178,32 +167,26 @@ class NeuralMemory(Projections):
             return *self._packed(x_BTD, cache or self.start(1), documents), None
         cache = cache or self.start(x_BTD.shape[0])
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
-        now = self._per_chunk(writes, cache=cache)
-        y, memory = self._write(q, now, cache.memory, record=not padded)
-        return y, q, writes, MemoryCache(memory, conv_state, self._held(now, memory))
+        y, cache = self._write(q, writes, cache, record=not padded)
+        return y, q, writes, cache._replace(conv_state=conv_state)
 
     def read(
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
     ) -> tuple[Tensor, ConvState]:
-        """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of `read_names` only."""
-        (q, *_), conv_state = self.project(x_BTD, self.read_names, conv_state)
-        q = self._features(q)
+        """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of q only."""
+        (q,), conv_state = self.project(x_BTD, "q", conv_state)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
         return self.output(self.predict(q, weights), x_BTD), conv_state
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
-        """M(q) of q [B, T, H, E], or of its features, at given weights."""
-        return read_memory(
-            q, weights, activation=self.config.activation, residual=self.residual, base=self.base
-        )
+        """M(q) of q [B, T, H, E], at given weights."""
+        return read_memory(q, weights, activation=self.config.activation, extension=self.extension())
 
     @property
     def start_weights(self) -> tuple[Tensor, ...]:
         """M_0 of each layer in the state, [H, D, F]."""
-        pairs = zip(self.start_factors[::2], self.start_factors[1::2], strict=True)
-        later = (L @ R + 0.5 * torch.eye(L.shape[1], dtype=L.dtype, device=L.device) for L, R in pairs)
-        return tuple(self.rule.start(W) for W in (*self.initial_weights, *later))
+        return tuple(self.initial_weights)
 
     @property
     def base(self) -> tuple[Tensor, ...] | None:
@@ -215,15 +198,12 @@ class NeuralMemory(Projections):
         base = self.base
         return weights if base is None else tuple(B + V for B, V in zip(base, weights, strict=True))
 
-    @property
-    def residual(self) -> Residual | OutputActivation | None:
-        """What follows the memory's layers, if anything."""
-        if self.config.output_activation != "none":
-            return OutputActivation(self.config.output_activation)
-        if self.config.residual == "none":
-            return None
-        norm = self.inner_norm
-        return Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
+    def extension(self, gates: Tensor | None = None) -> Extension:
+        """What the memory has beyond the paper's equations; ``gates`` of tokens are the rule's own."""
+        norm, residual = self.inner_norm, None
+        if self.config.residual != "none":
+            residual = Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
+        return Extension(residual, self.base, self.rule, gates)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """The cache before the first token: the initial weights, updated by the persistent tokens if given.
@@ -251,8 +231,6 @@ class NeuralMemory(Projections):
         Raises:
             ValueError: the state is inside a chunk.
         """
-        if self.rule.window:
-            raise ValueError(f"reset: not supported by the rule {self.rule}, whose state has earlier tokens")
         if cache.memory.position:
             raise ValueError(
                 f"reset: the state is {cache.memory.position} tokens into a chunk "
@@ -264,12 +242,15 @@ class NeuralMemory(Projections):
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.start_weights]
-        groups = self.head_dim if self._forgets_by_channel else None
-        per_head = state_numel(shapes, opened, self.rule, groups, c.write_budget, length - opened)
+        groups = self.head_dim if self.forgets_by_channel else None
+        per_head = state_numel(shapes, opened, self.rule, groups)
         if not self.carries_momentum:
-            per_head -= sum(D * F for D, F in shapes) - len(shapes)
-        gates_held = c.gates_per == "chunk" and opened > 0
-        per_head += gates_held * (1 + c.thetas + (groups or 1) + self.rule.extra_gates)
+            recomputed = opened > 0 and (groups is not None or not self.rule.linear)
+            per_head -= (1 + recomputed) * (sum(D * F for D, F in shapes) - len(shapes))
+        if c.write_budget is not None:
+            per_head += opened
+        if c.gates_per == "chunk" and opened:
+            per_head += 2 + (groups or 1) + self.rule.extra_gates
         state = state_dtype(self.theta.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -278,16 +259,15 @@ class NeuralMemory(Projections):
 
         A copy of those weights once the memory has been updated since, and the convolution state of q.
         """
-        moved = length % segment >= self.rule.parts(self.config.chunk_size)[0]
+        moved = length % segment >= self.config.chunk_size
         weights = sum(W.numel() for W in self.start_weights) if moved else 0
-        return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes(self.read_names)
+        return state_dtype(self.theta.weight).itemsize * weights + self.conv_bytes("q")
 
     def _project_tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[Tensor, Writes, ConvState]:
         """Queries [B, T, H, E], the inputs of the update, and the convolution state."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
-        q, k = self._features(q), self._features(k)
         return q, Writes(k, v, *self.gates(x)), conv_state
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -296,28 +276,15 @@ class NeuralMemory(Projections):
         gates = {name: gate for name, gate in gates.items() if gate is not None}
         found = dict(zip(gates, project_gates(list(gates.values()), x), strict=True))
         theta = self.config.max_theta * found["theta"]
-        none = theta.new_zeros(*theta.shape[:2], self.heads)
-        theta = theta.unflatten(-1, (self.heads, -1)) if self.config.theta_per == "matrix" else theta
+        none = torch.zeros_like(theta)
         alpha, eta = (found.get(name, none) for name in ("alpha", "eta"))
         alpha = alpha if self.config.max_alpha == 1.0 else self.config.max_alpha * alpha
-        if self._forgets_by_channel:
+        if self.forgets_by_channel:
             alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         if not self.decays:
             alpha = torch.zeros_like(alpha)
         extra = found.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
-
-    def _features(self, x_BTHE: Tensor) -> Tensor:
-        """Features of queries or keys: of `MemoryConfig.feature_degree`, then of layers no token writes."""
-        x_BTHE = self.polynomial(x_BTHE) if self.polynomial else x_BTHE
-        if not self.feature_weights:
-            return x_BTHE
-        layers = list(self.feature_weights)
-        return layer_features(x_BTHE, layers, self.config.activation, self.config.qk_norm)
-
-    @property
-    def _forgets_by_channel(self) -> bool:
-        return self.config.decay and self.config.decay_per == "channel"
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -356,36 +323,47 @@ class NeuralMemory(Projections):
         )
         return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes
 
-    def extend(self, q: Tensor, writes: Writes, state: AnyState) -> tuple[Tensor, AnyState]:
-        """Write tokens starting from ``state``; what q [B, T, H, E] reads after each, and the new state."""
-        c, full = self.config, expand_momentum(state.momentum, state.weights)
-        state = state._replace(momentum=full)
-        return extend_memory(
-            q, *writes[:5], state, extra=writes.extra, chunk_size=c.chunk_size, activation=c.activation,
-            surprise_bound=c.surprise_bound, backend=c.backend, rule=self.rule, residual=self.residual,
-            base=self.base, write_budget=c.write_budget,
+    def extend(self, q: Tensor, writes: Writes, cache: MemoryCache) -> tuple[Tensor, MemoryCache]:
+        """Write tokens after ``cache``; what q [B, T, H, E] reads after each, and the new cache."""
+        c, state = self.config, cache.memory
+        state = state._replace(momentum=expand_momentum(state.momentum, state.weights))
+        theta, steps = self.steps(writes, cache)
+        y, after = extend_memory(
+            q, *writes[:4], theta, state, chunk_size=c.chunk_size, activation=c.activation,
+            surprise_bound=c.surprise_bound, backend=c.backend, extension=self.extension(writes.extra),
         )  # fmt: skip
+        # copies: a view in the cache would keep all tokens of the call in memory
+        held = (steps[..., steps.shape[-1] - after.position :].clone(),) if after.position else ()
+        held = held if c.write_budget is not None else ()
+        return y, MemoryCache(after, cache.conv_state, self._held(writes, after), held)
 
-    def steps(self, writes: Writes, state: AnyState) -> Tensor:
-        """theta [B, T, H] after the write budget of each chunk, for tokens written from ``state`` on."""
-        budget = self.config.write_budget
-        if budget is None:
-            return writes.theta
-        held = state.keys, state.steps
-        return write_budget(
-            writes.k, writes.eta, writes.theta, self.config.chunk_size, held=held, budget=budget
+    def steps(self, writes: Writes, cache: MemoryCache) -> tuple[Tensor, Tensor]:
+        """theta [B, T, H] after the write budget, for tokens written after ``cache``.
+
+        And the effective steps of the open chunk's tokens and of these [B, H, p + T]; empty without a budget.
+        """
+        c = self.config
+        if c.write_budget is None:
+            return writes.theta, writes.theta.new_empty(0)
+        held = (cache.memory.keys, cache.steps[0]) if cache.steps else None
+        theta, steps = effective_steps(
+            writes.k, writes.eta, writes.theta, c.chunk_size, held=held, budget=c.write_budget
         )
+        return theta, torch.cat([*cache.steps, steps.transpose(1, 2)], 2)
 
-    def _write(self, q: Tensor, writes: Writes, state: AnyState, record: bool) -> tuple[Tensor, AnyState]:
+    def _write(
+        self, q: Tensor, writes: Writes, cache: MemoryCache, record: bool
+    ) -> tuple[Tensor, MemoryCache]:
+        writes = self._per_chunk(writes, cache=cache)
         if self.watcher is not None:
-            self.watcher.on_write(q, writes, state)
-        y, after = self.extend(q, writes, state)
+            self.watcher.on_write(q, writes, cache)
+        y, after = self.extend(q, writes, cache)
         if self.recorder is not None and record:
             self.recorder.on_update(
-                self, lambda q: self.extend(q, writes, state)[0], writes, after.memory(), None
+                self, lambda q: self.extend(q, writes, cache)[0], writes, after.memory.memory(), None
             )
         if not self.carries_momentum:
-            after = after._replace(momentum=zero_momentum(after.weights))
+            after = after._replace(memory=_without_momentum(after.memory))
         return y, after
 
     def _run_operator(
@@ -397,13 +375,16 @@ class NeuralMemory(Projections):
         *,
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
-        c, momentum = self.config, expand_momentum(state.momentum, state.weights)
+        c, weights = self.config, state.weights
+        if cu_seqlens is not None and self.recorder is not None:  # from a start of each, states are returned
+            weights = tuple(W.expand(len(cu_seqlens) - 1, *W.shape) for W in weights)
+        momentum, theta = expand_momentum(state.momentum, weights), writes.theta
+        if c.write_budget is not None:
+            theta = write_budget(writes.k, writes.eta, theta, c.chunk_size, cu_seqlens, budget=c.write_budget)
         call = lambda q: neural_memory(  # noqa: E731
-            q, *writes[:5], state.weights, momentum, extra=writes.extra, chunk_size=c.chunk_size,
-            activation=c.activation,
+            q, *writes[:4], theta, weights, momentum, chunk_size=c.chunk_size, activation=c.activation,
             surprise_bound=c.surprise_bound, cu_seqlens=cu_seqlens, backend=c.backend,
-            rule=self.rule, residual=self.residual, base=self.base, write_budget=c.write_budget,
-            output_final_state=cu_seqlens is None or self.recorder is not None,
+            extension=self.extension(writes.extra),
         )  # fmt: skip
         y, after = call(q)
         if self.recorder is not None and record:
@@ -427,19 +408,17 @@ class NeuralMemory(Projections):
 
 def _rule(config: MemoryConfig) -> Rule:
     try:
-        rule = find_rule(config.rule, **config.rule_options)
+        return find_rule(config.rule)
     except ValueError as error:
         raise ValueError(f"memory.{error}") from None
-    needed: dict[str, str | int] = {"theta_per": "head"} if rule.one_theta else {}
-    if rule.layerwise:
-        needed |= {"chunk_size": 1, "depth": 2, "expansion": 1, "written": "all"}
-        needed |= {"residual": "none", "output_activation": "none"}
-    for name, value in needed.items():
-        if (found := getattr(config, name)) != value:
-            raise ValueError(
-                f"memory.{name}: {found} is not supported by the rule {config.rule}; use {value}"
-            )
-    return rule
+
+
+def _without_momentum(state: AnyState) -> AnyState:
+    """``state`` with placeholders for its momentum."""
+    state = state._replace(momentum=zero_momentum(state.weights))
+    if isinstance(state, OpenChunk):
+        state = state._replace(now=state.now._replace(momentum=state.momentum))
+    return state
 
 
 def zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

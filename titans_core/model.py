@@ -83,9 +83,14 @@ class LanguageModel(Backbone):
         reset_B: Tensor | None = None,
     ) -> tuple[Tensor, ModelState | None]:
         """[B, T, D] inputs of ``head``, and the state. Arguments as in `forward`."""
-        # on the scale of the normalised residual stream; with a tied head the logits are of order 1
-        x_BTD = self.embedding(tokens_BT) * self.config.d_model**0.5
-        return self.encode(x_BTD, state, document_starts, reset_B)
+        return self.encode(self.scaled(self.embedding(tokens_BT)), state, document_starts, reset_B)
+
+    def scaled(self, embedded_BTD: Tensor) -> Tensor:
+        """Bring outputs of ``embedding`` to the scale of the normalised residual stream.
+
+        With a tied head the logits are then of order 1.
+        """
+        return embedded_BTD * self.config.d_model**0.5
 
     def _losses(self, x_BTD: Tensor, targets_BT: Tensor) -> Tensor:
         """[B, T] cross-entropy, computed in blocks of positions."""

@@ -41,8 +41,7 @@ def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] |
         del weights[PREFIX + HEAD]
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
     about = {"model_type": MODEL_TYPE, "architectures": [CLASS], "dtype": dtype}
-    about |= {"vocab_size": config.vocab_size, "hidden_size": config.d_model}
-    about |= {"num_hidden_layers": config.n_layers, "tie_word_embeddings": tied}
+    about |= summary(config)
     about |= {"titans": config.model_dump(mode="json", exclude_defaults=True), **(special or {})}
     for name, entries in ((CONFIG, about), (GENERATION, {"do_sample": False, **(special or {})})):
         (folder / name).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
@@ -66,6 +65,14 @@ def load_folder(folder: Path) -> LanguageModel:
     except (OSError, SafetensorError, KeyError, TypeError, RuntimeError, ValueError) as error:
         raise ValueError(f"{folder}: not a saved Titans model: {' '.join(str(error).split())}") from None
     return model
+
+
+def summary(config: ModelConfig) -> dict[str, int]:
+    """Fields of a model's config under the names by which transformers and its users know them."""
+    return {
+        "vocab_size": config.vocab_size, "hidden_size": config.d_model, "num_hidden_layers": config.n_layers,
+        "tie_word_embeddings": config.tie_embeddings,
+    }  # fmt: skip
 
 
 def model_config(about: Mapping[str, object]) -> ModelConfig:

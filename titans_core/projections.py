@@ -1,7 +1,6 @@
-"""Queries, keys and values of the memory and of attention (Section 4.4), and their polynomial features.
+"""Queries, keys and values of the memory and of attention (Section 4.4).
 
-Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E channels, K convolution width,
-P width of the features.
+Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E channels, K convolution width.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ from torch.nn import functional as F
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv, Linear, is_plain
 from titans_kernels import linear, short_convolution, state_dtype, without_autocast
-from titans_kernels.memory.activations import ACTIVATIONS
 
 ConvState = dict[str, Tensor]
 """For q, k and v the last inputs of the convolution, [B, K - 1, C] each; empty without a convolution."""
@@ -31,8 +29,6 @@ class Projections(nn.Module):
         conv_kernel: K; None for no convolution.
         normalized: names of those that are L2-normalised, such as ``"qk"``.
         silu: whether SiLU follows the projections.
-        query_correction: whether keys are subtracted from queries, before both are normalised
-            (`MemoryConfig.query_correction`).
     """
 
     def __init__(
@@ -43,7 +39,6 @@ class Projections(nn.Module):
         conv_kernel: int | None,
         normalized: str,
         silu: bool = True,
-        query_correction: bool = False,
     ):
         super().__init__()
         self.heads, self.head_dim, self.normalized, self.silu = heads, head_dim, normalized, silu
@@ -51,7 +46,6 @@ class Projections(nn.Module):
         self.w_q = Linear(d_model, channels, bias=False)
         self.w_k = Linear(d_model, channels, bias=False)
         self.w_v = Linear(d_model, channels, bias=False)
-        self.log_correction_H = nn.Parameter(torch.empty(heads)) if query_correction else None
         self.has_conv = conv_kernel is not None
         if conv_kernel is not None:
             self.conv_q = CausalConv(channels, conv_kernel)
@@ -66,28 +60,8 @@ class Projections(nn.Module):
         ``conv_state`` is the state after the previous tokens of every row, or, when packed, a batch of one at
         the start of every document. Returns also the state after the last token, meaningless when packed.
         """
-        if self.log_correction_H is None or "q" not in names:
-            return self._uncorrected(x_BTD, names, self.normalized, conv_state, documents)
-        # both are normalised after the correction
-        normalized = self.normalized.strip("qk")
-        (q, k, *rest), conv_state = self._uncorrected(x_BTD, names, normalized, conv_state, documents)
-        with without_autocast(q):
-            q, k = (x.to(state_dtype(x)) for x in (q, k))
-            found = {"q": q - self.log_correction_H.to(q.dtype).exp()[:, None] * k, "k": k}
-            pair = [_l2_normalized(x) if name in self.normalized else x for name, x in found.items()]
-        return [*pair, *rest], conv_state
-
-    @property
-    def read_names(self) -> str:
-        """The projections that queries depend on."""
-        return "q" if self.log_correction_H is None else "qk"
-
-    def _uncorrected(
-        self, x_BTD: Tensor, names: str, normalized: str, conv_state: ConvState, documents: Documents | None
-    ) -> tuple[list[Tensor], ConvState]:
-        """`project` without a correction of queries."""
         # one product and one convolution for all names, with concatenated weights
-        layers = self.layers(names)
+        layers, normalized = self.layers(names), self.normalized
         plain = is_plain(*layers)
         y = linear(x_BTD, self.weights(names)) if plain else torch.cat([f(x_BTD) for f in layers], -1)
         if self.silu and (fused := self._fused(y, names, normalized, conv_state, documents)):
@@ -184,37 +158,3 @@ def project_gates(linears: list[nn.Linear], x: Tensor) -> Sequence[Tensor]:
             torch.cat([getattr(n, kind) for n in linears]).to(dtype) for kind in ("weight", "bias")
         )
         return torch.sigmoid(linear(x.to(dtype), weight, bias)).split(sizes, -1)
-
-
-def layer_features(x_BTHE: Tensor, layers: Sequence[Tensor], activation: str, normalized: bool) -> Tensor:
-    """f(x) of each layer [H, E, F] after the other, in the precision of the state, L2-normalised if asked."""
-    f, dtype = ACTIVATIONS[activation], state_dtype(x_BTHE)
-    with without_autocast(x_BTHE):
-        x = x_BTHE.to(dtype)
-        for W in layers:
-            x = f.value(torch.einsum("bthd,hde->bthe", x, W.to(dtype)))
-        return _l2_normalized(x) if normalized else x
-
-
-class PolynomialFeatures(nn.Module):
-    """``phi(x) = [a_0, a_1 x, a_2 x (x) x]`` with coefficients a_i of each head, which start at 1 / i!.
-
-    Of ``x (x) x`` each product is taken once, with a factor sqrt(2) where it occurs twice: the inner products
-    are those of all E^2, ``phi(q) . phi(k) = a_0^2 + a_1^2 q . k + a_2^2 (q . k)^2``, at a width
-    ``P = 1 + E + E (E + 1) / 2``, the paper's binom(E + 2, 2) (ATLAS, arXiv 2505.23735, Section 3.1, eq. 5).
-    """
-
-    def __init__(self, heads: int, head_dim: int):
-        super().__init__()
-        self.coefficients_HI = nn.Parameter(torch.empty(heads, 3))
-        self.width = 1 + head_dim + head_dim * (head_dim + 1) // 2
-
-    def forward(self, x_BTHE: Tensor) -> Tensor:
-        """[B, T, H, E] to [B, T, H, P], in the precision of the state."""
-        dtype = state_dtype(x_BTHE)
-        with without_autocast(x_BTHE):
-            x, (a_0, a_1, a_2) = x_BTHE.to(dtype), self.coefficients_HI.to(dtype)[..., None].unbind(1)
-            rows, columns = torch.triu_indices(x.shape[-1], x.shape[-1], device=x.device).unbind()
-            occurs = 1 + (rows != columns).to(dtype)
-            products = x.index_select(-1, rows) * x.index_select(-1, columns) * occurs.sqrt()
-            return torch.cat([a_0.expand(*x.shape[:-1], 1), a_1 * x, a_2 * products], -1)

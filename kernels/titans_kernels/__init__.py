@@ -10,14 +10,13 @@ from titans_kernels.registry import lazy_exports
 if TYPE_CHECKING:
     from titans_kernels.layers import rms_norm, short_convolution
     from titans_kernels.memory.budget import write_budget
-    from titans_kernels.memory.decode import decode_step, extend_memory
-    from titans_kernels.memory.forms.autograd import OpenChunk
+    from titans_kernels.memory.decode import extend_memory
+    from titans_kernels.memory.forms.state import AnyState, DecodeState, OpenChunk, state_numel
     from titans_kernels.memory.op import BACKENDS, neural_memory, read_memory
-    from titans_kernels.memory.options import MemoryState, state_dtype, without_autocast
+    from titans_kernels.memory.options import Extension, MemoryState, state_dtype, without_autocast
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
-    from titans_kernels.memory.residual import OutputActivation, Residual
+    from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
-    from titans_kernels.memory.state import AnyState, DecodeState, state_numel
     from titans_kernels.products import feed_forward, linear, token_losses
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
@@ -34,13 +33,12 @@ __all__ = [
     "RULES",
     "AnyState",
     "DecodeState",
+    "Extension",
     "MemoryState",
     "OpenChunk",
-    "OutputActivation",
     "Registry",
     "Residual",
     "Rule",
-    "decode_step",
     "document_borders",
     "extend_memory",
     "feed_forward",
@@ -70,6 +68,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry ran layers products recurrence memory.forms.autograd memory.budget memory.decode "
-    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.state",
+    "registry ran layers products recurrence memory.budget memory.decode "
+    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.forms.state",
 )

@@ -98,10 +98,14 @@ class Registry(MutableMapping[str, type[Kind]]):
 
 
 def source_file(path: str) -> Path | None:
-    """The source file of an import path ``package.module:Class``; None for any other text."""
-    if not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", path):
+    """The source file of an import path ``package.module:Class``; None for any other text.
+
+    Parameters in parentheses may follow, as in `find_rule`.
+    """
+    found = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)(\(.*\))?", path)
+    if found is None:
         return None
-    file = getattr(sys.modules.get(_imported("", path).__module__), "__file__", None)
+    file = getattr(sys.modules.get(_imported("", found[1]).__module__), "__file__", None)
     return Path(file) if file else None
 
 

@@ -56,8 +56,8 @@ class TaskConfig(Frozen):
 class SourceConfig(Frozen):
     """Where training rows come from."""
 
-    kind: Literal["corpus", "stdlib", "files", "hub", "task"]
-    """corpus: the shipped prose and code; stdlib: the source code of Python's standard library."""
+    kind: Literal["corpus", "files", "hub", "task"]
+    """corpus: the shipped prose and code."""
     weight: NonNegative = 1.0
     """Share of the training rows; weights are normalised. 0: validation only."""
     path: str | None = None
@@ -123,9 +123,6 @@ class DataConfig(Frozen):
     cache_gb: Annotated[float, Field(gt=0)] = 20.0
     """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
 
-    on_corrupt: Literal["refuse"] = "refuse"
-    """Accepted for configs of earlier versions; damaged shards are always an error."""
-
     @model_validator(mode="after")
     def _long_items_need_streams(self) -> DataConfig:
         for i, source in enumerate(self.sources):
@@ -158,21 +155,10 @@ class OptimConfig(Frozen):
     reset_probability: Fraction = 0.0
     """data.rows: streams. Probability per step that a stream is reset to the initial state,
     so that M_0 and short contexts stay trained."""
-    carry_after: Annotated[int, Field(ge=0)] = 0
-    """data.rows: streams. Number of first steps without carried state."""
-    state_passing: Fraction = 0.0
-    """data.rows: streams. Probability that a document begins with the final state of another one, the one
-    before it in its stream, and not with the initial state (arXiv 2507.02782): it trains what a memory does
-    with a state that is no longer fresh."""
     windows: tuple[PositiveInt, ...] = ()
     """Stochastic windows: attention's window (MAC: segment) is drawn from these for each step, and is the
     longest in the last tenth of the steps (SWAX, arXiv 2509.24552). The longest is the model's own, with
     which it is evaluated. Empty: always the model's own."""
-    auxiliary_window: PositiveInt | None = None
-    """Each step has a second forward and backward pass with this attention window (MAC: segment), so that the
-    memory is trained where attention does not reach (arXiv 2610.06750). Doubles the cost of a step."""
-    auxiliary_weight: NonNegative = 0.25
-    """Weight of the auxiliary pass's loss; the published value."""
     lr: Annotated[float, Field(gt=0)] = 4e-4
     schedule: Literal["cosine", "linear", "constant", "wsd", "halving"] = "cosine"
     """Learning rate after the warm-up: decay to min_lr_ratio (cosine, linear), constant, constant with a
@@ -187,9 +173,9 @@ class OptimConfig(Frozen):
     beta2: Beta = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
-    on_divergence: Literal["stop", "skip", "rewind"] = "stop"
-    """When the loss or gradient is not finite, or the loss spikes: stop the run; skip the batch; or rewind to
-    the last scheduled checkpoint and skip the batches since. The batch is saved in the run's folder."""
+    on_divergence: Literal["stop", "skip"] = "stop"
+    """When the loss or gradient is not finite, or the loss spikes: stop the run, or skip the batch, which is
+    saved in the run's folder."""
     spike: Annotated[float, Field(gt=1)] | None = None
     """A loss above this multiple of the median of the last 64 steps is a spike; None: no spike detection."""
     parallel: Literal["ddp", "fsdp", "hsdp", "sequence"] = "ddp"
@@ -234,7 +220,7 @@ class EvalConfig(Frozen):
 
 
 class CheckpointConfig(Frozen):
-    """Checkpoint interval and retention. Not part of the run's hash, unless on_divergence is rewind."""
+    """Checkpoint interval and retention. Not part of the run's hash."""
 
     every: PositiveInt | None = None
     """Optimiser steps between checkpoints; None: a tenth of the run, at most 500."""
@@ -250,9 +236,6 @@ class LogConfig(Frozen):
     loggers: list[str] = Field(default_factory=list)
     """Loggers beside MLflow: tensorboard (events in the run's folder), wandb (if installed), or
     ``module:Class`` of a `titans_platform.runs.loggers.Logger`."""
-
-    system_metrics: bool = False
-    """Log CPU, memory, disk, network and GPU utilisation every ten seconds; needs psutil."""
 
 
 class ObjectiveConfig(Frozen):
@@ -283,7 +266,7 @@ class RunConfig(Frozen):
     def _streams_are_read(self) -> RunConfig:
         if self.data.rows == "streams":
             return self
-        for key in ("bptt_rows", "stream_groups", "reset_probability", "carry_after", "state_passing"):
+        for key in ("bptt_rows", "stream_groups", "reset_probability"):
             if (given := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
                 why = "has no effect on shuffled rows, which all start from the initial state"
                 raise ValueError(f"optim.{key}: {given} {why}; set data.rows to streams")
@@ -317,7 +300,7 @@ class RunConfig(Frozen):
         if self.data.rows == "shuffled":
             return self.row_tokens
         optim, p = self.optim, self.optim.reset_probability
-        steps = max(1, optim.steps - optim.carry_after)
+        steps = max(1, optim.steps)
         # the longest of n geometric spans has a mean of about ln(n) / p
         longest = math.log(max(math.e, steps * optim.global_batch_size * p)) / p if p else steps
         return round(min(max(1, steps // optim.stream_groups), longest)) * self.row_tokens
@@ -352,9 +335,6 @@ class RunConfig(Frozen):
             parts["sources"] = sources
         if workers not in (0, 1):
             parts["workers"] = workers
-        if self.optim.on_divergence == "rewind":
-            # they determine where it rewinds to
-            parts["checkpoints"] = self.checkpoint_interval
         if self.eval.at == "best" or self.eval.patience:
             # it determines which weights can be the best
             parts["validated"] = self.eval.every

@@ -8,6 +8,12 @@ from contextlib import contextmanager
 
 from titans_kernels.registry import near
 
+TRAIN = (
+    "click", "datasets", "filelock", "jinja2", "matplotlib", "mlflow", "optuna", "pyarrow", "ray", "rich",
+    "scipy", "sentencepiece", "tokenizers", "yaml",
+)  # fmt: skip
+"""Packages of the extra `train`, which the platform needs and the models do not."""
+
 
 class TitansError(Exception):
     """An error that is shown as one line, without a traceback. Exit code 1."""
@@ -43,6 +49,12 @@ class Interrupted(TitansError):
     """The run was asked to stop, and has written a checkpoint. Exit code 130."""
 
     exit_code = 130
+
+
+def missing_extra(error: Exception) -> str | None:
+    """Return the line that names a missing package of the extra `train`; None for any other error."""
+    name = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    return f"{name} is not installed; pip install 'titans-lab[train]'" if name in TRAIN else None
 
 
 def one_line(error: BaseException, most: int = 300) -> str:

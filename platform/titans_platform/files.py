@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -69,16 +68,6 @@ def read_json(path: Path) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
-def file_times(paths: Iterable[str]) -> dict[str, list[int] | None]:
-    """[mtime in nanoseconds, bytes] of each file or folder; None for a missing one."""
-    found: dict[str, list[int] | None] = dict.fromkeys(paths)
-    for path in found:
-        with suppress(OSError):
-            state = os.stat(path)
-            found[path] = [state.st_mtime_ns, state.st_size]
-    return found
-
-
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically. Raises TitansError that names the file."""
     write_text(path, json.dumps(value, indent=2, sort_keys=True) + "\n")
@@ -118,21 +107,13 @@ def write_error(path: Path, error: OSError) -> TitansError:
     return kind(f"{path}: cannot be written: {reason}; free space there, or give another --root")
 
 
-def _try_lock(descriptor: int, shared: bool = False) -> bool:
-    try:
-        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock. Neither takes the lock nor writes."""
-    try:
-        with path.open("r") as handle:
-            return not _try_lock(handle.fileno(), shared=True)
-    except OSError:
+    """Whether a living process holds the lock; creates no file."""
+    if not path.exists():
         return False
+    with suppress(OSError), file_lock(path) as got:
+        return not got
+    return False
 
 
 @contextmanager
@@ -141,16 +122,21 @@ def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
 
     Raises UsageError: the parent is not a folder. StorageError, NotWritable: it cannot be written.
     """
+    from filelock import FileLock, Timeout  # takes 50 ms to import
+
+    lock = FileLock(path, timeout=timeout)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        opened = path.open("a")
+        lock.acquire()
+    except Timeout:
+        yield False
+        return
     except OSError as error:
         if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
             reason = os.strerror(error.errno)
             raise UsageError(f"--root: {path.parent} cannot be written ({reason}); give another") from error
         raise write_error(path, error) from error
-    with opened as handle:
-        deadline = time.monotonic() + timeout
-        while not (got := _try_lock(handle.fileno())) and time.monotonic() < deadline:
-            time.sleep(0.2)
-        yield got
+    try:
+        yield True
+    finally:
+        lock.release()

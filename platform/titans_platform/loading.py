@@ -59,6 +59,11 @@ def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
     """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
     if not (mapping := read_yaml(Path(path))):
         raise UsageError(f"{path}: is empty; `titans init {path} --force` writes a run file")
+    return config_from(mapping, overrides)
+
+
+def config_from(mapping: dict[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
+    """The config of a mapping, with ``overrides`` applied. Raises UsageError."""
     for override in overrides:
         apply_override(mapping, override)
     return validate(RunConfig, complete(mapping))
@@ -135,12 +140,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
     return value
 
 
-def known_files(folder: str) -> dict[str, Path]:
+def known_files(folder: str, pattern: str = "*.yaml") -> dict[str, Path]:
     """The YAML files that can be given by name: of ``folder`` here, then the shipped ones."""
     files: dict[str, Path] = {}
     for place in (Path.cwd(), shipped()):
-        for path in sorted((place / folder).glob("*.yaml")):
-            files.setdefault(path.stem, path)
+        for path in sorted((place / folder).glob(pattern)):
+            files.setdefault(path.stem if pattern == "*.yaml" else path.parent.name, path)
     return files
 
 

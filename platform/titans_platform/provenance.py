@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import importlib.util
 import json
 import os
 import platform
@@ -56,14 +55,6 @@ def commit_of_tree(tree: Path) -> str:
     except (OSError, subprocess.SubprocessError):
         return "unknown"
     return f"{head}-dirty" if changed else head
-
-
-def code_times() -> list[tuple[str, int]]:
-    """Every source file of the packages with its mtime: changes when one is edited, added or removed."""
-    specs = [importlib.util.find_spec(name) for name in ("titans_core", "titans_kernels")]
-    folders = [PACKAGE, *(Path(spec.origin).parent for spec in specs if spec and spec.origin)]
-    files = sorted(path for folder in folders for path in folder.rglob("*.py"))
-    return [(str(path), path.stat().st_mtime_ns) for path in files]
 
 
 @functools.cache

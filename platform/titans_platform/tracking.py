@@ -13,7 +13,6 @@ import math
 import os
 import shutil
 import sqlite3
-import threading
 import time
 import urllib.error
 import urllib.request
@@ -26,16 +25,16 @@ from urllib.parse import urlsplit
 
 # read when MLflow is imported
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-# the default is minutes, for which a hanging server would block the end of a run
+# the defaults are minutes, for which a hanging server would block the end of a run
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
-from mlflow.entities import Dataset, DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import (
-    MLFLOW_DATASET_CONTEXT,
     MLFLOW_PARENT_RUN_ID,
     MLFLOW_SOURCE_NAME,
     MLFLOW_SOURCE_TYPE,
@@ -77,7 +76,7 @@ def store_uri(root: Path) -> str:
 def check_store(root: Path) -> None:
     """Raises UsageError if the store of ``root`` cannot be opened; does not create one."""
     if os.environ.get(STORE):
-        _check_server(store_uri(root))
+        check_server(store_uri(root))
     elif (path := root.resolve() / "mlflow.db").exists():
         _check_sqlite(path)
 
@@ -96,7 +95,7 @@ def open_store(where: Path | str) -> Store:
             _start_from_template(path)
             return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
     if uri.startswith(("http://", "https://")):
-        _check_server(uri)
+        check_server(uri)
         return _connect(uri, None)
     raise UsageError(f"tracking store {uri}: should start with sqlite:///, http:// or https://")
 
@@ -187,13 +186,20 @@ def _check_sqlite(path: Path) -> None:
         raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
-def _check_server(uri: str) -> None:
+def check_server(uri: str) -> None:
+    """Raises UsageError if the server does not answer here. /health would answer under any host name."""
     try:
-        urllib.request.urlopen(f"{uri.rstrip('/')}/health", timeout=10).close()
+        urllib.request.urlopen(
+            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", timeout=10
+        )
     except urllib.error.HTTPError as error:
-        # a server that wants a password says so here and to nobody else
+        if "Host header" in error.read(200).decode(errors="replace"):
+            raise _refused(
+                uri, "takes no requests under this name", "start it with --allowed-hosts"
+            ) from None
         if error.code >= 500:
             raise Unreachable(str(_refused(uri, first_line(error), "check the server's log"))) from None
+        # a server that wants a password says so here and to nobody else
         if error.code not in (401, 403):
             raise _refused(uri, first_line(error), "is it an MLflow server?") from None
     except (OSError, ValueError) as error:
@@ -255,9 +261,9 @@ class Store:
         if run_id := self.find(CELL_TAG, cell):
             self.client.delete_run(run_id)
 
-    def run(self, run_id: str, system_metrics: bool = False) -> RunLog:
+    def run(self, run_id: str) -> RunLog:
         """Resume the run's log; sets the run's status to RUNNING."""
-        return RunLog(self.client, run_id, self.uri, system_metrics)
+        return RunLog(self.client, run_id)
 
     def end(self, run_id: str, status: str, ended: float | None = None) -> None:
         """End a run without logging to it: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
@@ -268,13 +274,6 @@ class Store:
         where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
         found = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
-
-    def cell_of(self, run_id: str) -> str:
-        """The cell whose run ``run_id`` is. Raises UsageError."""
-        try:
-            return self.client.get_run(run_id).data.tags[CELL_TAG]
-        except (MlflowException, KeyError):
-            raise UsageError(f"run {run_id}: no run of a cell in {self.uri}") from None
 
     def amend(self, run_id: str, values: Mapping[str, float], step: int) -> None:
         """Add final values, at its last step, to a run that has ended. Idempotent."""
@@ -292,17 +291,6 @@ class Store:
                 history.sort(key=lambda point: point.timestamp, reverse=True)
                 found[run_id] = sorted({point.step: point.value for point in history}.items())
         return {run_id: curve for run_id, curve in found.items() if curve}
-
-    def copy_curves(self, source: str, target: str, last: int) -> None:
-        """Log what a run of this store logged, up to step ``last``, on another that resumes from there."""
-        with suppress(MlflowException):
-            for key in self.client.get_run(source).data.metrics:
-                history = self.client.get_metric_history(source, key)
-                # a single step: a final value
-                if len({point.step for point in history}) > 1 and not key.startswith("system/"):
-                    points = [point for point in history if 0 < point.step <= last]
-                    copied = [Metric(key, p.value, p.timestamp, p.step) for p in points]
-                    log_entries(self.client, target, metrics=copied)
 
     def url(self, run_id: str) -> str:
         """Where `titans ui` shows the run, below the address of the server."""
@@ -340,20 +328,10 @@ def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step
 class RunLog:
     """One run: metrics by step, each once; tables, texts and figures."""
 
-    def __init__(self, client: MlflowClient, run_id: str, uri: str, system_metrics: bool = False):
+    def __init__(self, client: MlflowClient, run_id: str):
         self.run_id, self._client = run_id, client
         self._steps: dict[str, set[int]] = {}
         self._client.update_run(run_id, status="RUNNING")
-        self._monitor = None
-        if system_metrics:
-            try:
-                from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
-            except ModuleNotFoundError as error:
-                fix = f"{error.name} is not installed; pip install {error.name}, or leave it out"
-                raise UsageError(f"log.system_metrics: {fix}") from None
-            # MLflow's own thread that logs the use of CPU, memory and GPUs
-            self._monitor = SystemMetricsMonitor(run_id, resume_logging=True, tracking_uri=uri)
-            self._monitor.start()
 
     def send(self, points: Sequence[tuple[int, int, Mapping[str, float]]]) -> None:
         """Log values, as (step, milliseconds since the epoch, values), except those already in the store.
@@ -367,8 +345,7 @@ class RunLog:
                 for key, value in values.items()
                 if step not in self._logged(name := key.replace("@", "/"))
             ]
-            with NO_RETRIES:
-                log_entries(self._client, self.run_id, metrics=new)
+            log_entries(self._client, self.run_id, metrics=new)
         except BaseException:
             self._steps.clear()
             raise
@@ -384,13 +361,6 @@ class RunLog:
     def summary(self, values: Mapping[str, float], step: int = 0) -> None:
         """Log the run's final numbers, at its last step; the latest value is the one shown."""
         log_new(self._client, self.run_id, values, step)
-
-    def dataset(self, name: str, digest: str, where: str, about: Mapping[str, Any], context: str) -> None:
-        """Name one of the run's inputs; ``context`` is "training" or "validation". Idempotent."""
-        source, profile = json.dumps({"uri": where}), json.dumps(dict(about))
-        entry = Dataset(name, digest, "local", source, profile=profile)
-        tag = InputTag(MLFLOW_DATASET_CONTEXT, context)
-        self._client.log_inputs(self.run_id, [DatasetInput(entry, [tag])])
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
@@ -416,40 +386,7 @@ class RunLog:
 
     def close(self, status: str = "FINISHED", ended: float | None = None) -> None:
         """End the run: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
-        if self._monitor:
-            self._monitor.finish()
         self._client.set_terminated(self.run_id, status, None if ended is None else round(1000 * ended))
-
-
-class _NoRetries:
-    """Within it MLflow does not retry requests: one whose response was lost would be counted twice.
-
-    MLflow reads the number of retries from the environment. Journals of several threads overlap here, so the
-    first to enter sets it and the last to leave restores it.
-    """
-
-    NAME = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-
-    def __init__(self) -> None:
-        self._lock, self._inside, self._before = threading.Lock(), 0, None
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._before = os.environ.get(self.NAME)
-                os.environ[self.NAME] = "0"
-            self._inside += 1
-
-    def __exit__(self, *_: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside:
-                os.environ.pop(self.NAME, None)
-                if self._before is not None:
-                    os.environ[self.NAME] = self._before
-
-
-NO_RETRIES = _NoRetries()
 
 
 def tags_of(tags: Mapping[str, str]) -> list[RunTag]:

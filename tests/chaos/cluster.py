@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.local import BATCH, EVERY, Line, config, samples, weights
+from titans_platform.runs.folder import RunFolder
 from titans_platform.training.checkpoint import step_of
 
 ELASTIC = {"elastic shrink": [2, 1], "elastic growth": [1, 2]}
@@ -105,11 +106,7 @@ def start(root: Path, address: str, workers: str, seconds: float = 0.02) -> subp
 
 
 def progress(root: Path) -> dict[str, Any]:
-    path = root / "cells/run/progress.json"
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
+    return RunFolder(root, "run").progress() or {}
 
 
 def kept(root: Path) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 from tests.chaos.attempt import FULL, SAMPLES, attempt
 from tests.runs.test_journal import Server
 from tests.small import RUN
-from titans_platform.files import read_json
+from titans_platform.runs.folder import RunFolder
 
 STEPS, EVERY, BATCH = 60, 5, 4
-FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip", "NaN, rewind")
+FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip")
 POISONED = (13, 31, 48)
 
 
@@ -56,7 +56,7 @@ def weights(root: Path) -> str:
     from titans_platform.objectives import build_objective
     from titans_platform.training.checkpoint import load_model, newest
 
-    cfg = RunConfig.model_validate_json((root / "cells/run/config.json").read_text())
+    cfg = RunConfig.model_validate_json(json.dumps(RunFolder(root, "run").record()["config"]))
     model, point = build_objective(cfg).build_model(), newest(root / "cells/run/checkpoints")
     assert point is not None
     assert load_model(point, model) == cfg.optim.steps
@@ -94,8 +94,8 @@ def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], sec
 
 def wait_for_training(root: Path, process: Any) -> None:
     """Until the process is at its steps: faults are to strike all of a run, not the imports before it."""
-    path = root / "cells/run/progress.json"
-    while process.is_alive() and (read_json(path) or {}).get("pid") != process.pid:
+    folder = RunFolder(root, "run")
+    while process.is_alive() and (folder.progress() or {}).get("pid") != process.pid:
         time.sleep(0.005)
 
 

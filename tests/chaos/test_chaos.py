@@ -15,7 +15,7 @@ def folder(tmp_path_factory):
 
 
 # a killed driver, signals, a full disk and an absent MLflow have shorter tests of their own in tests/runs
-SHORT = ("NaN, rewind",)
+SHORT = ("NaN, skip",)
 CASES = [pytest.param(fault, marks=[] if fault in SHORT else pytest.mark.nightly) for fault in FAULTS]
 
 

@@ -64,10 +64,10 @@ def test_states_of_streams_that_take_turns_need_memory(tiny_run, monkeypatch):
 
     one, many = (check.least_memory(run(groups), Resources()) for groups in (1, 5))
     state = check.sizes(tiny_run).state_bytes * tiny_run.optim.global_batch_size
-    assert (one.streams, many.streams) == (state, 5 * state)
-    monkeypatch.setattr(check, "machine_memory", lambda: one.total + state)
+    assert [needed["optim.stream_groups"] for needed in (one, many)] == [state, 5 * state]
+    monkeypatch.setattr(check, "machine_memory", lambda: sum(one.values()) + state)
     check.check_resources(run(2), Resources(), shared=True)
-    with pytest.raises(UsageError, match=r"^optim\.stream_groups: the states of 5 groups of streams take"):
+    with pytest.raises(UsageError, match=r"^optim\.stream_groups: .* take at least"):
         check.check_resources(run(5), Resources(), shared=True)
 
 
@@ -102,12 +102,6 @@ def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):
     assert "tokens to train on               2,560" in shown
     assert "_" not in shown
     assert not root.exists()
-
-
-def test_too_many_seeds_are_not_counted(refused):
-    began, line = time.monotonic(), ("sweep", "run", "ablation", "--scale", "smoke")
-    assert "100,000,001 seeds" in refused(*line, "--seeds", "0-100000000")
-    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "", "..", "two words"])

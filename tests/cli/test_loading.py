@@ -9,7 +9,7 @@ from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.loading import apply_override, load_config, parse_yaml, read_yaml
 
-STDLIB = "data: {sources: [{kind: stdlib, weight: 2}]}"
+CORPUS = "data: {sources: [{kind: corpus, weight: 2}]}"
 
 
 def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
@@ -20,7 +20,7 @@ def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
 
 def test_file_then_overrides_then_defaults(tmp_path):
     cfg = load(
-        tmp_path, "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + STDLIB, "model.memory.depth=1",
+        tmp_path, "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + CORPUS, "model.memory.depth=1",
         "model.memory.momentum=false", "data.sources.0.weight=0.5", "data.sources.0.max_tokens=7",
         "optim.grad_clip=null", "eval.columns={x: [{task: recall, lengths: [1, 2]}]}",
         "optim.weight_decay=1e-2",
@@ -69,7 +69,7 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
 @pytest.mark.parametrize(("text", "line"), [
     ("model: {memory: {dept: 2}}", "model.memory.dept: unknown key; did you mean depth?"),
     ("modle: {}", "modle: unknown key; did you mean model?"),
-    ("data: {sources: [{kind: stdlib, taks: []}]}", "data.sources.0.taks: unknown key; did you mean tasks?"),
+    ("data: {sources: [{kind: corpus, taks: []}]}", "data.sources.0.taks: unknown key; did you mean tasks?"),
     ("eval: {columns: {a: [{task: x, lenghts: [1]}]}}",
      "eval.columns.a.0.lenghts: unknown key; did you mean lengths?"),
     ("model: {memory: {depth: 0}}", "model.memory.depth: should be greater than or equal to 1, got 0"),
@@ -79,9 +79,9 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
     ("seed: 1.5\nthreads: 0", "seed: should be a valid integer, got 1.5 (and 1 more)"),
     ("data: {sources: [{kind: files}]}", "data.sources.0.path: missing; a source of kind files needs it"),
     ("data: {sources: [{kind: web}]}",
-     "data.sources.0.kind: should be 'corpus', 'stdlib', 'files', 'hub' or 'task', got \"web\""),
+     "data.sources.0.kind: should be 'corpus', 'files', 'hub' or 'task', got \"web\""),
     ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config must set it"),
-    ("data: {sources: [{knd: stdlib}]}", "data.sources.0.knd: unknown key; did you mean kind?"),
+    ("data: {sources: [{knd: corpus}]}", "data.sources.0.knd: unknown key; did you mean kind?"),
     ("eval: {columns: {a: [{tsk: x}]}}", "eval.columns.a.0.tsk: unknown key; did you mean task?"),
     ("optim: {lr: .nan}", "optim.lr: .nan and .inf are not allowed; give a finite number"),
     ("a: [", "{path}: line 1 not valid YAML: did not find expected node content"),
@@ -107,7 +107,7 @@ def test_a_mistake_is_one_line(tmp_path, text, line):
 ])  # fmt: skip
 def test_a_wrong_override_is_one_line(tmp_path, override, line):
     with pytest.raises(UsageError) as caught:
-        load(tmp_path, "seed: 1\n" + STDLIB, override)
+        load(tmp_path, "seed: 1\n" + CORPUS, override)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 

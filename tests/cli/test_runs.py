@@ -1,9 +1,7 @@
-"""`titans runs` and `titans clean`: what is listed, tagged, deleted and kept."""
+"""`titans runs` and `titans clean`: what is listed, deleted and kept."""
 
 import json
-import os
 import shutil
-import time
 from pathlib import Path
 
 import pytest
@@ -22,8 +20,7 @@ def finished(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def root(finished, tmp_path, monkeypatch) -> Path:
-    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / "tmp"))
+def root(finished, tmp_path) -> Path:
     return shutil.copytree(finished, tmp_path / "root")
 
 
@@ -36,7 +33,7 @@ def listed(root: Path, capsys, *words: str) -> list[dict]:
     return json.loads(capsys.readouterr().out)
 
 
-def test_runs_are_listed_and_filtered_by_state_study_and_tag(root, capsys):
+def test_runs_are_listed_and_filtered_by_state_and_study(root, capsys):
     (cell,) = (root / "cells").iterdir()
     study = root / "studies" / "tiny-small"
     study.mkdir(parents=True)
@@ -45,20 +42,10 @@ def test_runs_are_listed_and_filtered_by_state_study_and_tag(root, capsys):
     assert (run["name"], run["state"], run["variant"], run["steps"]) == (cell.name, "done", "lmm", 20)
     assert run["studies"] == ["tiny-small"]
     assert run["bytes"] > 10_000
-    assert titans(root, "runs", "tag", cell.name[:5], "baseline", "lr=3e-3") == 0
-    assert titans(root, "runs", "tag", cell.name[:5], "other", "--dry-run") == 0
-    capsys.readouterr()
-    for filters, count in (
-        ("--tag baseline", 1), ("--tag baseline --tag other", 0), ("--state failed", 0),
-        ("--study tiny", 1), ("--study tin", 0),
-    ):  # fmt: skip
+    for filters, count in (("--state failed", 0), ("--study tiny", 1), ("--study tin", 0)):
         assert len(listed(root, capsys, *filters.split())) == count, filters
-    assert titans(root, "runs", "tag", cell.name, "baseline", "--remove") == 0
-    capsys.readouterr()
-    (run,) = listed(root, capsys)
-    assert run["tags"] == ["lr=3e-3"]
     assert titans(root, "runs", "list") == 0
-    assert "tiny-small #lr=3e-3" in capsys.readouterr().out
+    assert "MB  tiny-small" in capsys.readouterr().out
 
 
 def test_a_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refused):
@@ -97,18 +84,3 @@ def test_clean_keeps_the_checkpoint_that_is_used(root, capsys):
     assert titans(root, "clean", "--all-checkpoints") == 0
     assert checkpoints(root) == []
     assert titans(root, "train", "--help") == 0
-
-
-def test_sessions_of_ray_are_deleted_when_old_and_dead(root, tmp_path, capsys, monkeypatch):
-    place = tmp_path / "tmp" / "ray"
-    for name in ("session_2026-01-01_old", "session_2026-01-02_new", "session_2026-01-03_alive"):
-        (place / name / "logs").mkdir(parents=True)
-        (place / name / "logs" / "x.log").write_text("x" * 1000)
-        then = time.time() - (0 if name.endswith("new") else 2 * 24 * 3600)
-        for path in (place / name / "logs" / "x.log", place / name / "logs", place / name):
-            os.utime(path, (then, then))
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    (tmp_path / "ps").write_text(f"#!/bin/sh\necho raylet --session_dir={place}/session_2026-01-03_alive\n")
-    (tmp_path / "ps").chmod(0o755)
-    assert titans(root, "clean") == 0
-    assert {path.name.rpartition("_")[2] for path in place.iterdir()} == {"new", "alive"}

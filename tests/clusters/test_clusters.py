@@ -11,7 +11,7 @@ import yaml
 from titans_platform.cli import run
 from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
 from titans_platform.clusters.base import Answer, Job, JobInfo
-from titans_platform.clusters.kuberay import KubeRay, ray_job
+from titans_platform.clusters.kuberay import FILES, KubeRay, ray_job
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
@@ -131,6 +131,17 @@ def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch)
         packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
 
 
+def test_an_experiment_travels_with_the_classes_beside_it():
+    job = packaging.study_job(load_cluster("lab"), "drift", "smoke", Path("/mnt"), [], [])
+    assert job.name == "drift-smoke"
+    assert {"experiments/drift/study.yaml", "experiments/drift/drift.py"} <= set(job.files)
+    assert not [name for name in job.files if "test_" in name or name.startswith("sweeps/")]
+    (_, ray) = ray_job("a-1", load_cluster("kuberay-job"), job)
+    assert yaml.safe_load(ray["spec"]["runtimeEnvYAML"])["env_vars"]["PYTHONPATH"] == FILES
+    for pod in pods(ray):
+        assert FILES in [mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]]
+
+
 def pods(manifest: dict) -> list[dict]:
     body = manifest["spec"].get("rayClusterSpec", manifest["spec"])
     groups = [body["headGroupSpec"], *body["workerGroupSpecs"]]
@@ -211,6 +222,13 @@ def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     printed = subprocess.check_output(command, env={"PYTHONPATH": str(site)}, text=True).split()
     assert printed == [f"{site}/titans_platform/__init__.py", "None"]
     assert held(tmp_path / "again") == files
+
+
+def test_requirements_of_a_job_have_the_extra_train_and_no_other(monkeypatch):
+    triton = 'triton>=3.6; sys_platform == "linux"'
+    lines = ["torch>=2.11", triton, "click>=8.2; extra == 'train'", "pytest>=8.3; extra == 'test'"]
+    monkeypatch.setattr(packaging.importlib.metadata, "requires", lambda name: lines)
+    assert packaging.requirements() == ["torch>=2.11", triton, "click>=8.2"]
 
 
 def test_an_answer_is_separated_from_the_log():

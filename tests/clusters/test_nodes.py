@@ -15,7 +15,6 @@ import pytest
 from tests.small import study, until
 from titans_platform.clusters.local import family, find
 from titans_platform.data import prepare
-from titans_platform.files import read_json
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
@@ -68,11 +67,7 @@ def status() -> dict[str, Any]:
 
 def node_at_work(state: Path, cells: dict[str, RunFolder]) -> list[Any] | None:
     """The processes of a node, not the head, on which a cell is being trained."""
-    at_work = {
-        (read_json(cell.path / "origin.json") or {}).get("pid")
-        for cell in cells.values()
-        if cell.is_held() and (cell.path / "progress.json").exists()
-    }
+    at_work = {cell.record().get("pid") for cell in cells.values() if cell.is_held() and cell.progress()}
     for process in json.loads((state / "state.json").read_text())["processes"][1:]:
         members = family(process)
         if at_work & {member.pid for member in members}:

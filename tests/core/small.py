@@ -1,12 +1,39 @@
 """Small models shared by the tests in this folder, and the options they are parametrized over."""
 
-from typing import get_args
+from dataclasses import dataclass
+from typing import ClassVar, get_args
 
 import torch
 from torch import Tensor
 
 from titans_core import BLOCKS, AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from titans_core.layers import Gating
+from titans_kernels import Rule
+from titans_kernels.memory.rules import GatedDelta
+
+
+@dataclass(frozen=True)
+class Robust(Rule):
+    """A Huber loss in place of the squared error."""
+
+    delta: float = 1.0
+
+    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
+        e = prediction - v
+        near = e.clamp(-self.delta, self.delta)
+        return (near * (2 * e - near)).sum(-1)
+
+
+@dataclass(frozen=True)
+class Gated(GatedDelta):
+    """A write gate of its own, and an update of its own."""
+
+    extra_gates: ClassVar[int] = 1
+
+    def update(self, weights, momentum, gradient, alpha, eta, theta, *extra):
+        momentum = eta * momentum - theta * gradient
+        return (1 - alpha) * weights + extra[0] * momentum, momentum
+
 
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = ["lmm", "mac", "mag", "mal"]
@@ -20,7 +47,6 @@ BASELINE_OPTIONS: dict[str, dict] = {
     "mamba2": {"head_dim": 8, "state": 6},
     "retnet": {"heads": 2},
     "samba": {"state": 4},
-    "tnt": {"global_chunk": 8, "local_chunks": [2, 4], "shard": 8},
 }
 ONLINE = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
 SWITCHES: dict[str, dict] = {
@@ -33,42 +59,21 @@ SWITCHES: dict[str, dict] = {
     "no_decay": {"decay": False},
     "unbounded": {"surprise_bound": None, "max_theta": 0.05},
     "gates_per_chunk": {"gates_per": "chunk"},
-    "plain_output": {"output_norm": False, "output_gate": False},
-    "wide_gelu": {"expansion": 2, "activation": "gelu", "head_dim": 6},
+    "plain_output": {"output": ()},
+    "wide_gelu": {"expansion": 2, "activation": "gelu"},
     "gated_delta": {"rule": "gated_delta"},
-    "huber": {"rule": "huber", "rule_options": {"delta": 0.3}},
-    "mdn": ONLINE | {"rule": "mdn"},
-    "mdn_published": ONLINE | {"rule": "mdn", "rule_options": {"angle": 2.0}, "query_correction": True},
-    "mdn_angle_per_channel": {"rule": "mdn", "rule_options": {"angle": 2.0}, "decay_per": "channel"},
-    "theta_per_matrix": {"theta_per": "matrix", "depth": 3},
-    "theta_per_matrix_gated": {"theta_per": "matrix", "activation": "swiglu", "gates_per": "chunk"},
-    "query_correction": {"query_correction": True},
-    "memora_lag": {"rule": "memora", "rule_options": {"lag": 1.0}, "write_budget": 1.0},
-    "mdn_per_chunk": {"rule": "mdn", "gates_per": "chunk"},
-    "delta_ttt": {"rule": "delta_ttt", "chunk_size": 1, "surprise_bound": None, "start_rank": 3},
-    "delta_ttt_published": {
-        "rule": "delta_ttt", "rule_options": {"post": 1.0}, "chunk_size": 1, "surprise_bound": None,
-        "momentum": False, "decay": False, "forget_to": "initial",
-    },
-    "last_layer": {"written": "last", "depth": 3, "expansion": 2},
-    "last_layer_online": {"written": "last", "chunk_size": 1, "surprise_bound": None},
-    "polynomial": {"feature_degree": 2},
-    "polynomial_online": ONLINE | {"feature_degree": 2},
-    "polynomial_last_layer": {"feature_degree": 2, "written": "last"},
-    "atlas": {"rule": "atlas", "feature_degree": 2, "activation": "geglu", "max_theta": 0.01},
-    "swiglu": {"activation": "swiglu", "expansion": 2, "depth": 3, "residual": "norm"},
-    "swiglu_per_channel": {"activation": "swiglu", "decay_per": "channel", "forget_to": "initial"},
-    "swiglu_last_layer": {"activation": "swiglu", "written": "last"},
-    "output_activation": {"output_activation": "silu", "depth": 1},
+    "robust": {"rule": "tests.core.small:Robust(delta=0.3)"},
+    "gated": {"rule": "tests.core.small:Gated", "gates_per": "chunk"},
+    "gated_per_channel": {"rule": "tests.core.small:Gated", "channel_gates": "alpha", "write_budget": 1.0},
     "residual": {"residual": "input"},
     "inner_norm": {"residual": "norm", "expansion": 2},
-    "decay_per_channel": {"decay_per": "channel", "expansion": 2},
-    "later_version": {"residual": "norm", "decay_per": "channel", "gates_per": "chunk"},
+    "decay_per_channel": {"channel_gates": "alpha", "expansion": 2},
+    "later_version": {"residual": "norm", "channel_gates": "alpha", "gates_per": "chunk"},
     "write_budget": {"write_budget": 1.0, "max_theta": 1.0},
-    "budget_per_chunk": {"write_budget": 1.5, "gates_per": "chunk", "decay_per": "channel"},
+    "budget_per_chunk": {"write_budget": 1.5, "gates_per": "chunk", "channel_gates": "alpha"},
     "forget_to_initial": {"forget_to": "initial"},
     "linear_to_initial": {"forget_to": "initial", "depth": 1},
-    "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv_kernel": 1, "chunk_size": 16},
+    "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv": 1, "chunk_size": 16},
 }  # fmt: skip
 
 

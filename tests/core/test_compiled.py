@@ -93,8 +93,8 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     starts[0, 5] = True
     with mode():
         m(tokens(2, 21), document_starts=starts)
-    # Based's window of 64 is longer than the row; TNT's shards are per layer; attention needs boundaries
+    # Based's window of 64 is longer than the row; attention needs boundaries
     # where it is compiled, and the others none
     needed = variant in [*MEMORIES, "based"]
-    assert len(known) in ({4} if variant == "tnt" else {1} if needed else {0, 1})
+    assert len(known) in ({1} if needed else {0, 1})
     assert len(made) == len(set(made))

@@ -1,5 +1,6 @@
 """Configs: size presets, parameter counts without building a model, rejected values."""
 
+import json
 import time
 
 import pytest
@@ -33,7 +34,7 @@ def test_parameters_are_counted_without_the_model(variant, tied):
     ({"n_layers": 10**6}, 10**11),
     ({"d_model": 2**20}, 10**13),
     ({"vocab_size": 10**15}, 10**17),
-    ({"memory": MemoryConfig(depth=1000, heads=4096, head_dim=2**16, expansion=64)}, 10**18),
+    ({"d_model": 2**20, "memory": MemoryConfig(depth=1000, heads=1, expansion=64)}, 10**18),
 ])  # fmt: skip
 def test_a_model_no_machine_can_hold_is_counted_at_once(fields, at_least):
     started = time.process_time()
@@ -51,6 +52,19 @@ def test_a_model_no_machine_can_hold_is_counted_at_once(fields, at_least):
 def test_sizes_beyond_any_model_are_refused_by_their_field(part, fields):
     with pytest.raises(ValueError, match=f"{next(iter(fields))}\n  Input should be"):
         part(**fields)
+
+
+def test_fields_of_earlier_versions_load_with_their_defaults_and_are_named_with_others():
+    former = {"written": "all", "head_dim": None, "conv_kernel": 4, "rule_options": {}, "depth": 3}
+    assert MemoryConfig.model_validate_json(json.dumps(former)) == MemoryConfig(depth=3)
+    assert MemoryConfig(conv=True).conv == 4
+    for fields, message in (
+        ({"written": "last"}, 'written: "last" was removed; CHANGELOG.md says what replaces it'),
+        ({"decay_per": "channel"}, 'decay_per: "channel" was removed'),
+        ({"backend": "autograd"}, "backend: autograd is now called generic"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            MemoryConfig.model_validate(fields)
 
 
 def test_unknown_variants_and_mixed_calls_are_named():

@@ -52,8 +52,8 @@ def test_rows_of_one_document_are_plain_rows(variant, window):
 
 
 @pytest.mark.parametrize(("variant", "switch"), [
-    *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "huber", "later_version", "smallest"]),
-    *product(["lmm", "mac"], ["mdn_per_chunk", "delta_ttt", "last_layer", "output_activation", "memora_lag"]),
+    *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "robust", "later_version", "smallest"]),
+    *product(["lmm", "mac"], ["gated", "gated_per_channel", "decay_per_channel"]),
 ])  # fmt: skip
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):
@@ -138,7 +138,7 @@ def test_documents_in_one_kernel_are_documents_alone(variant):
         assert all(torch.isfinite(grad).all() for grad in grads)
 
 
-@pytest.mark.parametrize("backend", ["native", "chunked", "autograd", "reference"])
+@pytest.mark.parametrize("backend", ["native", "chunked", "generic", "reference"])
 def test_blocks_that_are_computed_again_have_the_same_gradients(backend):
     if backend == "native" and library(torch.float64) is None:
         pytest.skip("no C++ compiler")

@@ -17,7 +17,8 @@ def drawn(variant: str, seed: int) -> tuple[LanguageModel, random.Random]:
     chunk = rng.choice([1, 2, 3, 5, 8])
     memory = {
         "depth": rng.choice([1, 2, 3]), "chunk_size": chunk, "conv": rng.random() < 0.7,
-        "gates_per": rng.choice(["token", "chunk"]), "rule": rng.choice(["paper", "paper", "huber"]),
+        "gates_per": rng.choice(["token", "chunk"]),
+        "rule": rng.choice(["paper", "paper", "tests.core.small:Robust"]),
     }  # fmt: skip
     segment, attention = chunk * rng.choice([1, 2, 3]), {"conv": rng.random() < 0.7}
     persistent, window = rng.choice([0, 3]), rng.choice([1, 6, None])

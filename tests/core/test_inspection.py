@@ -39,7 +39,7 @@ def error(memory: NeuralMemory, writes, cache) -> Tensor:
     return (read - writes.v).square().sum(-1)[0, 0]
 
 
-KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "huber"}, {"surprise_bound": None}]
+KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "tests.core.small:Robust"}, {"surprise_bound": None}]
 KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}]
 
 

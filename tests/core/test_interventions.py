@@ -44,10 +44,10 @@ def test_a_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
     assert not torch.allclose(off, logits(model(variant), x))
 
 
-@pytest.mark.parametrize("decay_per", ["head", "channel"])
+@pytest.mark.parametrize("gates", ["none", "alpha"])
 @pytest.mark.parametrize("variant", ["lmm", *HYBRIDS])
-def test_decay_off_is_a_memory_without_decay(variant, decay_per):
-    net, x = model(variant, decay_per=decay_per, alpha_bias=-2.0), tokens(2, 45)
+def test_decay_off_is_a_memory_without_decay(variant, gates):
+    net, x = model(variant, channel_gates=gates, alpha_bias=-2.0), tokens(2, 45)
     # the same weights in a model whose config has no decay
     other = LanguageModel(config(variant, decay=False)).double()
     other.load_state_dict({k: v for k, v in net.state_dict().items() if ".alpha." not in k})
@@ -169,14 +169,6 @@ def test_which_interventions_have_an_effect(variant, expected):
     assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
 
 
-def test_a_decay_that_is_not_alpha_s_is_not_switched_off():
-    m = model("lmm", rule="mdn", rule_options={"angle": 2.0})
-    assert not has_effect(m, OFF["decay"])
-    error = pytest.raises(ValueError, match=r"^decay: the rule mdn .* decays without alpha")
-    with error, intervene(m, OFF["decay"]):
-        pass
-
-
 @pytest.mark.parametrize(("variant", "window", "why"), [
     ("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer"),
 ])  # fmt: skip
@@ -186,26 +178,11 @@ def test_a_window_that_does_not_fit(variant, window, why):
         pass
 
 
-def test_horizons_of_heads_and_channels():
-    heads = LanguageModel(config("lmm", decay_horizons=(64.0, 4096.0)))
-    torch.testing.assert_close(1 / heads.blocks[0].memory.alpha.bias.sigmoid(), torch.tensor([64.0, 4096.0]))
-    fields = {"decay_per": "channel", "max_alpha": 0.125, "decay_horizons": (16.0, 2048.0)}
-    channels = LanguageModel(config("lmm", **fields))
-    horizons = 1 / (0.125 * channels.blocks[1].memory.alpha.bias.sigmoid())
-    torch.testing.assert_close(horizons, 16 * 2 ** torch.linspace(0, 7, 16), rtol=1e-4, atol=0)
-
-
 def test_alpha_is_bounded():
     net = model("lmm", max_alpha=0.01, alpha_bias=20.0)
     memory = net.blocks[0].memory
     _, writes, _ = memory._project_tokens(torch.randn(1, 9, 16).double(), memory.zero_conv_state())
     torch.testing.assert_close(writes.alpha, torch.full_like(writes.alpha, 0.01), rtol=1e-6, atol=0)
-
-
-def test_horizons_that_cannot_be():
-    for fields in ({"max_alpha": 0.1, "decay_horizons": (8.0, 64.0)}, {"decay_horizons": (64.0, 8.0)}):
-        with pytest.raises(ValueError, match="decay_horizons"):
-            config("lmm", **fields)
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])

@@ -30,7 +30,7 @@ def test_a_saved_state_continues_bit_for_bit(variant, length, tmp_path):
         assert torch.equal(m(probe, loaded.state).logits, m(probe, reading.state).logits)
 
 
-KINDS = ["huber", "gates_per_chunk", "no_conv", "linear", "write_budget", "forget_to_initial"]
+KINDS = ["robust", "gates_per_chunk", "no_conv", "linear", "write_budget", "forget_to_initial"]
 
 
 @pytest.mark.parametrize("switch", KINDS)

@@ -63,12 +63,3 @@ def test_transformers_loads_it_with_the_same_logits_and_text(variant, auto, tmp_
     assert torch.equal(loaded.generate(x, use_cache=False, **options)[:, 21:], expected)
     loaded.save_pretrained(tmp_path / "again")
     assert torch.equal(load_folder(tmp_path / "again")(x).logits, m(x).logits)
-
-
-@pytest.mark.slow
-def test_transformers_is_told_that_there_is_no_padding(auto, tmp_path):
-    save_folder(tmp_path, model("lmm"))
-    loaded, mask = auto.from_pretrained(tmp_path), torch.ones(2, 21, dtype=torch.long)
-    mask[0, :3] = 0
-    with pytest.raises(ValueError, match="attention_mask: padding is not supported"):
-        loaded(tokens(2, 21), attention_mask=mask)

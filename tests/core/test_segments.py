@@ -15,13 +15,13 @@ SUPPORTED = [
     "write_budget", "forget_to_initial", "linear_to_initial",
 ]  # fmt: skip
 OTHERS = {
-    "no_output_gate": {"output_gate": False},
+    "no_output_gate": {"output": ("norm",)},
     "plain_values": {"value_norm": False, "qk_norm": False, "max_theta": 0.05},
     "bounded_decay": {"max_alpha": 0.25},
     "no_persistent": {"persistent": 0},
     "no_positions": {"attention": {"positions": "none"}},
     "plain_attention": {"attention": {"conv": False, "qk_norm": False}},
-    "short_convolution": {"conv_kernel": 2, "attention": {"conv_kernel": 6}},
+    "short_convolution": {"conv": 2, "attention": {"conv_kernel": 6}},
 }
 CASES = {name: SWITCHES[name] for name in SUPPORTED} | OTHERS
 

@@ -11,7 +11,7 @@ CHANNELS, HORIZON = 3, 5
 def series_model(variant: str = "lmm", patch: int = 1, layers: int = 2) -> SeriesModel:
     torch.manual_seed(0)
     # chunks that end within the window
-    options = {"global_chunk": 4, "shard": 8} if variant == "tnt" else {}
+    options = {}
     config = ModelConfig(
         variant=variant, options=options, d_model=16, n_layers=layers, persistent_tokens=2,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 4, **BLOCKS[variant].preset_memory}),

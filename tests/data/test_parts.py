@@ -140,7 +140,7 @@ def test_arrow_files_and_urls(tmp_path):
 def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
     """Five shards, of which one changed without a change of size or time."""
     monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
-    data = config({"kind": "stdlib", "max_tokens": 5000, "validation_fraction": 0})
+    data = config({"kind": "corpus", "max_tokens": 5000, "validation_fraction": 0})
     shard = prepare(data, tmp_path).sources[0].files.path / "train-00002.arrow"
     return data, shard
 
@@ -162,14 +162,6 @@ def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(damaged, tmp
         open_prepared(data, tmp_path, verify=True)
     prepare(data, tmp_path, repair=True)
     open_prepared(data, tmp_path, verify=True)
-
-
-def test_a_config_with_the_former_field_still_loads():
-    """`on_corrupt: refuse` stands in the config.json of older runs."""
-    former = {"sources": [{"kind": "stdlib"}], "on_corrupt": "refuse"}
-    assert DataConfig.model_validate_json(json.dumps(former)).sources[0].kind == "stdlib"
-    with pytest.raises(ValueError, match="on_corrupt"):
-        DataConfig.model_validate_json(json.dumps(former | {"on_corrupt": "skip"}))
 
 
 @pytest.mark.parametrize("error", [UsageError("data.sources.0: bad"), StorageError("no space left")])

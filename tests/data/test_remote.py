@@ -90,7 +90,7 @@ def bucket():
 @pytest.fixture(scope="module")
 def uploaded(bucket, tmp_path_factory) -> DataConfig:
     """Twenty shards of 68 rows in the bucket, none of them here."""
-    source = {"kind": "stdlib", "max_tokens": SHARDS * SHARD, "validation_fraction": 0.0}
+    source = {"kind": "corpus", "max_tokens": SHARDS * SHARD, "validation_fraction": 0.0}
     value = {"sources": [source], "sequence_length": LENGTH, "cache_gb": 3e-5}
     straight, behind = (DataConfig.model_validate_json(json.dumps(value | {"store": uri})) for uri in bucket)
     root = tmp_path_factory.mktemp("root")

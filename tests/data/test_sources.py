@@ -5,7 +5,6 @@ import itertools
 import json
 import lzma
 import os
-import platform
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +17,7 @@ from tests.data.small import config
 from titans_platform.config import SourceConfig
 from titans_platform.data import PreparedData, prepare, sources
 from titans_platform.data.encode import _pieces, split_documents
-from titans_platform.data.sources import CORPUS, Document, FilesSource, StdlibSource
+from titans_platform.data.sources import CORPUS, Document, FilesSource
 from titans_platform.errors import UsageError
 
 
@@ -190,30 +189,6 @@ def test_a_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(sources, "CORPUS", path)
     with pytest.raises(UsageError, match=r"corpus\.jsonl\.xz: .*; install titans-lab again$"):
         prepare(config({"kind": "corpus"}), tmp_path / "root")
-
-
-@pytest.fixture(scope="module")
-def stdlib(tmp_path_factory) -> PreparedData:
-    data = config({"kind": "stdlib", "max_tokens": 600_000, "validation_fraction": 0.1}, length=64)
-    return prepare(data, tmp_path_factory.mktemp("stdlib"))
-
-
-def test_stdlib_is_the_library_s_own_source(stdlib):
-    assert stdlib.fingerprint.startswith(f"py{platform.python_version()}-")
-    train, validation = documents_of(stdlib, "train"), documents_of(stdlib, "validation")
-    assert not set(train) & set(validation)
-    assert len(validation) >= 2
-    source = StdlibSource(SourceConfig(kind="stdlib"), "data.sources.0", Path())
-    first = (source.folder / source.files()[0]).read_text()
-    assert first in train + validation
-
-
-def test_stdlib_leaves_out_what_slim_installs_lack():
-    files = StdlibSource(SourceConfig(kind="stdlib"), "data.sources.0", Path()).files()
-    assert files == sorted(set(files))
-    assert {"abc.py", "asyncio/base_events.py", "json/decoder.py"} <= set(files)
-    out = ("test", "idlelib", "site-packages", "__pycache__", "ensurepip", "lib2to3", "tkinter", "config-")
-    assert not [name for name in files if any(part.startswith(out) for part in name.split("/"))]
 
 
 def test_hub_dataset_is_streamed(tmp_path):

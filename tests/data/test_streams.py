@@ -133,29 +133,16 @@ def test_a_batch_is_a_function_of_seed_and_step(tmp_path):
     assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
 
 
-def test_streams_are_reset_by_chance_and_before_carry_after(tmp_path):
+def test_streams_are_reset_by_chance(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", "x" * 4000), packing="plain")
-    streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25, carry_after=5)
+    streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25)
     found = np.stack([streams.resets(step) for step in range(400)])
-    assert found[:5].all()
-    assert abs(found[5:].mean() - 0.25) < 0.02
+    assert found[0].all()
+    assert abs(found[1:].mean() - 0.25) < 0.02
     never = Streams(data.sources, 20, 8, 0)
     for step in range(1, 60):  # where the text ends it begins again
         assert (never.resets(step) == (never.rows(step) == 0)).all()
     assert never.resets(0).all()
-
-
-def test_a_document_begins_with_the_state_of_another_one_by_chance(tmp_path):
-    data = prepared(tmp_path, needles(), text(tmp_path, "t", *["x" * 12] * 50, weight=0.0))
-    plain, passing = (Streams(data.sources, 6, 8, 0, state_passing=p) for p in (0.0, 0.4))
-    before, after = (np.stack([s.resets(step) for step in range(800)]) for s in (plain, passing))
-    assert after[0].all(), "there is no state to pass at the first step"
-    assert not (after & ~before).any(), "only where a document begins"
-    assert abs(after[1:].sum() / before[1:].sum() - 0.6) < 0.05
-    parts = [Streams(data.sources, 6, 8, 0, rank, 2, state_passing=0.4) for rank in (0, 1)]
-    for step in (8, 16, 160):
-        assert torch.equal(parts[0].batch(step).reset, torch.from_numpy(after[step, ::2]))
-        assert torch.equal(parts[1].batch(step).reset, torch.from_numpy(after[step, 1::2]))
 
 
 def test_refusals(tmp_path):

@@ -1,4 +1,4 @@
-"""The five walks of CONTRIBUTING.md, applied to a copy of the source: each extension works."""
+"""The five walks of docs/extending.md, applied to a copy of the source: each extension works."""
 
 import json
 import os
@@ -18,7 +18,7 @@ BLOCK = re.compile(r"^`([\w./]+)`\n\n```(python|diff)\n(.*?)^```", re.MULTILINE 
 
 def walks() -> dict[str, list[tuple[str, str, str]]]:
     """By heading, the blocks of a walk: the file each is for, python or diff, and its text."""
-    text = (TOP / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    text = (TOP / "docs/extending.md").read_text(encoding="utf-8")
     section = text.partition("\n## Five walks\n")[2].partition("\n## ")[0]
     headings = re.split(r"^### (.*)\n", section, flags=re.MULTILINE)[1:]
     return {heading: BLOCK.findall(body) for heading, body in zip(headings[::2], headings[1::2], strict=True)}
@@ -53,18 +53,19 @@ CHECKS = {
         assert model.state_bytes(20) == 32 * 8
     """,
     "A memory rule": """
-        rule = find_rule("lp", p=2.5)
+        rule = find_rule("lp(p=2.5)")
         q, k, v = torch.randn(3, 1, 20, 2, 4, dtype=torch.float64)
         gates = torch.rand(3, 1, 20, 2, dtype=torch.float64) * 0.2
         found = []
         for backend in ("reference", "auto"):
             weights = tuple(torch.full((2, 4, 4), 0.1).double().requires_grad_() for _ in range(2))
-            y, _ = neural_memory(q, k, v, *gates, weights, chunk_size=8, rule=rule, backend=backend)
+            options = {"chunk_size": 8, "extension": Extension(rule=rule), "backend": backend}
+            y, _ = neural_memory(q, k, v, *gates, weights, **options)
             found.append((y, *torch.autograd.grad(y.square().sum(), weights)))
         torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
         plain, _ = neural_memory(q, k, v, *gates, weights, chunk_size=8)
         assert not torch.allclose(plain, y)
-        memory = MemoryConfig(rule="lp", rule_options={"p": 2.5}, heads=2, chunk_size=8)
+        memory = MemoryConfig(rule="lp(p=2.5)", heads=2, chunk_size=8)
         LanguageModel(ModelConfig(vocab_size=8, d_model=8, n_layers=1, memory=memory))
     """,
     "An objective": """
@@ -101,7 +102,7 @@ CHECKS = {
         cfg = config(data={"sequence_length": 16, "sources": [source]}, eval=measure)
         objective = build_objective(cfg)
         objective.check(data := objective.prepare(Path("root")))
-        measured = objective.evaluate(objective.build_model(), data)
+        measured = evaluate(objective.build_model(), data, cfg.eval, 16)
         assert measured["tasks"]["c/sums@32"]["items"] == 4
         assert measured["chance"]["c"] == 1 / 4
         item = build_task(TaskConfig(task="sums")).item(random.Random(0), 16, load_tokenizer("byte"))
@@ -121,12 +122,12 @@ import torch
 import titans_core
 from titans_core import LanguageModel, MemoryConfig, ModelConfig
 from titans_core.presets import preset
-from titans_kernels import find_rule, neural_memory
+from titans_kernels import Extension, find_rule, neural_memory
 from titans_platform.cli import run
 from titans_platform.clusters import load_cluster
 from titans_platform.config import RunConfig, TaskConfig
 from titans_platform.data.tokenizer import load_tokenizer
-from titans_platform.evals import build_task
+from titans_platform.evals import build_task, evaluate
 from titans_platform.objectives import build_objective
 from titans_platform.training.loop import Hooks, Trainer
 

@@ -220,7 +220,7 @@ def test_what_cannot_be_measured_is_refused_before_training(prepared, tiny_run, 
 def test_data_without_held_out_text_are_refused(tiny_run, tmp_path):
     items = prepare(tiny_run.data, tmp_path)
     with pytest.raises(UsageError, match="longest held-out text has 0; raise a text source's"):
-        build_task(columns()["col"][0]).check(items, 256)
+        build_task(columns()["col"][0]).texts(items, 256)
 
 
 def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, answer, refused, monkeypatch):

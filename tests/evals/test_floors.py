@@ -1,7 +1,6 @@
 """Floors: the best of each task's heuristics, computed by code on a fixed sample and pinned here."""
 
 import random
-import re
 from dataclasses import replace
 from statistics import fmean
 from types import SimpleNamespace
@@ -20,22 +19,8 @@ from titans_platform.evals.registry import Context, Floor, Heuristic
 BYTE = load_tokenizer("byte")
 NEEDLE = {"style": "compact", "kind": "number"}
 FLOORS = [
-    # of one question at the end no heuristic is better than chance
-    ("words", {"degree": 2, "queries": 1}, 32, 1 / 2, None),
-    ("words", {"degree": 3, "queries": 1}, 128, 1 / 3, None),
-    ("words", {"group": "symmetric", "queries": 1}, 64, 1 / 6, None),
-    # of eight the last answer and six letters are enough
-    ("words", {"degree": 2, "queries": 8}, 32, 0.999, "last answer shown, then the last 6 letters"),
-    ("words", {"degree": 2, "queries": 8}, 128, 0.667, "last answer shown, then the last 6 letters"),
     ("recall", {}, 64, 1 / 4, None),
     ("recall", {"pairs": 48, "queries": 30, "keys": 50, "values": 36}, 160, 0.042, None),
-    ("composition", {"side": 3, "queries": 12}, 64, 1 / 3, "any value of the same first letter"),
-    ("episodes", {"pairs": 4, "tokens": 24, "keys": 2000, "renewed": 1.0}, 128, 1 / 4, None),
-    ("fuzzy_recall", {"pairs": 6, "queries": 8}, 64, 1 / 3, None),
-    ("memorisation", {}, 64, 1 / 16, None),
-    ("functions", {}, 64, 0.33, "the newest example with the same last letter"),
-    ("resets", {"pairs": 3, "queries": 6}, 128, 2 / 3, "any value of this block if it has the key, else -"),
-    ("resets", {"pairs": 3, "queries": 6}, 1024, 2 / 3, "any value of this block if it has the key, else -"),
     # with one needle no key is needed
     ("needle", NEEDLE, 64, 1.0, "any value stated"),
     ("needle", NEEDLE | {"needles": 4}, 64, 1 / 4, None),
@@ -160,21 +145,9 @@ def test_items_are_drawn_once_for_all_runs_on_the_same_data(monkeypatch, fingerp
     assert bool(drawn) == (fingerprint is None)
 
 
-def test_answers_of_words_are_counted_by_letters_since_the_last_answer():
-    item = made("words", {"queries": 8}).item(random.Random(0), 64, BYTE)
-    apart = [len(re.split(r"=\d?", before.lstrip("."))[-2]) for before, _ in item.questions()]
-    assert len(item.buckets) == len(apart) == 8
-    for letters, bucket in zip(apart, item.buckets, strict=True):
-        low, _, high = bucket.partition(" ")[0].partition("-")
-        assert int(low) <= letters <= int(high or low)
-    assert made("words", {"queries": 1}).item(random.Random(0), 64, BYTE).buckets == ()
-
-
 def test_the_command_prints_chance_heuristics_and_floor():
     printed = CliRunner().invoke(cli, ["tasks", "--task", "{task: needle, options: {style: compact}}"])
     assert printed.exit_code == 0, printed.output
     lines = [line.split() for line in printed.output.splitlines()]
     assert ["needle-passkey@64", "1.0", "100.0"] in lines
     assert ["any", "value", "stated", "100.0"] in lines
-    study = CliRunner().invoke(cli, ["tasks", "state_tracking", "--json"])
-    assert '"task": "parity_4/words-Z2"' in study.output

@@ -252,30 +252,6 @@ def test_perplexity_by_hand():
     assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
 
 
-@pytest.mark.parametrize(("options", "label", "sure", "tokens"), [
-    ({"seen_from": 3}, "from-3", 1, 3),
-    ({"seen_from": 2, "seen_to": 3}, "2-3", 2, 4),
-    ({"seen_to": 1}, "1-1", 0, 2),
-])  # fmt: skip
-def test_perplexity_of_the_predictions_that_saw_so_much(options, label, sure, tokens):
-    data = prepared(batches=[text_batch("^xab^abcd")])
-    # x a b | a b c d saw 1 2 3 | 1 2 3 4 tokens of their document; both b are sure
-    nll = (sure * -math.log(0.75) + (tokens - sure) * math.log(BYTE.vocab_size)) / tokens
-    for task, value in (("perplexity", math.exp(nll)), ("loss", nll)):
-        found = evaluate(Bigram(), data, config(task, options), 8)
-        assert found["tasks"][f"col/{task}-{label}@8"]["items"] == tokens
-        assert found["columns"]["col"] == pytest.approx(value, rel=1e-5)
-
-
-@pytest.mark.parametrize(("options", "message"), [
-    ({"seen_from": 9}, "seen_from: no prediction in rows of 8 tokens sees 9"),
-    ({"seen_from": 3, "seen_to": 2}, "seen_to: 2 is below seen_from 3"),
-])  # fmt: skip
-def test_perplexity_that_nothing_can_count_for_says_so(options, message):
-    with pytest.raises(UsageError, match=message):
-        evaluate(Bigram(), prepared(batches=[text_batch("^xab^abcd")]), config("perplexity", options), 8)
-
-
 def test_perplexity_stops_at_its_budget_and_cuts_rows():
     batches = [text_batch("^abababab", rows=2), text_batch("^xxxxxxxx", rows=2)]
     found = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)

@@ -1,4 +1,4 @@
-"""Log-likelihoods: shared contexts are read once, without changing any score."""
+"""Log-likelihoods of rows that share a pass, and rows that are read in pieces."""
 
 import math
 import random
@@ -9,8 +9,6 @@ import torch
 from titans_core import BLOCKS, LanguageModel
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import Request, Scorer, scoring
-from titans_platform.evals.scoring import FORWARD_OVERHEAD_TOKENS as PASS
-from titans_platform.evals.scoring import Group, batch_groups, forks, group_by_prefix, similar_lengths
 
 BYTE = load_tokenizer("byte")
 
@@ -48,8 +46,7 @@ def small(tiny_run, variant):
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer", "gated_deltanet"])
 @pytest.mark.parametrize("max_length", [40, 1000])
 def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monkeypatch):
-    # so that small batches have several forks and several passes at each
-    monkeypatch.setattr("titans_platform.evals.scoring.FORWARD_OVERHEAD_TOKENS", 6)
+    monkeypatch.setattr(scoring, "LOGITS_PER_BLOCK", 2000)
     asked, model = requests(), small(tiny_run, variant)
     with torch.inference_mode():
         found = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
@@ -58,46 +55,6 @@ def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monke
         # scores are taken in float32
         assert score.logprob == pytest.approx(logprob, rel=1e-5, abs=1e-5)
         assert (score.greedy, score.tokens) == (greedy, width)
-
-
-def test_a_context_is_read_once(tiny_run, monkeypatch):
-    model, read = small(tiny_run, "lmm"), []
-    encode = model.encode
-    monkeypatch.setattr(model, "encode", lambda x, *rest: read.append(x.shape[:2]) or encode(x, *rest))
-    context = list(range(97, 122)) * 40
-    asked = [Request(context, [122] * 3) for _ in range(4)]
-    Scorer(model, BYTE, torch.device("cpu"), 4000).score(asked, 2000)
-    # the start and the context but for its last token, which says what comes first in each ending
-    assert read == [(1, len(context)), (4, 3)]
-
-
-def test_every_row_is_in_one_group_and_shares_what_its_neighbours_have():
-    rows = [[1, 2, 3, 4], [1, 2, 3, 5], [9], [1, 2, 3, 4, 6], [1, 7]]
-    assert group_by_prefix(rows, [3, 3, 1, 3, 1]) == [Group(3, (0, 3, 1)), Group(0, (4,)), Group(0, (2,))]
-    # no more than allowed: what is scored is read by each row
-    assert group_by_prefix(rows[:2], [1, 2]) == [Group(1, (0, 1))]
-    asked = [request.context + request.continuation for request in requests(2, 40)]
-    found = group_by_prefix(asked, [len(row) for row in asked])
-    assert sorted(row for group in found for row in group.rows) == list(range(len(asked)))
-    for group in found:
-        assert len({tuple(asked[row][: group.shared]) for row in group.rows}) == 1
-
-
-def test_batches_keep_to_their_budget_and_hold_every_group():
-    groups = [Group(shared, (2 * i, 2 * i + 1)) for i, shared in enumerate((5, 40, 0, 12))]
-    lengths = [8, 9, 50, 44, 3, 3, 20, 13]
-    batches = batch_groups(groups, lengths, 70)
-    # 54 tokens, and 21 + 12 + 6
-    assert batches == [[groups[1]], [groups[3], groups[0], groups[2]]]
-    assert batch_groups(groups, lengths, 1) == [[groups[i]] for i in (1, 3, 0, 2)]
-
-
-def test_a_fork_more_is_made_where_it_saves_more_than_a_pass():
-    start = PASS + 1
-    near, far, none = Group(start, (0, 1)), Group(2 * start, (2, 3)), Group(0, (4,))
-    assert [fork.position for fork in forks([far, near, none])] == [0, start, 2 * start]
-    assert [fork.position for fork in forks([far._replace(shared=start + PASS), near])] == [start]
-    assert similar_lengths([5, 4, 5 + PASS + 1]) == [[2], [0, 1]]
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "transformer"])

@@ -1,6 +1,6 @@
 """Shared by tests of the memory's forms: run a call in several forms, compare results and gradients."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import pytest
@@ -10,10 +10,10 @@ from torch.nn import functional as F
 
 from titans_kernels import (
     DecodeState,
+    Extension,
     MemoryState,
-    OutputActivation,
     Residual,
-    decode_step,
+    Rule,
     extend_memory,
     native,
     neural_memory,
@@ -38,20 +38,22 @@ class Call:
         norm = self.residual.norm if self.residual else ()
         return [*self.tokens, *self.state.weights, *self.state.momentum, *norm, *(self.base or ())]
 
-    def whole(self, **options) -> list[Tensor]:
+    def extension(self, gates: Sequence[Tensor] = (), rule: Rule | str = "paper") -> Extension:
+        """What the memory has beyond the paper's equations; ``gates`` are the rule's own, if it has any."""
+        return Extension(self.residual, self.base, rule, *gates)
+
+    def whole(self, *, rule: Rule | str = "paper", **options) -> list[Tensor]:
         """y and the state after the last token."""
-        *tokens, extra = with_extra(self.tokens)
-        around = {"extra": extra, "residual": self.residual, "base": self.base}
-        y, after = neural_memory(*tokens, *self.state, **(around | options))
+        extension = self.extension(self.tokens[6:], rule)
+        y, after = neural_memory(*self.tokens[:6], *self.state, extension=extension, **options)
         return [y, *after.weights, *after.momentum]
 
-    def pieces(self, sizes: list[int], form=extend_memory, **options) -> list[Tensor]:
+    def pieces(self, sizes: list[int], *, rule: Rule | str = "paper", **options) -> list[Tensor]:
         """The results of `whole`, by calls on pieces of the sequence."""
         state, outputs = DecodeState.of(self.state), []
         for part in zip(*(x.split(sizes, 1) for x in self.tokens), strict=True):
-            *tokens, extra = with_extra(part)
-            around = {"extra": extra, "residual": self.residual, "base": self.base} | options
-            y, state = form(*tokens, state, **around)
+            extension = self.extension(part[6:], rule)
+            y, state = extend_memory(*part[:6], state, extension=extension, **options)
             outputs.append(y)
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
@@ -61,21 +63,18 @@ class Call:
         expected = self.whole(backend="reference", **options)
         for backend in backends:
             assert_same(expected, self.whole(backend=backend, **options), self.leaves)
-        for sizes in cuts:
+        for sizes in (*cuts, *([[1] * self.tokens[0].shape[1]] if decoded else [])):
             assert_same(expected, self.pieces(sizes, **options), self.leaves)
-        if decoded:
-            ones = [1] * self.tokens[0].shape[1]
-            assert_same(expected, self.pieces(ones, decode_step, **options), self.leaves)
 
     def apart(self, borders: list[int], **options) -> list[Tensor]:
         """The results of `whole` on packed documents, by a call for each that has tokens."""
-        around, found = {"residual": self.residual, "base": self.base} | options, []
+        found, whole = [], (self.tokens, self.state)
         for i, (start, end) in enumerate(pairwise(borders)):
-            *tokens, extra = with_extra(x[:, start:end] for x in self.tokens)
-            y, own = tokens[2], MemoryState(*(tuple(x[i : i + 1] for x in part) for part in self.state))
-            if start < end:
-                y, own = neural_memory(*tokens, *own, extra=extra, **around)
-            found.append([y, *own.weights, *own.momentum])
+            self.tokens = [x[:, start:end] for x in whole[0]]
+            self.state = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in whole[1]))
+            one = self.whole(**options) if start < end else [self.tokens[2], *self.state[0], *self.state[1]]
+            self.tokens, self.state = whole
+            found.append(one)
         return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*found, strict=True))]
 
 
@@ -83,17 +82,18 @@ class Case(Call):
     """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
 
     ``groups`` is the A of an alpha by column, ``kind`` what is around the memory, ``base`` whether it decays
-    towards random weights.
+    towards random weights, ``extra`` the number of gates of the rule's own.
     """
 
     def __init__(
         self, T: int, depth: int = 2, *, kind: str = "none", groups: int | None = None, batch: int = 1,
-        documents: int | None = None, widths: list[int] | None = None, base: bool = False,
+        documents: int | None = None, widths: list[int] | None = None, base: bool = False, extra: int = 0,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         widths = widths or [4, *[8] * (depth - 1), 4]
-        tokens = [F.normalize(rand(batch, T, 2, widths[0]) - 0.5, dim=-1) for _ in range(3)]
+        ends = widths[0], widths[0], widths[-1]
+        tokens = [F.normalize(rand(batch, T, 2, n) - 0.5, dim=-1) for n in ends]
         alpha = 0.05 * rand(batch, T, 2, *([groups] if groups else []))
         eta, theta = 0.9 * rand(batch, T, 2), 0.05 * rand(batch, T, 2)
         alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
@@ -107,17 +107,13 @@ class Case(Call):
         )
         norm = 1 + 0.2 * rand(2, widths[0]), rand(2, widths[0]) - 0.5
         kinds = {"none": None, "input": Residual(), "norm": Residual(*(x.requires_grad_() for x in norm))}
-        self.residual = kinds[kind] if kind in kinds else OutputActivation(kind)
+        self.residual = kinds[kind]
+        if extra:
+            self.tokens.append(rand(batch, T, 2, extra).requires_grad_())
         if base:
             generator.manual_seed(T)
             randn = (torch.randn(s[1:], generator=generator, dtype=torch.float64) for s in shapes)
             self.base = tuple((x / x.shape[1] ** 0.5).requires_grad_() for x in randn)
-
-
-def with_extra(tokens: Iterable[Tensor]) -> tuple[Tensor | None, ...]:
-    """The tokens of a call and the rule's own gates or None."""
-    given = tuple(tokens)
-    return given if len(given) > 6 else (*given, None)
 
 
 def assert_same(

@@ -4,29 +4,24 @@ Shapes: B rows, T tokens, H heads, D key width.
 """
 
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.kernels import cases
-from tests.kernels.cases import NATIVE, needs_compiler
+from tests.kernels.cases import NATIVE
 from titans_kernels import (
-    DecodeState,
-    decode_step,
-    extend_memory,
-    find_rule,
     neural_memory,
     read_memory,
-    state_numel,
+    state_dtype,
     write_budget,
 )
 from titans_kernels.memory import budget
-from titans_kernels.memory.forms import native, reference
 from titans_kernels.memory.forms.triton import budget as kernels
 from titans_kernels.memory.forms.triton import pieces
+from titans_kernels.memory.parts.layout import document_borders
 
 same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
@@ -53,6 +48,32 @@ def with_gradients(form, leaves: list[Tensor], *options) -> list[Tensor]:
     return [limited, *torch.autograd.grad((limited * weight).sum(), leaves)]
 
 
+def definition(
+    k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None = None,
+    budget: float = 1.0,
+) -> Tensor:  # fmt: skip
+    """theta' of `write_budget`, token by token as in its definition."""
+    k, eta, theta = (x.to(state_dtype(k)) for x in (k, eta, theta))
+    if cu_seqlens is not None:
+        borders = pairwise(document_borders(cu_seqlens, k.shape[1]))
+        parts = [[x[:, a:b] for x in (k, eta, theta)] for a, b in borders if a < b]
+        return torch.cat([definition(*part, chunk_size=chunk_size, budget=budget) for part in parts], 1)
+    steps, limited = [], []
+    for t in range(k.shape[1]):
+        first = t - t % chunk_size
+        G = [(k[:, t] * k[:, u]).sum(-1).abs() for u in range(first, t + 1)]
+        room = budget - sum((steps[u] * G[u - first] for u in range(first, t)), torch.zeros_like(theta[:, t]))
+        # compares products instead of quotients, since 1 - eta and G_tt may be 0
+        counts = G[-1] >= torch.finfo(theta.dtype).tiny
+        over = counts & (2 * theta[:, t] * G[-1] > room.clamp(min=0) * (1 - eta[:, t]))
+        most = room.clamp(min=0) / torch.where(counts, G[-1], 1)
+        finite = counts & (eta[:, t] < 1)
+        full = 2 * theta[:, t] / torch.where(finite, 1 - eta[:, t], 1)
+        steps.append(torch.where(over, most, torch.where(finite, full, 0)))
+        limited.append(torch.where(over, most * (1 - eta[:, t]) / 2, theta[:, t]))
+    return torch.stack(limited, 1)
+
+
 @pytest.mark.parametrize("form", [NATIVE, "pytorch"])
 @pytest.mark.parametrize(("shape", "chunk_size", "borders"), CASES)
 @pytest.mark.parametrize("limit", [1.0, 0.6, 2.0])
@@ -60,8 +81,8 @@ def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, lim
     if form == "pytorch":
         monkeypatch.setattr(budget, "serves", lambda *tensors: False)
     leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
-    definition, fast = (partial(form, budget=limit) for form in (reference.write_budget, write_budget))
-    expected = with_gradients(definition, leaves, chunk_size, borders)
+    slow, fast = (partial(form, budget=limit) for form in (definition, write_budget))
+    expected = with_gradients(slow, leaves, chunk_size, borders)
     assert (expected[0] < leaves[2]).double().mean() > 0.1  # many are limited
     assert all(torch.isfinite(x).all() for x in expected)
     same(with_gradients(fast, leaves, chunk_size, borders), expected)
@@ -111,7 +132,7 @@ def test_a_step_that_fits_is_left_bit_for_bit():
     eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
     assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
     mixed = inputs(2, 40, 2, 5, grad=False)
-    for limited in (write_budget(*mixed, 16), reference.write_budget(*mixed, 16)):
+    for limited in (write_budget(*mixed, 16), definition(*mixed, 16)):
         assert 0.1 < (limited == mixed[2]).double().mean() < 0.9
         assert (limited <= mixed[2]).all()
 
@@ -123,88 +144,27 @@ def test_one_key_repeated_is_written_one_full_step():
     torch.testing.assert_close(steps[0, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
-class Case(cases.Case):
-    """Random calls whose tokens are limited, some of them to nothing."""
-
-    def __init__(self, T: int, depth: int, *, by_column: bool = False):
-        super().__init__(T, depth, batch=2, widths=[3, *[4] * (depth - 1), 3])
-        with torch.no_grad():
-            self.tokens[5] *= 8
-            # no overlap is near 0, where a rounding may turn its sign
-            self.tokens[1] += 0.3
-        if by_column:
-            alpha = self.tokens[3].detach()
-            self.tokens[3] = (alpha.clamp(max=0.05)[..., None] * torch.rand(4)[:1]).requires_grad_()
-
-
-RULE = {"chunk_size": 5, "surprise_bound": 0.5, "write_budget": 0.7}
-
-
-@pytest.mark.parametrize("kind", ["paper", "huber", "by_column"])
-def test_cuts_at_every_position_are_the_whole(kind):
-    case = Case(13, 2, by_column=kind == "by_column")
-    rule = RULE | {"rule": find_rule("huber", delta=0.5) if kind == "huber" else "paper"}
-    case.check(cuts=[*([cut, 13 - cut] for cut in range(1, 13)), [3, 1, 4, 2, 3]], decoded=True, **rule)
-
-
-@needs_compiler
-def test_cuts_of_the_compiled_form_are_the_whole(monkeypatch):
-    case, calls, extend = Case(23, 2), [], native.extend
-    monkeypatch.setattr(native, "extend", lambda *args: calls.append(None) or extend(*args))
-    with torch.no_grad():
-        expected = case.whole(backend="reference", **RULE)
-        for sizes in ([23], [4, 19], [3, 1, 1, 8, 10], [1] * 23):
-            same(case.pieces(sizes, **RULE), expected)
-    assert calls
-
-
-@pytest.mark.parametrize("backend", ["autograd", "chunked", NATIVE, "auto"])
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_every_form_is_the_recurrence(depth, backend):
-    Case(23, depth).check(backend, **RULE)
-
-
-def test_the_online_form_is_the_recurrence():
-    Case(23, 1).check("online", chunk_size=1, write_budget=1.0)
+@pytest.mark.parametrize("limit", [1.0, 0.7])
+def test_steps_of_a_cut_chunk_equal_those_of_the_whole(limit):
+    k, eta, theta = inputs(2, 23, 2, 3)
+    options = {"chunk_size": 5, "budget": limit}
+    expected, steps = budget.effective_steps(k, eta, theta, **options)
+    for cut in range(1, 23):
+        first, p = cut - cut % 5, cut % 5
+        held = (k[:, first:cut].transpose(1, 2), steps[:, first:cut].transpose(1, 2)) if p else None
+        rest = (x[:, cut:] for x in (k, eta, theta))
+        found, _ = budget.effective_steps(*rest, **options, held=held)
+        same(found, expected[:, cut:])
+        grads = [torch.autograd.grad(x.square().sum(), (k, eta, theta), retain_graph=True)
+                 for x in (found, expected[:, cut:])]  # fmt: skip
+        same(*grads)
 
 
 def test_packed_documents_are_each_alone():
-    case, borders = Case(23, 2), [0, 7, 7, 8, 23]
-    tokens = [x[:1] for x in case.tokens]
-    state = [tuple(x[0] for x in part) for part in case.state]
-    y, _ = neural_memory(*tokens, *state, cu_seqlens=torch.tensor(borders), **RULE)
+    k, eta, theta = inputs(1, 23, 2, 3)
+    limited = write_budget(k, eta, theta, 5, torch.tensor([0, 7, 7, 8, 23]))
     for start, end in ((0, 7), (7, 8), (8, 23)):
-        alone, _ = neural_memory(*(x[:, start:end] for x in tokens), *state, **RULE)
-        same(y[:, start:end], alone)
-
-
-def test_the_operator_receives_the_limited_theta_and_nothing_else():
-    case = Case(23, 2)
-    gates, limit = (case.tokens[i] for i in (1, 4, 5)), RULE["write_budget"]
-    limited = write_budget(*gates, RULE["chunk_size"], budget=limit)
-    found = case.whole(**RULE)
-    case.tokens[5] = limited
-    expected = case.whole(**(RULE | {"write_budget": None}))
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("kind", ["paper", "huber"])
-@pytest.mark.parametrize("limit", [None, 1.0, 3.0])
-def test_a_state_holds_what_is_counted(limit, kind):
-    case, rule = Case(8, 2), find_rule("huber", delta=0.5) if kind == "huber" else find_rule("paper")
-    options = {"chunk_size": 5, "rule": rule, "write_budget": limit}
-    _, state = extend_memory(*case.tokens, DecodeState.of(case.state), **options)
-    held = sum(x[0, 0].numel() for x in torch.utils._pytree.tree_leaves(state))
-    assert held == state_numel([(3, 4), (4, 3)], 3, rule, write_budget=limit is not None)
-
-
-@pytest.mark.parametrize(("limit", "other"), [(None, 1.0), (1.0, None)])
-def test_a_chunk_goes_on_as_it_began(limit, other):
-    case, options = Case(8, 2), RULE | {"write_budget": limit}
-    _, state = extend_memory(*(x[:, :3] for x in case.tokens), DecodeState.of(case.state), **options)
-    said = f"write_budget: {other}, but the 3 tokens of the state's open chunk"
-    with pytest.raises(ValueError, match=said):
-        decode_step(*(x[:, 3:4] for x in case.tokens), state, **(options | {"write_budget": other}))
+        same(limited[:, start:end], write_budget(*(x[:, start:end] for x in (k, eta, theta)), 5))
 
 
 @pytest.mark.slow
@@ -270,9 +230,12 @@ def largest_errors(depth: int, chunk_size: int, *, limit: float | None, T: int =
         alpha = torch.full_like(theta[:, part], 0.002)
         first = read_memory(keys[:, :1], state[0])
         # read with the next token's key: the prediction that the next token surprises
+        steps = theta[:, part]
+        if limit is not None:
+            steps = write_budget(keys, eta[:, part], steps, chunk_size, budget=limit)
         following, after = neural_memory(
-            torch.roll(keys, -1, 1), keys, values, alpha, eta[:, part], theta[:, part], *state,
-            chunk_size=chunk_size, surprise_bound=1.0, write_budget=limit,
+            torch.roll(keys, -1, 1), keys, values, alpha, eta[:, part], steps, *state, chunk_size=chunk_size,
+            surprise_bound=1.0,
         )  # fmt: skip
         errors = (torch.cat([first, following[:, :-1]], 1) - values).square().sum(-1)
         worst, state = torch.maximum(worst, errors.nan_to_num(torch.inf).amax(1)), after

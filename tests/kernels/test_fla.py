@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import forms_used, linear_attention, native, neural_memory, recurrence
+from titans_kernels import Extension, forms_used, linear_attention, native, neural_memory, recurrence
 from titans_kernels.memory.forms.triton import pieces
 from titans_kernels.recurrence import recurrent_linear_attention, scan
 
@@ -92,7 +92,7 @@ def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
     # a step of theta changes M by twice theta times the error
     y, after = neural_memory(
         q * E**-0.5, k, v, -torch.expm1(log_decay), zeros, beta / 2, (state,),
-        chunk_size=1, rule="gated_delta" if gated else "paper", backend=backend,
+        chunk_size=1, extension=Extension(rule="gated_delta" if gated else "paper"), backend=backend,
     )  # fmt: skip
     if gated:
         form = theirs("gated_delta_rule", "naive_recurrent_gated_delta_rule")

@@ -12,11 +12,11 @@ import torch
 
 from titans_core import ConvClassifier, SequenceClassifier
 from titans_core.presets import preset
-from titans_platform import cli
+from titans_platform import cli, objectives
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.labelled import Items, divide, kmer_regression, load_items, read_file
+from titans_platform.objectives.classification import Items, divide, load_items, read_file
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.training.checkpoint import newest
@@ -67,7 +67,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def run_name(cfg: RunConfig) -> str:
     objective = build_objective(cfg)
-    return objective.run_name(objective.prepare(Path("runs")).fingerprint)
+    return objectives.run_name(cfg, objective.prepare(Path("runs")).fingerprint)
 
 
 def test_a_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint():
@@ -230,24 +230,10 @@ def test_prepared_sequences_need_their_file_no_more_and_are_checked(folder):
     ({"model.vocab_size": 4}, "model.vocab_size: 4 is less than the 8 of tokenizer"),
     ({"eval.columns.accuracy.0.task": "perplexity"}, "perplexity is measured on tokens"),
     ({"eval.columns.accuracy.0.lengths": [2]}, "lengths: sequences have the lengths they have"),
-    ({"data.sources": [{"kind": "stdlib", "weight": 2}]}, "data.sources: objective class"),
+    ({"data.sources": [{"kind": "corpus", "weight": 2}]}, "data.sources: objective class"),
     ({"objective.options.test_fraction": 0.95}, "validation_fraction: with test_fraction all"),
 ])  # fmt: skip
 def test_what_a_config_gets_wrong_is_one_line(folder, refused, changes, says):
     (folder / "run.yaml").write_text(json.dumps(RUN))
     sets = [word for key, value in changes.items() for word in ("--set", f"{key}={json.dumps(value)}")]
     assert re.search(says, refused("train", "run.yaml", "--root", "runs", *sets))
-
-
-def test_counts_of_kmers_tell_motifs_and_choose_k_on_validation(folder, capsys, answer):
-    write(folder / "motif.csv", items(600, motif="GATTACA"))
-    data = build_objective(config()).prepare(Path("runs"))
-    best = kmer_regression(data, 4)
-    assert best.k >= 3
-    assert best.test > 0.85
-    (folder / "run.yaml").write_text(json.dumps(RUN))
-    shown = answer("data", "info", "run.yaml", "--root", "runs", "--kmer", "2")
-    assert sum(shown["items"]["train"].values()) == 480
-    assert shown["kmer"]["k"] in (1, 2)
-    assert cli.run(["data", "info", "run.yaml", "--root", "runs", "--kmer", "1"]) == 0
-    assert "logistic regression on 1-mers" in capsys.readouterr().out

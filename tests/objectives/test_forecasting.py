@@ -11,7 +11,8 @@ import torch
 
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.objectives import build_objective, files
+from titans_platform.evals import evaluate
+from titans_platform.objectives import build_objective, files, run_name
 from titans_platform.objectives.files import DATASETS, Dataset, Table, read_dataset
 from titans_platform.objectives.regression import Parts, SeriesData
 from titans_platform.runs.check import spec_for
@@ -133,7 +134,7 @@ def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
     objective = build_objective(cfg)
     data = objective.prepare(tiny / "root")
     objective.check(data)
-    result = Worker(spec_for(cfg, tiny / "root")).run().result
+    result = Worker(spec_for(cfg, tiny / "root")).run()
     assert result.tasks["mse/mse@8"].items == 12 - 4 + 1
     assert result.best_step % 3 == 0
     assert result.columns["mse"] != pytest.approx(result.best_validation_loss)
@@ -144,8 +145,8 @@ def test_a_forecaster_decides_the_name_and_the_folder_does_not(tiny):
     (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
 
     def named(folder: Path, **options: Any) -> str:
-        objective = build_objective(config(folder, **options))
-        return objective.run_name(objective.prepare(tiny / "root").fingerprint)
+        cfg = config(folder, **options)
+        return run_name(cfg, build_objective(cfg).prepare(tiny / "root").fingerprint)
 
     assert named(tiny) == named(tiny / "moved") == named(tiny, forecaster_options={})
     own = [named(tiny, **each) for each in ({"forecaster": None}, {"forecaster_options": {"dropout": 0.2}})]
@@ -175,11 +176,12 @@ def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
     data = objective.prepare(tiny / "root")
     objective.check(data)
     (batch,) = data.held_out(8, 500, 500, "test")
-    found = objective.evaluate(objective.build_model(), data)["columns"]["mse"]
+    cfg = objective.cfg
+    found = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
     assert found == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
-    before = objective.run_name(data.fingerprint)
+    before = run_name(cfg, data.fingerprint)
     (tiny / "own_forecaster.py").write_text(OWN + "\n")
-    assert objective.run_name(data.fingerprint) != before
+    assert run_name(cfg, data.fingerprint) != before
 
 
 def test_a_forecaster_is_not_asked_at_another_length(tiny):

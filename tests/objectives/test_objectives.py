@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests import small
-from titans_platform import cli
+from titans_platform import cli, objectives
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
@@ -37,7 +37,7 @@ def config(**options: Any) -> RunConfig:
 
 def run_name(cfg: RunConfig, root: Path) -> str:
     objective = build_objective(cfg)
-    return objective.run_name(objective.prepare(root).fingerprint)
+    return objectives.run_name(cfg, objective.prepare(root).fingerprint)
 
 
 def sawtooth(path: Path, period: int = 7) -> Path:
@@ -116,7 +116,7 @@ def test_a_study_of_a_series_has_its_table(run_yaml, capsys, answer):
 
 @pytest.mark.parametrize(("sets", "says"), [
     (["objective.kind=regresion"],
-     "objective.kind: 'regresion' is not one of classification, drift, next_token, regression; did"),
+     "objective.kind: 'regresion' is not one of classification, next_token, regression; did"),
     (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
     (["objective.options.sines=null"], "objective.options.path: give the file of a series, or sines"),
     (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),

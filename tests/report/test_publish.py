@@ -44,24 +44,11 @@ def study_run(root, store) -> StudyRun:
     return StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,))
 
 
-def test_a_report_with_the_same_tables_is_not_drawn_again_unless_asked(study_run, tmp_path):
-    report = build_report(build_table(study_run))
-    written = write_report(report, tmp_path)
-    drawn = {path: path.stat().st_mtime_ns for path in written.values()}
-    assert write_report(report, tmp_path, redraw=False) == written
-    assert {path: path.stat().st_mtime_ns for path in written.values()} == drawn
-    (tmp_path / "cells.csv").write_text("of other cells")
-    for again in (False, True):
-        before = (tmp_path / "report.html").stat().st_mtime_ns
-        write_report(report, tmp_path, redraw=again)
-        assert (tmp_path / "report.html").stat().st_mtime_ns > before
-
-
 @pytest.mark.slow
 def test_a_cells_run_has_the_units_of_the_table(study_run, store):
     report = build_report(build_table(study_run))
-    log_report(store, report, write_report(report, study_run.folder.path))
-    parent = log_report(store, report, write_report(report, study_run.folder.path))
+    log_report(store, report, write_report(report, study_run.path))
+    parent = log_report(store, report, write_report(report, study_run.path))
     run_id = report.table.results[0].mlflow_run_id
     run = store.client.get_run(run_id)
     assert run.data.metrics == {"acc": 25.0, "acc/recall/64": 50.0, "parameters": 7.0}
@@ -74,7 +61,7 @@ def test_a_cells_run_has_the_units_of_the_table(study_run, store):
 
 def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
-    journal = study_run.cells[0].folder(root).path / "mlflow.jsonl"
+    journal = study_run.cells[0].folder(root).path / "metrics.jsonl"
     journal.write_text('{"step": 1, "time": 0, "values": {"loss": 3.0}}\n')
     shutil.copytree(root, copy)
     before = {path: path.stat().st_mtime_ns for path in root.rglob("*")}
@@ -83,7 +70,7 @@ def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_pat
     assert "\n" not in str(caught.value)
     run = replace(study_run, root=copy)
     table = make(run, Console())
-    assert (run.folder.path / "table.csv").is_file()
+    assert (run.path / "table.csv").is_file()
     # the report of a copy has the learning curves too
     assert list(publish._curves(table, copy, None).values()) == [[(1, 3.0)]]
     assert "copied or moved" in capsys.readouterr().err

@@ -11,11 +11,10 @@ import pytest
 
 from tests.report.small import Page, save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.report import export
-from titans_platform.report.figures import pictures, plot
-from titans_platform.report.figures.buckets import against_position, depth_maps
-from titans_platform.report.figures.data import figure_data
-from titans_platform.report.figures.picture import DARK, LIGHT, svg
+from titans_platform.report import export, plot
+from titans_platform.report.figure_data import figure_data
+from titans_platform.report.figures import against_position, depth_maps, pictures
+from titans_platform.report.picture import DARK, LIGHT, svg
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import Links, build_report
 from titans_platform.report.table import Table, build_table
@@ -121,7 +120,7 @@ def test_every_number_links_to_its_run(hurt):
 def test_tables_and_figures_are_accessible(hurt):
     tags = Page(page(hurt)).tags
     assert all("scope" in attrs for tag, attrs in tags if tag == "th")
-    figures = [attrs for tag, attrs in tags if tag == "svg" and "aria-hidden" not in attrs]
+    figures = [attrs for tag, attrs in tags if tag == "svg"]
     assert figures
     assert all(attrs["role"] == "img" and attrs["aria-labelledby"] for attrs in figures)
     assert sum(tag == "figcaption" for tag, _ in tags) == sum(tag == "figure" for tag, _ in tags) > 1
@@ -165,7 +164,7 @@ LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
     ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
     (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
     (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
-    (grid(DEPTH, CHUNK, RATE), {"fields", "curves"}),
+    (grid(DEPTH, CHUNK, RATE), {"curves"}),
     (grid(DEPTH), {"against-depth", "curves"}),
 ])  # fmt: skip
 def test_figures_follow_from_the_axes(tmp_path, rows, expected):
@@ -178,7 +177,7 @@ def test_measures_at_several_lengths_are_drawn_against_length(tmp_path):
     table = measured(tmp_path, study([Row(name="LMM"), Row(name="b")]), tasks=tasks)
     data = figure_data(table)
     assert data.rows[0].lengths == {"acc": {64: (50.0, 50.0), 128: (50.0, 50.0)}}
-    assert "length" in {picture.key for picture in pictures(data)}
+    assert "length-acc" in {picture.key for picture in pictures(data)}
 
 
 def test_a_task_with_a_column_for_each_length_is_one_line(tmp_path):
@@ -192,9 +191,9 @@ def test_a_task_with_a_column_for_each_length_is_one_line(tmp_path):
     assert data.rows[0].lengths == {"passkey": {64: (50.0,), 128: (25.0,)}}
     assert data.rows[0].printed == {"passkey": {64: 99.0, 128: 98.0}}
     assert data.lengths["passkey"].title == "PK"
-    picture = next(picture for picture in pictures(data) if picture.key == "length")
+    picture = next(picture for picture in pictures(data) if picture.key == "length-passkey")
     assert "Dashed: the paper's" in picture.caption
-    assert "LMM from 50.0 to 25.0" in picture.panels[0].alt
+    assert picture.legend[0].means == {64: 50.0, 128: 25.0}
 
 
 def test_needle_depths_are_a_heat_map_over_length(tmp_path):
@@ -209,9 +208,19 @@ def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     table = table_of(tmp_path, found, cells)
     (picture,) = depth_maps(figure_data(table))
     assert picture.key == "depth-needle-passkey"
-    assert [shown.alt for shown in picture.panels] == ["LMM: from 75 to 100 %", "Window: from 0 to 75 %"]
-    drawn = svg(picture.panels[1], picture.size, "a")
-    assert all(text in drawn for text in ("Window", "64", "128", "90-100%", "75"))
+    numbers = re.findall(r">([^<>]+)</text>", svg(picture))
+    # LMM at 0-10% and 90-100%, then Window, each at 64 and 128 tokens
+    assert [n for n in numbers if n.endswith(".0")] == [
+        "100.0",
+        "100.0",
+        "75.0",
+        "75.0",
+        "0.0",
+        "0.0",
+        "75.0",
+        "75.0",
+    ]
+    assert {"LMM", "Window", "64", "128", "0-10%", "90-100%"} <= set(numbers)
 
 
 def read(root: Path, cell: Cell, length: int, buckets: dict[str, float]) -> None:
@@ -236,11 +245,12 @@ def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
     by_row, gain = against_position(figure_data(table_of(tmp_path, found, cells)))
     assert (by_row.key, gain.key) == ("position-gain", "gain-gain")
     assert len(by_row.panels) == 2
-    assert "state carried from the start from 10.500 to 8.597" in by_row.panels[0].alt
-    assert "new state every row from 10.500 to 10.500" in by_row.panels[0].alt
-    assert "LMM from 0.100 to 0.200; Window from 0.100 to 0.200" in gain.panels[0].alt
-    drawn = svg(gain.panels[0], gain.size, "a")
-    assert all(text in drawn for text in ("What memory brings", "nats a token", "position"))
+    means = {line.label: list(line.means.values()) for line in by_row.legend}
+    assert means["state carried from the start"] == pytest.approx([10.5, 9.501, 8.597], abs=1e-3)
+    assert means["new state every row"] == [10.5] * 3
+    assert [line.label for line in gain.legend] == ["LMM", "Window"]
+    assert list(gain.legend[0].means.values()) == pytest.approx([0.1, 0.2])
+    assert "nats a token" in svg(gain)
 
 
 def test_many_rows_have_a_figure_over_position_too(tmp_path):
@@ -266,8 +276,8 @@ def test_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     trials.append({"params": {"optim.lr": 1.0}, "steps": 0, "value": None})
     data = figure_data(measured(tmp_path, study([Row(name="LMM")])), search={"trials": trials})
     picture = next(picture for picture in pictures(data) if picture.key == "search")
-    assert [panel.alt for panel in picture.panels] == ["3 trials against optim.lr."]
-    assert svg(picture.panels[0], picture.size, "x").count("<use") >= 3
+    assert len(picture.panels) == 1
+    assert svg(picture).count("<use") >= 3
 
 
 def test_a_grid_has_a_tile_for_every_cell_and_marks_missing_ones(tmp_path):
@@ -322,14 +332,6 @@ def test_seeds_that_are_not_the_scales_are_named(tmp_path):
         assert (counted in build_report(measured(tmp_path / str(len(seeds)), found, seeds)).notes) == said
 
 
-def test_long_fractions_in_configs_are_rounded(tmp_path):
-    cell = Cell("LMM", 0, RunConfig.model_validate({"optim": {"lr": 2 / 3e4}}), "only")
-    finish(tmp_path, cell, 0)
-    configs = build_report(table_of(tmp_path, study([Row(name="LMM")]), [cell])).configs
-    assert configs["all rows"]["optim.lr"] == "6.6667e-05"
-    assert configs["all rows"]["optim.steps"] == str(RunConfig().optim.steps)
-
-
 def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
     found = study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
     table = measured(tmp_path, found)
@@ -338,17 +340,12 @@ def test_the_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
         assert said in first.caption
 
 
-def test_latex_has_as_many_fields_in_every_line_and_escapes_its_text(hurt):
-    lines = export.latex(build_report(hurt)).splitlines()
-    body = [line for line in lines if line.endswith(r"\\") and "multicolumn" not in line]
-    columns = next(line for line in lines if line.startswith(r"\begin{tabular}"))
-    width = len(columns.partition("{tabular}{")[2].rstrip("}"))
-    assert {len(re.findall(r"(?<!\\)&", line)) for line in body} == {width - 1}
-    assert r"w/o $<$Conv$>$ \& co" in "\n".join(body)
-    assert r"$\mathbf{" in "\n".join(body)
-    assert r"Reasoning (\%) $\uparrow$" in "\n".join(lines)
-    rules = [line for line in lines if line.endswith("rule")]
-    assert rules == [r"\toprule", r"\midrule", r"\midrule", r"\bottomrule"]
+def test_latex_has_the_best_in_bold_and_escapes_its_text(hurt):
+    text = export.latex(build_report(hurt))
+    assert r"w/o $<$Conv$>$ \& co &" in text
+    assert r"LMM & $\mathbf{" in text
+    assert r"\multicolumn{2}{c}{LM perplexity $\downarrow$} & Reasoning (\%) $\uparrow$" in text
+    assert [text.count(rf"\{kind}rule") for kind in ("top", "mid", "bottom")] == [1, 1, 1]
 
 
 def test_colour_follows_chance():
@@ -361,12 +358,6 @@ def test_colour_follows_chance():
     # where lower is better the scale is turned round when it is drawn
     scale = plot.heat_scale([300.0, 280.0], PPL, chance=260.0)
     assert min(float(scale(mean)) for mean in (300.0, 280.0)) == 1
-
-
-def test_spread_is_clipped_to_the_range_of_a_percentage():
-    assert plot.within((90.0, 110.0), plot.bounds(PPL)) == pytest.approx((85.86, 114.14), abs=0.01)
-    assert plot.within((90.0, 100.0), plot.bounds(ACC))[1] == 100.0
-    assert plot.within((0.0, 2.0), plot.bounds(ACC))[0] == 0.0
 
 
 def test_runs_are_compared_by_few_columns(tmp_path):
@@ -386,24 +377,24 @@ def test_a_model_without_a_memory_lists_none_of_its_fields():
 
 def test_pathways_are_a_table_in_every_view(tmp_path):
     table = measured(tmp_path, study([Row(name="MAG"), Row(name="LMM")]))
-    assert build_report(table).pathways is None
+    assert build_report(table).sections == ()
     for row in table.rows:
         for i, found in enumerate(row.results):
             found.pathways["memory"] = {"acc": 0.1 + i / 10}
             if row.row.name == "MAG":
                 found.pathways["cut"] = {"acc": 0.5}
     report = build_report(table)
-    assert report.pathways is not None
-    assert report.pathways.heads == ("Reasoning (%)",)
-    assert [tuple(line) for line in report.pathways.lines] == [
-        ("MAG", "all on", ("25.5",)),
-        ("MAG", "memory's output off", ("15.0",)),
-        ("MAG", "attention cut at its window", ("50.0",)),
-        ("LMM", "all on", ("27.5",)),
-        ("LMM", "memory's output off", ("15.0",)),
+    (section,) = report.sections
+    assert section.heads == ["row", "part", "Reasoning (%)"]
+    assert section.lines == [
+        ["MAG", "all on", "25.5"],
+        ["MAG", "memory's output off", "15.0"],
+        ["MAG", "attention cut at its window", "50.0"],
+        ["LMM", "all on", "27.5"],
+        ["LMM", "memory's output off", "15.0"],
     ]
     assert "| MAG | memory's output off | 15.0 |" in export.markdown(report)
-    assert export.pathways_csv(report).splitlines()[2] == "MAG,memory's output off,15.0"
+    assert "MAG & memory's output off & 15.0" in export.latex(report)
     text = report_page(report)
     Page(text)
     assert "memory&#39;s output off" in text

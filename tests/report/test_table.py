@@ -9,7 +9,6 @@ from rich.console import Console
 from tests.report.small import save
 from titans_platform import text
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.files import write_json
 from titans_platform.report import export
 from titans_platform.report.export import as_record, terminal
 from titans_platform.report.publish import write_report
@@ -173,9 +172,8 @@ def test_every_format_has_the_verdict(root):
     paths = write_report(build_report(full), root)
     texts = {name: paths[name].read_text() for name in ("table.md", "table.tex", "report.html")}
     assert all(said in each for each in (*texts.values(), " ".join(" ".join(printed(full)).split())))
-    assert "-1.00 [-1.01, -0.99] p<0.001 agrees" in texts["table.md"]
-    assert "-1.00 [-1.01, -0.99] p$<$0.001 agrees" in texts["table.tex"]
-    assert '<span class="p">p&lt;0.001' in texts["report.html"]
+    for name, less in (("table.md", "<"), ("table.tex", "$<$"), ("report.html", "&lt;")):
+        assert f"-1.00 [-1.01, -0.99] p{less}0.001 agrees" in texts[name]
     assert all("Holm-adjusted over the 1 comparison" in each for each in texts.values())
     (judged, free) = csv.DictReader(io.StringIO(paths["verdict.csv"].read_text()))
     assert (judged["column"], judged["verdict"], judged["p"]) == ("lm_ppl", "agrees", judged["p_holm"])
@@ -183,12 +181,13 @@ def test_every_format_has_the_verdict(root):
 
 
 def test_csv_reads_back(full):
-    rows = list(csv.DictReader(io.StringIO(export.summary_csv(build_report(full)))))
+    tables = export.tables(build_report(full))
+    rows = list(csv.DictReader(io.StringIO(tables["table.csv"])))
     assert len(rows) == 6
     assert rows[1]["row"] == "LMM"
     assert float(rows[1]["mean"]) == pytest.approx(52.0)
     assert rows[5]["paper"] == ""
-    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(export.cells_csv(build_report(full))))}
+    by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(tables["cells.csv"]))}
     assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
     assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
     # in the unit of the table
@@ -197,7 +196,7 @@ def test_csv_reads_back(full):
 
 
 def best(view, key: str = "reasoning_acc") -> list[str]:
-    return [row.name for row in build_report(view).rows if row.numbers[key].best]
+    return sorted(build_report(view).best[key])
 
 
 def test_bold_is_the_best_of_the_rows_that_are_compared(full):
@@ -219,7 +218,7 @@ def test_nothing_at_chance_is_bold(root):
 def test_numbers_timed_beside_other_cells_are_marked(root):
     def timed(cell: Cell, host: str, began: int, ended: int) -> bool:
         span = {"host": host, "began": began, "ended": ended}
-        write_json(cell.folder(root).path / "time.json", span)
+        cell.folder(root).update(attempt=span)
         note = "Reasoning: timed while other cells ran on the same machine."
         return note in build_report(table(root)).notes
 

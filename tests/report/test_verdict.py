@@ -19,7 +19,7 @@ from titans_platform.report.table import (
 from titans_platform.runs.folder import Result
 from titans_platform.study.spec import Expectation, Row
 
-COLUMNS = {
+COLUMNS: Any = {
     "lm_ppl": SimpleNamespace(higher_is_better=False, factor=1),
     "reasoning_acc": SimpleNamespace(higher_is_better=True, factor=100),
 }
@@ -39,7 +39,7 @@ def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], ref
             Result(cell=f"{name}-{seed}", columns={key: values[seed] for key, values in columns.items()})
             for seed in seeds
         ],
-        entries={key: Entry((), len(seeds), paper.get(key)) for key in COLUMNS},
+        entries={key: Entry(COLUMNS[key], (), len(seeds), paper.get(key)) for key in COLUMNS},
     )
 
 

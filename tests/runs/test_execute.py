@@ -13,7 +13,6 @@ import pytest
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.files import read_json
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
@@ -59,7 +58,7 @@ def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     assert 10 * 2**20 < result.peak_rss_bytes < 2**40
     assert {"surprise", "alpha_mean", "theta_mean"} <= result.telemetry.keys()
     assert folder.progress()["phase"] == "done"
-    account = read_json(folder.path / "time.json")
+    account = folder.attempt()
     assert {"data", "build", "train", "evaluate", "checkpoint", "record"} <= account["seconds"].keys()
     assert sum(account["seconds"].values()) <= account["ended"] - account["began"]
     before = (folder.path / "result.json").stat().st_mtime_ns
@@ -104,7 +103,7 @@ def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run
     kill_when(subprocess.Popen(command), folder.path / "checkpoints" / "step-00000014")
     assert folder.result() is None
     # metrics up to the checkpoint were flushed to the journal before the checkpoint was published
-    kept = (folder.path / "mlflow.jsonl").read_text().splitlines()
+    kept = (folder.path / "metrics.jsonl").read_text().splitlines()
     assert {json.loads(line)["step"] for line in kept} >= set(range(1, 15))
     result = run(cfg, broken, tracking=Tracking(store.uri, "again"))
     (killed,) = store.client.search_runs([store.experiment])
@@ -122,7 +121,7 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "fails"))
-    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
         execute(spec)
     run_id = store.find("titans.cell", spec.name)

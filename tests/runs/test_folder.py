@@ -1,4 +1,5 @@
 import errno
+import io
 import os
 import subprocess
 import sys
@@ -6,17 +7,17 @@ import time
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
-from titans_platform.cli.live import StudyView
+from titans_platform.cli import live
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, NotWritable, StorageError, UsageError
 from titans_platform.files import file_lock, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Node, Resources, concurrency
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.plan import Plan, make_plan
+from titans_platform.study.plan import place
 from titans_platform.study.spec import Column, Row, Scale, Study
-from titans_platform.study.status import cell_statuses
 from titans_platform.text import clock
 from titans_platform.tracking import open_store
 
@@ -41,7 +42,7 @@ def result(commit: str = "one") -> dict:
 
 def test_states(folder):
     assert folder.state() == "missing"
-    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    folder.update(progress={"step": 3, "steps": 10})
     assert folder.state() == "interrupted"
     with folder.hold():
         assert folder.state() == "running"
@@ -74,11 +75,10 @@ def test_a_killed_process_lets_go(folder):
 
 
 def test_a_sign_of_life_from_another_machine_counts(folder):
-    write_json(folder.path / "origin.json", {"commit": "one", "host": "node-7"})
-    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
+    progress = {"step": 3, "steps": 10, "time": time.time()}
+    folder.update(commit="one", host="node-7", progress=progress)
     assert folder.state() == "running"
-    long_ago = time.time() - 1000
-    os.utime(folder.path / "progress.json", (long_ago, long_ago))
+    folder.update(progress=progress | {"time": time.time() - 1000})
     assert folder.state() == "interrupted"
 
 
@@ -97,12 +97,8 @@ def test_a_stale_result_is_shown_until_it_is_replaced(folder):
     folder.set_aside()
     assert folder.result() is None
     assert folder.shown_result().commit == "one"
-    folder.drop_stale()
-    assert folder.shown_result().commit == "one"
     write_json(folder.path / "result.json", result("two"))
-    folder.drop_stale()
     assert folder.shown_result().commit == "two"
-    assert not (folder.path / "result.stale.json").exists()
 
 
 def study_of(root, *cells: Cell) -> StudyRun:
@@ -117,7 +113,7 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
     write_json(cells[1].folder(tmp_path).path / "result.json", {**result("two"), "cell": "abd"})
 
     def todo(**options):
-        plan = make_plan(study_of(tmp_path, *cells), machine=Machine(cpus=2), **options)
+        plan, _ = place(study_of(tmp_path, *cells), machine=Machine(cpus=2), **options)
         assert [cell.name for cell in plan.stale] == ["abc"]
         return [cell.name for cell in plan.todo]
 
@@ -172,9 +168,9 @@ def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
 @pytest.mark.slow
 def test_one_driver_a_study(tmp_path):
     run = study_of(tmp_path)
-    with run.folder.lock(), pytest.raises(UsageError, match="another sweep run"), run.folder.lock():
+    with run.lock(), pytest.raises(UsageError, match="another sweep run"), run.lock():
         pass
-    with run.folder.lock():
+    with run.lock():
         pass
 
 
@@ -188,21 +184,16 @@ def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
     assert not is_locked(path)
 
 
-def test_time_left_counts_only_work_done_since_the_start(tmp_path):
+def test_a_study_without_a_terminal_is_shown_in_lines(tmp_path, monkeypatch):
     cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd"))]
     half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
-    write_json(cells[0].folder(tmp_path).path / "progress.json", half)
+    cells[0].folder(tmp_path).update(progress=half)
     with cells[0].folder(tmp_path).hold():
-        view = StudyView(Plan(study_of(tmp_path, *cells), 1))
-        view.started = time.monotonic() - 10
-        assert view.eta(cell_statuses(cells, tmp_path)) is None
-        assert "1 running, 1 missing" in view.plain()
-        assert "LMM seed 0 500/1000 loss 2.500" in view.plain()
-    write_json(cells[0].folder(tmp_path).path / "result.json", result())
-    # 0.55 of a cell took ten seconds, and one cell is left
-    assert view.eta(cell_statuses(cells, tmp_path)) == pytest.approx(10 / 0.55, rel=0.05)
-    assert view.news() == ["done    LMM, seed 0:  (10s)"]
-    assert view.news() == []
+        monkeypatch.setattr(live, "PLAIN_EVERY", 0.0)
+        out = io.StringIO()
+        with live.running(study_of(tmp_path, *cells), Console(file=out, width=100)):
+            pass
+        assert "1 running, 1 missing; ? left | LMM seed 0 500/1000 loss 2.500 10K tok/s" in out.getvalue()
 
 
 def test_clock():
@@ -214,7 +205,7 @@ def test_clock():
 def test_a_root_that_cannot_be_written_is_one_line(tmp_path, root):
     (tmp_path / "file").write_text("")
     run, line = study_of(tmp_path / root), r"^--root: .* cannot be written \(.*\); give another$"
-    with pytest.raises(UsageError, match=line), run.folder.lock():
+    with pytest.raises(UsageError, match=line), run.lock():
         pass
     with pytest.raises(UsageError, match=line), RunFolder(run.root, "abc").hold():
         pass

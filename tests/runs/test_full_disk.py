@@ -77,9 +77,9 @@ def full(*arguments, **options):
 @pytest.mark.slow
 def test_records_that_have_no_room_do_not_replace_the_error_of_the_run(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
-    monkeypatch.setattr("titans_platform.objectives.base.evaluate", lambda *a, **k: 1 / 0)
+    monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
     monkeypatch.setattr(RunFolder, "record_failure", full)
-    monkeypatch.setattr(RunFolder, "record_time", full)
+    monkeypatch.setattr(RunFolder, "record_attempt", full)
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
         run(tiny_run, tmp_path)
 
@@ -91,7 +91,7 @@ def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path,
     reporter = Reporter(spec)
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setattr("titans_platform.runs.reporter.write_json", full)
+            patched.setattr(RunFolder, "update", full)
             reporter.start(1)
             reporter.start(2)
         reporter.start(3)
@@ -99,8 +99,8 @@ def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path,
 
 
 def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
-    log, ended = Journal(tmp_path, lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
-    monkeypatch.setattr(Journal, "_keep", full)
+    log, ended = Journal(RunFolder(tmp_path, "run"), lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
+    monkeypatch.setattr(Journal, "keep", full)
     monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))
     line = log.close(ended.append, "FINISHED")
     assert ended == ["r"]

@@ -16,6 +16,7 @@ from titans_platform.errors import StorageError
 from titans_platform.runs import reporter
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
+from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import Journal, Reporter, curve, send_left, unsent
 from titans_platform.runs.spec import RunSpec, Tracking
 
@@ -121,8 +122,8 @@ class Sink:
         self.points += [step for step, _, _ in points]
 
 
-def opened(folder: Path, sink: Sink) -> Journal:
-    found = Journal(folder, lambda: sink)  # type: ignore[arg-type]
+def opened(root: Path, sink: Sink) -> Journal:
+    found = Journal(RunFolder(root, "run"), lambda: sink)  # type: ignore[arg-type]
     found.start()
     return found
 
@@ -139,37 +140,37 @@ def test_what_is_logged_is_in_the_file_and_sent_in_order(tmp_path):
     for step in range(1, 301):
         log.metrics(step, {"loss": 1 / step, "surprise": float("nan")})
     log.sync()
-    lines = [json.loads(line) for line in (tmp_path / "mlflow.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (tmp_path / "cells/run/metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == list(range(1, 301))
     assert lines[0]["values"] == {"loss": 1.0}
-    assert unsent(tmp_path)
+    assert unsent(RunFolder(tmp_path, "run"))
     assert log.close(lambda run: None, "FINISHED") is None
     assert sink.points == list(range(1, 301))
-    assert not unsent(tmp_path)
+    assert not unsent(RunFolder(tmp_path, "run"))
 
 
 def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_path):
     """Most of a store is metrics: 200 losses of a run, and 50 values of each other metric."""
     cfg = tiny_run.model_copy(update={"optim": tiny_run.optim.model_copy(update={"steps": 1000})})
     reporter = Reporter(RunSpec(cfg, tmp_path, "run", "c0ffee"))
-    reporter._log = Journal(tmp_path, lambda: pytest.fail("connected"))
+    reporter._log = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     for step in range(1, 1001):
         validated = {"validation_loss": 2.0} if step == 333 else {}
         reporter.on_step(step, {"loss": 1.0, "lr": 0.1, "tokens_per_second": 9.0} | validated)
-    losses = [step for step, _ in curve(tmp_path)]
+    losses = [step for step, _ in curve(tmp_path / "cells/run")]
     assert losses == sorted({*range(5, 1001, 5), 333})
-    assert [step for step, _ in curve(tmp_path, "lr")] == list(range(20, 1001, 20))
-    assert curve(tmp_path, "validation_loss") == [(333, 2.0)]
+    assert [step for step, _ in curve(tmp_path / "cells/run", "lr")] == list(range(20, 1001, 20))
+    assert curve(tmp_path / "cells/run", "validation_loss") == [(333, 2.0)]
 
 
 def test_a_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
-    first = Journal(tmp_path, lambda: pytest.fail("connected"))
+    first = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     for step in (1, 2, 3):
         first.metrics(step, {"loss": 1.0})
-    with (tmp_path / "mlflow.jsonl").open("a") as file:
+    with (tmp_path / "cells/run/metrics.jsonl").open("a") as file:
         file.write('{"step": 4, "ti')
-    assert curve(tmp_path) == [(1, 1.0), (2, 1.0), (3, 1.0)]
-    assert curve(tmp_path, "surprise") == curve(tmp_path / "none") == []
+    assert curve(tmp_path / "cells/run") == [(1, 1.0), (2, 1.0), (3, 1.0)]
+    assert curve(tmp_path / "cells/run", "surprise") == curve(tmp_path) == []
     sink = Sink()
     log = opened(tmp_path, sink)
     # the checkpoint was of step 1
@@ -194,9 +195,9 @@ def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
-    log = Journal(tmp_path, lambda: pytest.fail("connected"))
+    log = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     log.metrics(1, {"loss": 1.0})
-    whole = (tmp_path / "mlflow.jsonl").read_bytes()
+    whole = (tmp_path / "cells/run/metrics.jsonl").read_bytes()
 
     def full(self, *arguments, **options):
         raise OSError(28, "No space left on device")
@@ -204,12 +205,12 @@ def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
         patched.setattr(Path, "open", full)
         log.metrics(2, {"loss": 1.0})
-        with pytest.raises(StorageError, match=r"mlflow\.jsonl: cannot be written: No space left"):
+        with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written: No space left"):
             log.sync()
-    assert (tmp_path / "mlflow.jsonl").read_bytes() == whole
+    assert (tmp_path / "cells/run/metrics.jsonl").read_bytes() == whole
     log.metrics(3, {"loss": 1.0})
     log.sync()
-    lines = (tmp_path / "mlflow.jsonl").read_text().splitlines()
+    lines = (tmp_path / "cells/run/metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
 
 
@@ -243,7 +244,10 @@ def test_a_server_that_comes_and_goes_gets_every_point_once(tmp_path):
 
     server = Server()
     server.up()
-    log = Journal(tmp_path, lambda: open_store(server.uri).run(open_store(server.uri).cell_run("c", "c")))
+    log = Journal(
+        RunFolder(tmp_path, "run"),
+        lambda: open_store(server.uri).run(open_store(server.uri).cell_run("c", "c")),
+    )
     log.start()
     for step in range(1, 61):
         log.metrics(step, {"loss": 1 / step})

@@ -1,7 +1,6 @@
 """Ctrl-C, SIGTERM and preempted workers: a checkpoint is written first, and no number changes."""
 
 # ruff: noqa: PT012  what raises is a signal, at any of a block's statements
-import json
 import os
 import signal
 import subprocess
@@ -120,7 +119,7 @@ def test_a_step_that_does_not_end_is_waited_for_so_long(tmp_path, monkeypatch):
 def test_past_training_there_is_nothing_to_wait_for(tmp_path):
     folder = RunFolder(tmp_path, "run")
     folder.path.mkdir(parents=True)
-    (folder.path / "progress.json").write_text(json.dumps({"phase": "evaluate"}))
+    folder.update(progress={"phase": "evaluate"})
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("it went on")

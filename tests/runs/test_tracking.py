@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import socket
 import sqlite3
 import subprocess
@@ -16,11 +15,10 @@ from mlflow import MlflowClient
 from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.text import flatten
-from titans_platform.tracking import NO_RETRIES, Store, check_store, open_store
+from titans_platform.tracking import Store, check_store, open_store
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +129,6 @@ def test_numbers_that_are_none_are_left_out_of_a_summary(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
-def test_data_are_inputs_named_once(store):
-    log = store.run(store.cell_run("inputs", "inputs"))
-    for _ in range(2):
-        log.dataset("files:book", "c0ffee", "/data/book.txt", {"train tokens": 7}, "training")
-    (used,) = store.client.get_run(log.run_id).inputs.dataset_inputs
-    assert (used.dataset.name, used.dataset.digest) == ("files:book", "c0ffee")
-    assert json.loads(used.dataset.source) == {"uri": "/data/book.txt"}
-    assert {tag.key: tag.value for tag in used.tags} == {"mlflow.data.context": "training"}
-
-
 def test_measures_stand_at_the_last_step_and_are_amended_there(store):
     log = store.run(store.cell_run("last", "last"))
     log.send(points(8, loss=2.0))
@@ -162,35 +150,14 @@ def test_a_column_named_like_a_curve_is_no_point_of_it(store):
     assert store.client.get_run(log.run_id).data.metrics["loss"] == 9.0
 
 
-def test_the_use_of_the_machine_is_logged_where_it_is_asked_for(store, monkeypatch):
-    import ray  # noqa: F401  brings psutil
-
-    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.05")
-    log = store.run(store.cell_run("machine", "machine"), system_metrics=True)
-    key, deadline = "system/cpu_utilization_percentage", time.monotonic() + 60
-    while not history(store, log.run_id, key) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    log.close()
-    assert history(store, log.run_id, key)
-
-
-def test_without_psutil_the_setting_says_what_to_install(store, monkeypatch):
-    for name in [name for name in sys.modules if name.startswith("mlflow.system_metrics")]:
-        monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setitem(sys.modules, "psutil", None)
-    with pytest.raises(UsageError, match=r"^log\.system_metrics: psutil is not installed; pip install"):
-        store.run(store.cell_run("bare", "bare"), system_metrics=True)
-
-
 def test_a_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     store = open_store(tmp_path)
     parent = store.study_run("tiny-small")
     run_id = store.cell_run("abc", "lmm", parent=parent)
     store.run(run_id)
     folder = RunFolder(tmp_path, "abc")
-    write_json(folder.path / "progress.json", {"step": 3, "steps": 10})
     died = round(time.time()) - 1000
-    os.utime(folder.path / "progress.json", (died, died))
+    folder.update(progress={"step": 3, "steps": 10, "time": died})
     end_orphaned_runs(store, parent, tmp_path)
     ended = store.client.get_run(run_id).info
     assert (ended.status, ended.end_time) == ("KILLED", 1000 * died)
@@ -276,18 +243,3 @@ def test_first_writers_at_once_all_succeed(tmp_path):
 def test_looking_at_a_store_makes_none(tmp_path):
     check_store(tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("before", [None, "7"])
-def test_threads_that_overlap_leave_mlflows_retries_as_they_were(monkeypatch, before):
-    """Enter both, then exit the first before the second."""
-    name = "MLFLOW_HTTP_REQUEST_MAX_RETRIES"
-    monkeypatch.delenv(name, raising=False)
-    if before is not None:
-        monkeypatch.setenv(name, before)
-    NO_RETRIES.__enter__()
-    NO_RETRIES.__enter__()
-    NO_RETRIES.__exit__()
-    assert os.environ[name] == "0"
-    NO_RETRIES.__exit__()
-    assert os.environ.get(name) == before

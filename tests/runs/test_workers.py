@@ -40,7 +40,7 @@ def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
 
     prepare(tiny_run.data, tmp_path)
     started = ray.is_initialized()
-    direct = Worker(spec_for(tiny_run, tmp_path, name="direct")).run().result
+    direct = Worker(spec_for(tiny_run, tmp_path, name="direct")).run()
     wrapped = execute(spec_for(tiny_run, tmp_path, name="wrapped", labels={"row": "lmm"}))
     assert ray.is_initialized() == started
     assert wrapped.row == "lmm"

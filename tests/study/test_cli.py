@@ -1,16 +1,11 @@
 import json
 import socket
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.report.small import save
 from tests.small import study
 from titans_platform import cli
 from titans_platform.cli import sweep
-from titans_platform.study import plan, status
 
 SCALES = {"small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}}}
 STUDY = study(steps=4, scales=SCALES)
@@ -41,7 +36,7 @@ def test_list_and_show(tiny, capsys, answer):
 def test_show_prints_expectations_and_training_data(capsys):
     assert call("show", "parts", "--scale", "smoke") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "counting: words at 1/2/4x" in shown
+    assert "counting: experiments.tasks.synthetic:Words at 1/2/4x" in shown
     assert "w/o Weight Decay model.memory.decay=False episodes should be worse. Every episode" in shown
     assert "one run of each for every task: recall capacity model.attention.window=160" in shown
 
@@ -108,76 +103,6 @@ def test_a_truncated_shard_is_an_error_not_missing_data(tiny, refused):
         assert f"{shard.name}: truncated shard" in refused("sweep", *arguments, "--scale", "small")
 
 
-def finish(tiny) -> Path:
-    """Give every cell of the study a result, without running it. Returns the last cell's folder."""
-    from titans_platform.data import prepare
-
-    root = tiny / "runs"
-    prepare(plan.open_study("tiny", "small", root).cells[0].config.data, root)
-    cells = plan.open_study("tiny", "small", root).cells
-    for cell in cells:
-        save(root, cell, columns={"reasoning": 0.5}, config={"optim": {"steps": 4}})
-    return cells[-1].folder(root).path
-
-
-def test_a_complete_study_is_shown_again_without_large_libraries(tiny, capsys, monkeypatch):
-    finish(tiny)
-    line = ["sweep", "run", "tiny", "--scale", "small"]
-    # as wide as a pipe, which the process below prints to
-    monkeypatch.setenv("COLUMNS", "80")
-    assert cli.run(line) == 0
-    first = capsys.readouterr().out
-    assert "Linear Memory" in first
-    script = (
-        "import sys; from titans_platform.cli import run; code = run(sys.argv[1:])\n"
-        "print(code, {'torch', 'numpy', 'ray', 'mlflow', 'matplotlib', 'scipy'} & set(sys.modules))"
-    )
-    done = subprocess.run([sys.executable, "-c", script, *line], capture_output=True, text=True)
-    assert done.stdout == f"{first}0 set()\n", done.stderr
-    assert cli.run([*line, "--json"]) == 0
-    capsys.readouterr()
-    assert cli.run([*line, "--json"]) == 0
-    out, err = capsys.readouterr()
-    assert json.loads(out)["rows"][0]["columns"]["reasoning"]["mean"] == 50
-    assert err == first
-
-
-def test_a_complete_study_is_read_again_after_any_change(tiny, capsys, monkeypatch):
-    texts, study = tiny / "texts", tiny / "sweeps" / "tiny.yaml"
-    texts.mkdir()
-    (texts / "one.txt").write_text("a line of words\n" * 400)
-    data = {"sequence_length": 32, "sources": [{"kind": "files", "path": str(texts)}]}
-    study.write_text(json.dumps(STUDY | {"base": STUDY["base"] | {"data": data}}))
-    result = finish(tiny) / "result.json"
-    made, make_plan = [], plan.make_plan
-    monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(given) or make_plan(*given))
-
-    def read_again(*options: str) -> bool:
-        made.clear()
-        code = call("run", "tiny", "--scale", "small", *options)
-        capsys.readouterr()
-        return bool(made) or code != 0
-
-    def as_before() -> bool:
-        return read_again() and not read_again()
-
-    assert as_before()
-    result.write_text(result.read_text().replace("0.5", "0.25"))
-    assert as_before()
-    (tiny / "runs" / "studies" / "tiny-small" / "report.html").unlink()
-    assert as_before()
-    study.write_text(study.read_text().replace('"Reasoning"', '"Answers"'))
-    assert as_before()
-    monkeypatch.setattr(status, "code_times", lambda: [("edited.py", 1)])
-    assert as_before()
-    # other cells than those that have a result are refused or run; here they would be
-    monkeypatch.setattr(plan, "make_plan", lambda *given: made.append(given) or 1 / 0)
-    assert read_again("--seeds", "5")
-    assert not read_again()
-    (texts / "two.txt").write_text("more words")
-    assert read_again()
-
-
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
@@ -227,7 +152,7 @@ def test_ui_refuses_a_missing_or_damaged_store(tiny, refused):
 
 
 @pytest.mark.slow
-def test_ui_refuses_a_port_in_use_and_a_dead_server(tiny, capsys, refused):
+def test_ui_refuses_a_port_in_use_and_a_dead_server(tiny, capsys, refused, monkeypatch):
     from titans_platform.tracking import open_store
 
     store = open_store(tiny / "runs")
@@ -235,12 +160,13 @@ def test_ui_refuses_a_port_in_use_and_a_dead_server(tiny, capsys, refused):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert f"--port {port}: " in refused("ui", "--no-browser", "--port", port)
+        assert f"--port {port}: " in refused("ui", "--port", port)
     assert cli.run(["ui", "--dry-run", "--port", "5123"]) == 0
     out = capsys.readouterr().out
     assert store.uri in out
     assert "--port 5123" in out
-    assert "no answer" in refused("ui", "--store", "http://127.0.0.1:9")
+    monkeypatch.setenv("TITANS_MLFLOW", "http://127.0.0.1:9")
+    assert "no answer" in refused("ui")
 
 
 def test_lists_in_options():

@@ -13,13 +13,12 @@ import ray  # noqa: F401 - brings psutil
 from tests.small import study, until
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.files import read_json
 from titans_platform.report.report import DAGGERS
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import expand, load_study
-from titans_platform.study.status import counts, read_status
+from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
@@ -42,7 +41,7 @@ def worker_of(cell: RunFolder) -> int | None:
     """Pid of the worker of a cell that has a checkpoint."""
     if not cell.is_held() or not list((cell.path / "checkpoints").glob("step-*")):
         return None
-    return (read_json(cell.path / "origin.json") or {}).get("pid")
+    return cell.record().get("pid")
 
 
 def below(pid: int) -> list[int]:
@@ -77,9 +76,9 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     first = driver(tmp_path, "--concurrency", "1")
     try:
         pid = until(lambda: worker_of(folders["LMM"]))
-        status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
-        assert status.running
-        assert counts(status.cells)["running"] == 1
+        status = read_status(root, "tiny", "small")
+        assert status["running"]
+        assert status["counts"]["running"] == 1
         os.kill(pid, signal.SIGKILL)
         # another process resumes it
         until(lambda: worker_of(folders["LMM"]) not in (None, pid))
@@ -91,7 +90,7 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     # no process of the dead driver's Ray survives
     until(lambda: not [pid for pid in ray_pids if alive(pid)], timeout=60)
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
-    assert not read_status(str(tmp_path / "tiny.yaml"), "small", root).running
+    assert not read_status(root, "tiny", "small")["running"]
 
     code, out = end(driver(tmp_path))
     assert code == 4, out
@@ -105,9 +104,9 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
     _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)
-    status = read_status(str(tmp_path / "tiny.yaml"), "small", root)
-    assert counts(status.cells) == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
-    assert "loss nan" in next(cell.reason for cell in status.cells if cell.state == "failed")
+    status = read_status(root, "tiny", "small")
+    assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
+    assert "loss nan" in next(cell.reason for cell in status["cells"] if cell.state == "failed")
 
     code, again = end(driver(tmp_path, "--rows", "LMM,Linear Memory"))
     # all that was asked for is done; the table shows the row that failed all the same

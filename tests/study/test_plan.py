@@ -1,5 +1,7 @@
 """Estimates: how long a plan takes, and how many cells fit into memory."""
 
+from dataclasses import replace
+
 import pytest
 
 from titans_platform.config import RunConfig
@@ -9,7 +11,7 @@ from titans_platform.runs import check
 from titans_platform.runs.spec import Machine
 from titans_platform.study import plan as module
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.plan import CELL_OVERHEAD, STARTUP, Plan, estimate, eval_tokens, make_plan
+from titans_platform.study.plan import CELL_OVERHEAD, STARTUP, estimate, eval_tokens, place
 from titans_platform.study.spec import Column, Row, Scale, Study
 
 ROWS = ("fast", "slow", "slower")
@@ -45,11 +47,11 @@ def test_each_row_is_timed_with_its_own_model(study, monkeypatch):
     monkeypatch.setattr(module, "seconds_per_token", seconds_per_token)
     config = study.cells[0].config
     tokens = config.tokens + eval_tokens(config) / 3
-    found = estimate(Plan(study, 2))
+    seconds, basis = estimate(replace(study, concurrency=2))
     assert sorted(timed) == [16, 32, 64]
-    each = sum(2 * seconds * tokens for seconds in per_token.values())
-    assert found.seconds == pytest.approx(STARTUP + (each + 6 * CELL_OVERHEAD) / 2)
-    assert found.basis == "optimiser steps of 3 of 3 rows timed now"
+    each = sum(2 * time * tokens for time in per_token.values())
+    assert seconds == pytest.approx(STARTUP + (each + 6 * CELL_OVERHEAD) / 2)
+    assert basis == "optimiser steps of 3 of 3 rows timed now"
 
 
 def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
@@ -57,17 +59,17 @@ def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
     monkeypatch.setattr(module, "seconds_per_token", lambda config: 1e-5)
     config = study.cells[0].config
     each = 1e-5 * (config.tokens + eval_tokens(config) / 3) + CELL_OVERHEAD
-    found = estimate(Plan(study, 6))
-    assert found.seconds == pytest.approx(STARTUP + each)
-    assert found.basis == "optimiser steps of fast timed now"
+    seconds, basis = estimate(replace(study, concurrency=6))
+    assert seconds == pytest.approx(STARTUP + each)
+    assert basis == "optimiser steps of fast timed now"
 
 
 def test_finished_cells_replace_timed_steps(study):
     finish(study, study.cells[0], train_seconds=30.0, eval_seconds=10.0)
-    found = estimate(Plan(study, 1))
+    seconds, basis = estimate(replace(study, concurrency=1))
     # five cells are left, and rows without a finished cell get the mean of those with one
-    assert found.seconds == pytest.approx(STARTUP + 5 * (40 + CELL_OVERHEAD))
-    assert found.basis == "1 finished cells"
+    assert seconds == pytest.approx(STARTUP + 5 * (40 + CELL_OVERHEAD))
+    assert basis == "1 finished cells"
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -84,12 +86,12 @@ def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
 def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):
     finish(study, study.cells[0], peak_rss_bytes=3 * GIB)
     monkeypatch.setattr(module, "machine_memory", lambda: 8 * GIB)
-    plan = make_plan(study, machine=Machine(cpus=4))
-    assert plan.concurrency == 2
+    placed, warning = place(study, machine=Machine(cpus=4))
+    assert placed.concurrency == 2
     memory = "4 cells at once need 12.0 GiB of memory (3.0 GiB each, measured)"
-    assert plan.warning == f"{memory}, this machine has 8.0; 2 at a time"
+    assert warning == f"{memory}, this machine has 8.0; 2 at a time"
     with pytest.raises(UsageError, match=r"--concurrency 3: 3 cells at once need 9.0 GiB .* give 2$"):
-        make_plan(study, requested=3, machine=Machine(cpus=4))
-    assert make_plan(study, requested=2, machine=Machine(cpus=4)).warning == ""
+        place(study, requested=3, machine=Machine(cpus=4))
+    assert place(study, requested=2, machine=Machine(cpus=4))[1] == ""
     monkeypatch.setattr(module, "machine_memory", lambda: 64 * GIB)
-    assert make_plan(study, machine=Machine(cpus=4)).concurrency == 4
+    assert place(study, machine=Machine(cpus=4))[0].concurrency == 4

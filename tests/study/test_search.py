@@ -8,9 +8,9 @@ import pytest
 from tests.small import RUN
 from titans_platform import cli
 from titans_platform.errors import UsageError
-from titans_platform.study.folder import set_line
 from titans_platform.study.grid import StudyRun, load_study
 from titans_platform.study.plan import check_space
+from titans_platform.study.search import set_line
 from titans_platform.study.spec import Parameter, Search
 
 STUDY = {

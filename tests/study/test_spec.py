@@ -110,7 +110,7 @@ def test_rows_that_are_not_selected_are_checked_too(tmp_path):
 def test_a_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
     tasks = {
         "a": {"eval.columns.first": [{"task": "recall"}], "optim.steps": 7},
-        "b": {"eval.columns.second": [{"task": "words"}]},
+        "b": {"eval.columns.second": [{"task": "recall"}]},
     }
     changes = {
         "columns": {"first": {"title": "First"}, "second": {"title": "Second"}},

@@ -1,13 +1,15 @@
 """What is shown of a study: cells that ended, and where their time went."""
 
-import pytest
+import io
 
-from titans_platform.cli.live import StudyView
+import pytest
+from rich.console import Console
+
+from titans_platform.cli.live import running
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
 from titans_platform.study import status
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.plan import Plan
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import timings, timings_line
 
@@ -22,10 +24,12 @@ def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     measured = {"acc": 0.25, "ppl": 5.125, "speed": None}
     result = {"cell": "abc", "columns": measured, "train_seconds": 8, "eval_seconds": 2}
     study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    view = StudyView(Plan(StudyRun(study, "small", tmp_path, "one", cells=(cell,)), 1))
-    assert view.news() == []
-    write_json(cell.folder(tmp_path).path / "result.json", result)
-    assert view.news() == ["done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)"]
+    study = StudyRun(study, "small", tmp_path, "one", cells=(cell,))
+    out = io.StringIO()
+    with running(study, Console(file=out, width=100)):
+        assert not out.getvalue()
+        write_json(cell.folder(tmp_path).path / "result.json", result)
+    assert out.getvalue() == "done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def cells(tmp_path, monkeypatch):
     for cell, (began, ended) in zip(found, SPANS.values(), strict=True):
         seconds = {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5}
         span = {"began": NOW + began, "ended": NOW + ended, "seconds": seconds}
-        write_json(cell.folder(tmp_path).path / "time.json", span)
+        cell.folder(tmp_path).update(attempt=span)
     return found
 
 

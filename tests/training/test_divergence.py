@@ -1,4 +1,4 @@
-"""Divergence (NaN, inf or a loss spike): the run stops, skips the batch, or rewinds to a checkpoint."""
+"""Divergence (NaN, inf or a loss spike): the run stops, or skips the batch."""
 
 import math
 from pathlib import Path
@@ -12,7 +12,7 @@ from tests.training.test_checkpoint import same, weights
 from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import Hooks, Trainer
-from titans_platform.training.optim import REWINDS, SKIPS, Diverged, judge, save_batch
+from titans_platform.training.optim import SKIPS, Diverged, judge, save_batch
 
 EVERY = 4
 
@@ -53,18 +53,13 @@ def sick(*places: int, **optim) -> Trainer:
 def hooks(saver: Saver, folder: Path, **more) -> Hooks:
     """The hooks that a run passes to its loop."""
     t = saver.trainer
-
-    def rewind() -> bool:
-        saver.finish()
-        return checkpoint.rewind(saver.folder, t, EVERY) is not None
-
     keep = lambda batch, error: save_batch(folder, batch, t.progress.step + 1, 0, error)  # noqa: E731
     options = {"on_checkpoint": saver.save, "checkpoint_every": EVERY, "on_divergence": keep}
-    return Hooks(**options, rewind=rewind, **more)
+    return Hooks(**options, **more)
 
 
 def train(t: Trainer, folder: Path, until: int | None = None, **more) -> Trainer:
-    with Saver(folder / "checkpoints", t, every=EVERY) as saver:
+    with Saver(folder / "checkpoints", t) as saver:
         t.run(hooks(saver, folder / "diverged", **more), until)
     return t
 
@@ -92,14 +87,10 @@ def test_the_batch_at_fault_is_kept_and_named(tmp_path):
         assert torch.equal(kept.get_tensor("tokens"), t.stream.batch(6).tokens)
 
 
-@pytest.mark.parametrize(("policy", "poisoned", "left_out", "rewinds"), [
-    ("skip", (6, 11), (6, 11), 0),
-    ("rewind", (10,), (8, 9, 10), 1),  # back to step 8 and past what had been read
-])  # fmt: skip
-def test_batches_are_left_out_and_the_next_take_their_places(tmp_path, policy, poisoned, left_out, rewinds):
-    t = train(sick(*poisoned, on_divergence=policy), tmp_path)
-    assert (t.progress.step, t.progress.offset, t.progress.rewinds) == (20, len(left_out), rewinds)
-    healthy = [place for place in range(23) if place not in left_out]
+def test_skip_gives_the_place_of_a_bad_batch_to_the_next(tmp_path):
+    t = train(sick(6, 11, on_divergence="skip"), tmp_path)
+    assert (t.progress.step, t.progress.offset) == (20, 2)
+    healthy = [place for place in range(23) if place not in (6, 11)]
 
     class Healthy(Rows):
         def batch(self, step: int) -> Batch:
@@ -118,21 +109,9 @@ def test_when_every_batch_is_at_fault_the_run_stops(tmp_path):
     assert t.progress.step == 5
 
 
-def test_rewinds_are_bounded(tmp_path):
-    t = sick(*range(10, 100), on_divergence="rewind")
-    with pytest.raises(Diverged, match=f"{REWINDS} rewinds; step 9: loss nan"):
-        train(t, tmp_path)
-
-
-def test_before_the_first_checkpoint_there_is_none_to_go_back_to(tmp_path):
-    with pytest.raises(Diverged, match=r"step 3: loss nan.* no checkpoint to go back to yet"):
-        train(sick(2, on_divergence="rewind"), tmp_path)
-
-
-@pytest.mark.parametrize("policy", ["skip", "rewind"])
 @pytest.mark.parametrize("killed", [6, 9, 10, 11, 14, 18])
-def test_killed_and_resumed_it_decides_the_same(tmp_path, policy, killed):
-    options = {"on_divergence": policy, "spike": 1.5}
+def test_killed_and_resumed_it_skips_the_same(tmp_path, killed):
+    options = {"on_divergence": "skip", "spike": 1.5}
     straight = train(sick(10, 17, **options), tmp_path / "straight")
     assert straight.progress.offset
 

@@ -1,4 +1,4 @@
-"""Recipes for hybrids: the window of each step, the auxiliary pass, and resuming in the middle of both."""
+"""Recipes for hybrids: the window of each step, and resuming in the middle."""
 
 from collections import Counter
 
@@ -14,7 +14,7 @@ from titans_platform.errors import UsageError
 from titans_platform.training import checkpoint
 from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import CrossEntropy, Trainer
-from titans_platform.training.optim import check_windows, drawn_window, passes
+from titans_platform.training.optim import check_windows, drawn_window
 
 LENGTH = 32
 
@@ -47,28 +47,9 @@ def test_a_step_is_trained_with_its_window():
     assert t.model.blocks[0].attention.window == 16, "outside of a step the model has its own window"
 
 
-@pytest.mark.parametrize("recompute", [False, True])
-def test_the_auxiliary_pass_adds_its_weighted_gradient(recompute):
-    t = trainer(auxiliary_window=8, auxiliary_weight=0.25, recompute=recompute)
-    batch, loss = t.stream.batch(0), lambda: CrossEntropy().carried_losses(t.model, batch, None)[0].mean()
-    parameters = [p for p in t.model.parameters() if p.requires_grad]
-    main = torch.autograd.grad(loss(), parameters)
-    with intervene(t.model, Intervention(window=8)):
-        short = torch.autograd.grad(loss(), parameters)
-    reported, _, _ = t._backward(batch, telemetry=False)
-    assert reported == pytest.approx(loss().item(), rel=1e-6), "the loss is that of the main pass"
-    for p, a, b in zip(parameters, main, short, strict=True):
-        torch.testing.assert_close(p.grad, a + 0.25 * b, rtol=1e-4, atol=1e-6)
-
-
-def test_no_auxiliary_pass_where_the_window_is_short_already():
-    t = trainer(windows=(8, 16), auxiliary_window=8)
-    assert [len(passes(t.model, t.cfg, window)) for window in (8, 16, None)] == [1, 2, 2]
-
-
 @pytest.mark.parametrize("variant", ["mac", "mag", "mal"])
 def test_micro_batches_and_a_restart_change_nothing(variant, tmp_path):
-    recipe = {"windows": (8, 16), "auxiliary_window": 8, "lr": 1e-3}
+    recipe = {"windows": (8, 16), "lr": 1e-3}
     whole, parts = trainer(variant, **recipe), trainer(variant, micro_batch_size=2, **recipe)
     for _ in range(6):
         a, b = whole.step(), parts.step()
@@ -87,7 +68,6 @@ def test_micro_batches_and_a_restart_change_nothing(variant, tmp_path):
     ("mag", {"windows": (8, 12)}, r"optim\.windows: the longest is 12, but the model is evaluated with"),
     ("mag", {"windows": (8, 32)}, r"optim\.windows: window: 32 is longer than the model's own, 16"),
     ("mac", {"windows": (12, 16)}, r"optim\.windows: window: 12 is not a multiple of memory"),
-    ("mac", {"auxiliary_window": 4}, r"optim\.auxiliary_window: window: 4 is not a multiple"),
     ("lmm", {"windows": (8,)}, r"optim\.windows: the model has no attention window"),
 ])  # fmt: skip
 def test_windows_that_the_model_cannot_take(variant, fields, why):

@@ -113,17 +113,9 @@ class Report:
         """Whether no check failed."""
         return not self.of("fail")
 
-    @property
-    def badge(self) -> str:
-        """A line of Markdown: an image that says how many of the checks that apply have passed."""
-        passed, failed = len(self.of("pass")), len(self.of("fail"))
-        colour = "brightgreen" if not failed else "red"
-        url = f"https://img.shields.io/badge/titans%20audit-{passed}%20of%20{passed + failed}-{colour}"
-        return f"![titans audit: {passed} of {passed + failed} checks]({url})"
-
     def to_dict(self) -> dict[str, Any]:
         """As plain values, for JSON."""
-        return {**asdict(self), "passed": self.passed, "badge": self.badge}
+        return {**asdict(self), "passed": self.passed}
 
 
 CHECKS: list[Check] = []

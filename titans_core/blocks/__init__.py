@@ -34,7 +34,6 @@ BLOCKS = Registry(
         "mac": "titans_core.blocks.mac:MAC",
         "mag": "titans_core.blocks.mag:MAG",
         "mal": "titans_core.blocks.mal:MAL",
-        "tnt": "titans_core.blocks.tnt:TNT",
         "transformer": "titans_core.blocks.transformer:Transformer",
         "retnet": "titans_core.blocks.baselines.retnet:RetNet",
         "gla": "titans_core.blocks.baselines.gla:GLA",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -56,6 +57,10 @@ class Block(nn.Module, ABC):
         super().__init__()
         self.recompute = False
         """Activation checkpointing: recompute the forward pass during the backward pass."""
+        self.checkpoint: Callable[..., Any] = partial(
+            checkpoint, use_reentrant=False, preserve_rng_state=False
+        )
+        """Function that does so."""
         self.options: Any = self.read_options(config)
         self.norm = RMSNorm(config.d_model)
         self.persistent_PD: nn.Parameter | None = None
@@ -83,9 +88,7 @@ class Block(nn.Module, ABC):
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(
-                self._forward, x_BTD, state, positions, use_reentrant=False, preserve_rng_state=False
-            )
+            return self.checkpoint(self._forward, x_BTD, state, positions)
         return self._forward(x_BTD, state, positions)
 
     def _forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:

@@ -117,7 +117,7 @@ class MAC(Block):
 
     def _start(self, batch: int, attention: AttentionState) -> MACState:
         cache = self.memory.start(batch)
-        reads = {name: inputs for name, inputs in cache.conv_state.items() if name in self.memory.read_names}
+        reads = {name: inputs for name, inputs in cache.conv_state.items() if name == "q"}
         return MACState(cache, cache.start.weights, reads, SegmentState.after(attention, batch), 0)
 
     def _segment(
@@ -154,10 +154,9 @@ class MAC(Block):
             not serves(x_BTD, self.memory_norm.weight, *(memory.base or ()), *_floating(state))
             or c.backend not in ("auto", "native") or c.activation not in ACTIVATIONS
             or type(memory.rule) is not Rule
-            or memory.residual is not None
+            or c.residual != "none"
             or memory.output_norm is None
-            or memory.polynomial or memory.feature_weights or memory.log_correction_H is not None
-            or (c.decay_per, c.theta_per, c.gates_per) != ("head", "head", "token")
+            or (c.channel_gates, c.gates_per) != ("none", "token")
             or memory.watcher or memory.recorder or memory.muted or not memory.decays
             or attention.muted or not attention.config.silu
         ):  # fmt: skip

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from itertools import pairwise
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -21,13 +20,8 @@ class Activation(NamedTuple):
     """(z, out=None): f(z)"""
     through: Callable[..., Tensor]
     """(g, z, out=None): g f'(z)"""
-    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
-    """(z, f(z)): f'(z) and f''(z); None for a gated activation, which is not elementwise."""
-
-    @property
-    def gated(self) -> bool:
-        """``f([a, b]) = g(a) * b`` halves the width: a layer is two matrices side by side."""
-        return self.slopes is None
+    slopes: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+    """(z, f(z)): f'(z) and f''(z)"""
 
 
 def _silu(z: Tensor, out: Tensor | None = None) -> Tensor:
@@ -74,20 +68,6 @@ def _through_identity(g: Tensor, z: Tensor, out: Tensor | None = None) -> Tensor
     return g if out is None else out.copy_(g)
 
 
-def _gated(g: Activation) -> Activation:
-    """``[a, b]`` to ``g(a) * b`` (GLU variants, Shazeer 2020, arXiv 2002.05202)."""
-
-    def value(z: Tensor) -> Tensor:
-        a, b = z.chunk(2, -1)
-        return g.value(a) * b
-
-    def through(dy: Tensor, z: Tensor) -> Tensor:
-        a, b = z.chunk(2, -1)
-        return torch.cat([g.through(dy * b, a), dy * g.value(a)], -1)
-
-    return Activation(value, through)
-
-
 ACTIVATIONS: dict[str, Activation] = {
     "silu": Activation(_silu, _through_silu, _silu_slopes),
     "gelu": Activation(_gelu, _through_gelu, _gelu_slopes),
@@ -95,10 +75,3 @@ ACTIVATIONS: dict[str, Activation] = {
         _identity, _through_identity, lambda z, value: (torch.ones_like(z), torch.zeros_like(z))
     ),
 }
-ACTIVATIONS |= {"swiglu": _gated(ACTIVATIONS["silu"]), "geglu": _gated(ACTIVATIONS["gelu"])}
-
-
-def layer_shapes(widths: Sequence[int], activation: str) -> list[tuple[int, int]]:
-    """[D, F] of each layer of a memory of these widths; under a gated activation hidden layers have 2 F."""
-    shapes, twice = list(pairwise(widths)), 1 + ACTIVATIONS[activation].gated
-    return [*((D, twice * F) for D, F in shapes[:-1]), shapes[-1]]

@@ -10,18 +10,9 @@ import torch
 from torch import Tensor
 
 from titans_kernels import ran
-from titans_kernels.memory import budget
-from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms import (
-    autograd,
-    channels,
-    chunked,
-    factored,
-    native,
-    online,
-    reference,
-)
+from titans_kernels.memory.forms import chunked, generic, native, online, reference
 from titans_kernels.memory.options import (
+    Extension,
     Inputs,
     Layers,
     MemoryState,
@@ -33,18 +24,35 @@ from titans_kernels.memory.options import (
     whole,
     without_autocast,
 )
-from titans_kernels.memory.residual import Output, OutputActivation, Residual
-from titans_kernels.memory.rules import PAPER, Rule, find_rule
-from titans_kernels.memory.rules.delta_ttt import DeltaTTT
-from titans_kernels.memory.rules.gated_delta import GatedDelta
-from titans_kernels.memory.rules.momentum_delta import MomentumDelta
+from titans_kernels.memory.residual import Residual
+from titans_kernels.memory.rules import Rule, find_rule
 from titans_kernels.memory.validate import (
     check_base,
+    check_gates,
     check_options,
     check_residual,
-    check_rule,
     check_shapes,
 )
+
+Compute = Callable[[Inputs, Layers, Layers, Options], Result]
+"""Takes inputs of any dtype; weights and momenta [N, H, D_in, D_out] have the dtype of the state. With a
+base, weights are offsets from it."""
+
+
+class Form(NamedTuple):
+    """A form (implementation) of the operator: the calls it supports, its accuracy, when "auto" picks it."""
+
+    name: str
+    """The value of `neural_memory`'s ``backend`` that selects it; `forms_used` reports it."""
+    compute: Compute
+    tolerance: float
+    """Relative error of reads, states and gradients to "reference"; in float64, for Triton in float32."""
+    refusal: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
+    """Why it does not support a call (rule, sizes, dtypes, no C++ compiler), or None if it does."""
+    device: Literal["any", "cpu", "cuda"] = "any"
+    """"auto" picks it only on this device."""
+    traced: Compute | None = None
+    """Replaces ``compute`` under torch.compile and for meta tensors, where ``compute`` cannot be traced."""
 
 
 def _triton(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -54,115 +62,60 @@ def _triton(inputs: Inputs, weights: Layers, momentum: Layers, options: Options)
     return op.write_and_read(inputs, weights, momentum, options)
 
 
-def _triton_limits(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+def _triton_refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
     from titans_kernels.memory.forms.triton.refusal import refusal
 
+    if reason := options.refusal(inputs, norm=False, columns=False):
+        return reason
     return refusal(*inputs[:3], weights, options.chunk_size, options.operands)
 
 
 def _traced(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """`chunked` or `channels` as a custom operator (below), which torch.compile and torch.export take."""
+    """`chunked` as a custom operator (below), which torch.compile and torch.export take."""
     given = (list(x) for x in (weights, momentum, options.base, options.norm))
-    output = options.residual.name if isinstance(options.residual, OutputActivation) else None
-    y, *state = memory_chunked(*inputs.to_state_dtype()[:6], *given, *options[:4], output)
+    y, *state = memory_chunked(*inputs.to_state_dtype()[:6], *given, *options[:4])
     return y, tuple(state[: len(weights)]), tuple(state[len(weights) :])
 
 
-class Form(NamedTuple):
-    """A form (implementation) of the operator: the calls it supports, its accuracy, when "auto" picks it."""
+def _folded(compute: Compute, base: bool = True) -> Compute:
+    """``compute`` of full weights, with ``x + f(x)`` and the base of a linear memory folded into the value.
 
-    name: str
-    """What `forms_used` reports."""
-    backend: str
-    """The value of `neural_memory`'s ``backend`` that selects it."""
-    compute: Callable[[Inputs, Layers, Layers, Options], Result]
-    """Takes inputs of any dtype; weights and momenta [N, H, D_in, D_out] have the dtype of the state."""
-    tolerance: float
-    """Relative error of reads, states and gradients to "reference"; in float64, for Triton in float32."""
-    device: Literal["any", "cpu", "cuda"] = "any"
-    """"auto" picks it only on this device."""
-    rules: tuple[type[Rule], ...] | None = (Rule,)
-    """Supported rules; None for any. `Rule` itself is the paper's."""
-    linear: bool = False
-    """Whether the rule must be linear (`Rule.linear`), or but for a step of its own (`Rule.stepped`)."""
-    windows: bool = False
-    """Whether the rule may have a `Rule.window`."""
-    alpha: Literal["head", "column", "any"] = "head"
-    """Supported alpha: one per head, one per group of columns, or either."""
-    norm: bool = False
-    """Whether it supports LN inside the memory (`Residual.norm`) and an activation of its output."""
-    any_loss: bool = False
-    """Whether the loss may depend on more than prediction - value. If not, ``x + f(x)`` and the base of a
-    linear memory are folded into the value."""
-    linear_base: bool = False
-    """Whether it applies the base of a linear memory itself, faster than folding it into the value."""
-    depth: int | None = None
-    """Maximum number of layers; None for any."""
-    chunk_size: int | None = None
-    """The only supported chunk size; None for any."""
-    surprise_bound: bool = True
-    """Whether it supports a surprise bound."""
-    layerwise: bool = False
-    """Whether it supports rules with a loss for each layer."""
-    gated: bool = False
-    """Whether it supports a gated activation between layers."""
-    steps_by_matrix: bool = False
-    """Whether it supports a theta for each matrix."""
-    traced: Callable[[Inputs, Layers, Layers, Options], Result] | None = None
-    """Replaces ``compute`` under torch.compile and for meta tensors, where ``compute`` cannot be traced."""
-    limits: Callable[[Inputs, Layers, Options], str | None] = lambda *call: None
-    """Any other reason why a call is not supported (sizes, dtypes, no C++ compiler), or None."""
+    ``||k + f(k) - v||^2`` is the loss of f for the value v - k. For a linear memory with a base B,
+    ``||k (W + B) - v||^2`` is the loss of W for the value v - k B; ``base=False`` leaves that to ``compute``.
+    """
 
-    def refusal(self, inputs: Inputs, weights: Layers, options: Options) -> str | None:
-        """Why this form does not support a call, or None if it does."""
-        layers, by_column = len(weights), inputs.forgets_by_column
-        if (
-            (self.rules is not None and type(options.rule) not in self.rules)
-            or (self.linear and not (options.rule.linear or options.rule.stepped))
-            or (options.rule.layerwise and not self.layerwise)
-        ):
-            return f"it does not support the rule {options.rule}"
-        if options.rule.window and not self.windows:
-            return "it does not write a token together with earlier ones"
-        if options.curved and not self.norm:
-            what = "LN inside the memory" if options.norm else "an activation of the memory's output"
-            return f"it does not support {what}"
-        if self.alpha == ("head" if by_column else "column"):
-            return f"it does not support alpha per {'column' if by_column else 'head'}"
-        if inputs.steps_by_matrix and not self.steps_by_matrix:
-            return "it does not support theta per matrix"
-        if self.depth is not None and layers > self.depth:
-            return f"it supports {self.depth} layer, not {layers}"
-        if self.chunk_size not in (None, options.chunk_size):
-            return f"it supports chunk_size {self.chunk_size}, not {options.chunk_size}"
-        if layers > 1 and ACTIVATIONS[options.activation].gated and not self.gated:
-            return f"it does not support the activation {options.activation}"
-        if options.surprise_bound is not None and not self.surprise_bound:
-            return "it does not support surprise_bound"
-        return self.limits(inputs, weights, options)
+    def folded(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
+        B, added = options.base, []
+        if base and len(B) == 1 and not options.norm:
+            added.append(lambda x: torch.einsum("bthd,hdf->bthf", x, B[0]))
+            options = options._replace(base=())
+        if options.residual is not None and not options.norm:
+            added.append(lambda x: x)
+            options = options._replace(residual=None)
+        q, k, v = (x.to(inputs.state_dtype) for x in inputs[:3])
+        for part in added:
+            v = v - part(k)
+        if added:  # the kernels need operands of one dtype
+            inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
+        y, weights, momentum = compute(inputs, whole(weights, options.base), momentum, options)
+        for part in reversed(added):
+            y = part(q) + y
+        return y, distances(weights, options.base), momentum
+
+    return folded
 
 
 FORMS = (
-    Form("layerwise", "online", online.layerwise, 1e-9, rules=(DeltaTTT,), layerwise=True, linear_base=True,
-         chunk_size=1, surprise_bound=False),
-    Form("online", "online", online.write_and_read, 1e-9, rules=(Rule, GatedDelta, MomentumDelta), depth=1,
-         chunk_size=1, surprise_bound=False),
-    Form("triton", "triton", _triton, 5e-5, device="cuda", limits=_triton_limits),
-    Form("native", "native", native.write_and_read, 1e-9, device="cpu", rules=native.LOSSES, norm=True,
-         linear_base=True, limits=native.refusal),
-    Form("chunked", "chunked", chunked.write_and_read, 1e-9, norm=True, traced=_traced),
-    Form("channels", "chunked", channels.write_and_read, 1e-9, alpha="column", norm=True,
-         traced=_traced),
-    Form("factored", "chunked", factored.write_and_read, 1e-9, rules=None, linear=True, norm=True,
-         any_loss=True, windows=True, gated=True, steps_by_matrix=True, traced=autograd.write_and_read),
-    Form("autograd", "autograd", autograd.write_and_read, 1e-9, rules=None, alpha="any", norm=True,
-         any_loss=True, gated=True, steps_by_matrix=True),
-    Form("reference", "reference", reference.write_and_read, 0.0, rules=None, alpha="any", norm=True,
-         any_loss=True, layerwise=True, windows=True, gated=True, steps_by_matrix=True),
-)  # fmt: skip
+    Form("online", _folded(online.write_and_read), 1e-9, online.refusal),
+    Form("triton", _folded(_triton), 5e-5, _triton_refusal, "cuda"),
+    Form("native", _folded(native.write_and_read, base=False), 1e-9, native.refusal, "cpu"),
+    Form("chunked", _folded(chunked.write_and_read), 1e-9, chunked.refusal, traced=_folded(_traced)),
+    Form("generic", generic.write_and_read, 1e-9),
+    Form("reference", reference.write_and_read, 0.0, reference.refusal),
+)
 """Every form, in the order in which "auto" tries them."""
 
-BACKENDS = ("auto", *reversed(dict.fromkeys(form.backend for form in FORMS)))
+BACKENDS = ("auto", *(form.name for form in reversed(FORMS)))
 
 
 def neural_memory(
@@ -175,18 +128,12 @@ def neural_memory(
     weights: tuple[Tensor, ...],
     momentum: tuple[Tensor, ...] | None = None,
     *,
-    extra: Tensor | None = None,
     chunk_size: int = 64,
     activation: str = "silu",
     surprise_bound: float | None = None,
     cu_seqlens: Tensor | None = None,
     backend: str = "auto",
-    rule: Rule | str = PAPER,
-    residual: Output | None = None,
-    base: tuple[Tensor, ...] | None = None,
-    write_budget: float | None = None,
-    keep_bytes: int | None = None,
-    output_final_state: bool = True,
+    extension: Extension | None = None,
 ) -> tuple[Tensor, MemoryState]:
     """Write each token into the memory and read it back (eqs. 12-16).
 
@@ -203,43 +150,27 @@ def neural_memory(
         k: keys, [B, T, H, D].
         v: values, [B, T, H, D_v], where D_v is the output width of the last layer.
         alpha: weight decay (forgetting) in [0, 1], [B, T, H], or [B, T, H, A] with one value for each of A
-            groups of adjacent columns of every layer; A must divide the layer's width (see `channels`).
+            groups of adjacent columns of every layer; A must divide the layer's width (see `forms.channels`).
         eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H], or [B, T, H, M] with one for each matrix of the memory, in
-            the order of ``weights``; a hidden layer under a gated activation has two.
+        theta: step size, at least 0, [B, T, H]; `write_budget` limits what a chunk writes in one direction.
         weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
         momentum: tensors of the same shapes, or None for zeros.
-        extra: the rule's own gates in [0, 1], [B, T, H, E] with E = `Rule.extra_gates`; None if it has none.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
-        activation: "silu", "gelu" or "identity", between layers; or "swiglu" or "geglu", under which every
-            layer but the last is two matrices side by side, [W, V] with ``silu(x W) * (x V)`` as its output,
-            and 2 F wide for the F inputs of the next. "factored" and "autograd" support these two.
+        activation: "silu", "gelu" or "identity", between layers.
         surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths of N documents packed into B = 1; documents may
             be empty. Each document starts from the given weights and momentum, whose batch dimension may be
-            N, and the returned state has batch dimension N. The values are read once per tensor; on the CPU
-            they cost no GPU synchronisation.
-        backend: "auto", "reference", "autograd", "chunked", "native", "online" or "triton". "auto" picks
-            "online" with chunk_size 1 and no surprise bound for a linear memory (rules "paper",
-            "gated_delta" and "mdn") and for "delta_ttt", otherwise "triton" on a GPU, with operands in q's
-            dtype or autocast's; if no kernel supports the call it falls back to "chunked" and logs that once.
-            On a CPU "auto" picks "native" if there is a C++ compiler, otherwise "chunked". For any other rule
-            it picks "chunked", otherwise "autograd".
-        rule: the update rule, a `Rule` or a name known to `find_rule`; the equations above are the default,
-            "paper". "reference" supports any rule, "autograd" any but "delta_ttt".
-        residual: None for the paper's memory, a residual connection around it, with or without LN, or an
-            `OutputActivation`. "online" and "triton" support neither of the last two nor alpha per column;
-            "native" does not support the latter. "auto" skips them.
-        base: per layer B [H, D_in, D_out], shared by the batch: the weights decay towards B instead of zero,
-            ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. ``weights`` and the returned weights are then the
-            offsets W - B, so a memory that starts at its base has zero weights.
-        write_budget: maximum number of full steps written along any direction of key space within a chunk
-            (see `budget`), so that repeated tokens cannot make the memory diverge. None for the paper's rule.
-        keep_bytes: memory, in bytes, that the Triton kernels may save for the backward pass; a call that
-            needs more recomputes in the backward pass, with the same result. None for 1/64 of the GPU's
-            memory. Other backends ignore it.
-        output_final_state: if False, the returned state is empty, which saves one state per document when
-            training on packed documents.
+            N, and the returned state has batch dimension N. If all start from the same [H, D_in, D_out], as
+            in training, no state is returned (its parts are empty), which saves one state per document. The
+            values are read once per tensor; on the CPU they cost no GPU synchronisation.
+        backend: "auto" or the name of a form. "auto" picks "online" for a linear memory with chunk_size 1 and
+            no surprise bound (rules "paper" and "gated_delta"), otherwise for the paper's rule "triton" on a
+            GPU, with operands in q's dtype or autocast's; if no kernel supports the call it falls back to
+            "chunked" and logs that once. On a CPU it picks "native" if there is a C++ compiler, otherwise
+            "chunked". For any other rule it picks "generic".
+        extension: parts beyond the paper's equations: a residual connection, with or without LN, a base that
+            weights decay to, another rule. "online" and "triton" support neither LN nor alpha per column,
+            "native" supports LN; "auto" skips them.
 
     Returns:
         y [B, T, H, D_v] in q's dtype, and the state after the last token in float32 (float64 for float64
@@ -251,7 +182,7 @@ def neural_memory(
         ValueError: a shape, name or size is invalid; the message names it. Or ``backend`` does not support
             the call.
 
-    Non-finite values: for finite inputs a read depends on no later token. For "reference" and "autograd" this
+    Non-finite values: for finite inputs a read depends on no later token. For "reference" this
     holds for NaN and inf too. The other forms multiply by a masked matrix, and 0 * inf is NaN, so a NaN or
     inf in k, v or a gate may also reach earlier tokens of the same chunk and head ("online": of the same
     block of 32 tokens, where a finite value whose square overflows does so as well). It never reaches another
@@ -261,47 +192,31 @@ def neural_memory(
     Precision: a deep memory without ``surprise_bound`` can be ill-conditioned, especially with keys of norm
     above 1. Among 258 random calls with finite outputs, the worst reads in float32 were off by 2e-3 and the
     worst gradients by 1e-2 relative to float64, in every form. With ``surprise_bound=1`` the error is 5e-7;
-    with ``write_budget=2`` alone it is 1e-4 (`tests/kernels/test_random_calls.py`).
+    with `write_budget` of 2 alone it is 1e-4 (`tests/kernels/test_random_calls.py`).
     """
-    documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens, activation)
-    check_options(chunk_size, activation, surprise_bound, write_budget)
-    if len(weights) == 1 and ACTIVATIONS[activation].gated:  # there is nothing between layers
-        activation = "identity"
-    rule = find_rule(rule) if isinstance(rule, str) else rule
-    check_rule(rule, extra, eta, theta, chunk_size, weights, residual, write_budget)
-    dtype = state_dtype(q)
-    inputs = Inputs.of(q, k, v, alpha, eta, theta, extra)
+    documents = check_shapes(q, k, v, (alpha, eta, theta), weights, momentum, cu_seqlens)
+    check_options(chunk_size, activation, surprise_bound)
+    given, dtype = extension or Extension(), state_dtype(q)
+    rule = find_rule(given.rule) if isinstance(given.rule, str) else given.rule
+    check_gates(rule, given.gates, eta)
+    inputs = Inputs.of(q, k, v, alpha, eta, theta, given.gates)
     weights = tuple(x.to(dtype) for x in weights)
     momentum = tuple(x.to(dtype) for x in momentum) if momentum else _zeros_like(weights)
     shared = None
     if all(x.ndim == 3 for x in (*weights, *momentum)):
         shared = tuple(x[None] for x in weights), tuple(x[None] for x in momentum)
     weights, momentum = _per_document(weights, documents), _per_document(momentum, documents)
-    residual, own = check_residual(residual, q, v), check_base(base, weights)
     options = Options(
-        chunk_size, activation, surprise_bound, cu_seqlens, rule, keep_bytes, output_final_state, shared,
-        residual, own, operand_dtype(q),
+        chunk_size, activation, surprise_bound, cu_seqlens, rule, check_residual(given.residual, q, v),
+        check_base(given.base, weights), operand_dtype(q), shared,
     )  # fmt: skip
-    inputs = with_targets(inputs, options)
     form = choose(backend, inputs, weights, options)
-    if write_budget:
-        limit = reference.write_budget if form.name == "reference" else budget.write_budget
-        inputs = inputs._replace(theta=limit(k, eta, theta, chunk_size, cu_seqlens, budget=write_budget))
     if not torch.compiler.is_compiling():
         ran.note("neural_memory", form.name, q)
     # the state stays float32 under autocast
     with without_autocast(q):
-        y, weights, momentum = _compute(form, inputs, weights, momentum, options)
-    return y.to(q.dtype), MemoryState(weights, momentum) if output_final_state else MemoryState((), ())
-
-
-def with_targets(inputs: Inputs, options: Options) -> Inputs:
-    """The inputs [B, T, H, ...] with the rule's targets in place of the values."""
-    if type(options.rule).target is Rule.target:
-        return inputs
-    k, v = (x.to(inputs.state_dtype).transpose(1, 2) for x in (inputs.k, inputs.v))
-    with without_autocast(v):
-        return inputs._replace(v=options.rule.target(k, v, options.residual).transpose(1, 2))
+        y, *after = form.compute(inputs, weights, momentum, options)
+    return y.to(q.dtype), MemoryState(*after) if options.final else MemoryState((), ())
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:
@@ -310,6 +225,8 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     Raises:
         ValueError: ``backend`` is unknown, or none of its forms supports the call.
     """
+    if backend == "autograd":
+        raise ValueError("backend: 'autograd' is now called 'generic'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     # C++ cannot be traced by torch.compile or run on meta tensors
@@ -321,70 +238,42 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
             here = {"any": True, "cpu": not traced, "cuda": inputs.q.is_cuda}
             if not here[form.device]:
                 continue
-        elif backend != form.backend:
+        elif backend != form.name:
             continue
         reason = form.refusal(inputs, weights, options)
         if reason is None:
             if slower and not torch.compiler.is_compiling():
                 ran.warn_once("neural_memory", "chunked in place of triton", slower)
-            replaced = traced and form.traced and not options.rule.window
-            return form._replace(compute=form.traced) if replaced else form
+            return form._replace(compute=form.traced) if traced and form.traced else form
         if form.name == "triton" and type(options.rule) is Rule:
             slower = reason
     raise ValueError(f"backend: {backend} does not support this call: {reason}; use backend='auto'")
 
 
-def _compute(form: Form, inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Run a form; residual and base are applied around it unless the form does so itself.
-
-    ``||k + f(k) - v||^2`` is the loss of f for the value v - k. For a linear memory with a base B,
-    ``||k (W + B) - v||^2`` is the loss of W for the value v - k B.
-    """
-    base, added = options.base, []
-    if not form.any_loss and not options.curved:
-        if base and len(base) == 1 and not form.linear_base:
-            added.append(lambda x: torch.einsum("bthd,hdf->bthf", x, base[0]))
-            options = options._replace(base=())
-        if options.residual is not None:
-            added.append(lambda x: x)
-            options = options._replace(residual=None)
-    own, (q, k, v) = options.base, (x.to(inputs.state_dtype) for x in inputs[:3])
-    if added:
-        for part in added:
-            v = v - part(k)
-        # the kernels need operands of one dtype
-        inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
-    y, weights, momentum = form.compute(inputs, whole(weights, own), momentum, options)
-    for part in reversed(added):
-        y = part(q) + y
-    return y, distances(weights, own), momentum
-
-
 def read_memory(
-    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", residual: Output | None = None,
-    base: tuple[Tensor, ...] | None = None,
-) -> Tensor:  # fmt: skip
+    q: Tensor, weights: tuple[Tensor, ...], *, activation: str = "silu", extension: Extension | None = None
+) -> Tensor:
     """Read M(q) without writing (eq. 15).
 
     Args:
         q: queries, [B, T, H, D].
         weights: L tensors [B, H, D_in, D_out] or [H, D_in, D_out].
         activation: as in `neural_memory`.
-        residual: as in `neural_memory`.
-        base: per layer [H, D_in, D_out]; ``weights`` are then the offsets from it, as in `neural_memory`.
+        extension: as in `neural_memory`; with a base, ``weights`` are the offsets from it.
 
     Returns:
         y [B, T, H, D_v] in q's dtype.
 
     Raises:
-        ValueError: ``base`` does not match ``weights``.
+        ValueError: the base does not match ``weights``.
     """
-    dtype = state_dtype(q)
-    layers, f = tuple(W.to(dtype) for W in weights), ACTIVATIONS[activation]
-    layers = whole(layers, check_base(base, layers))
-    residual = residual and residual.to(dtype)
+    dtype, given = state_dtype(q), extension or Extension()
+    layers = tuple(W.to(dtype) for W in weights)
+    layers = whole(layers, check_base(given.base, layers))
+    residual = given.residual and given.residual.to(dtype)
+    options = Options(1, activation, None, None, residual=residual)
     with without_autocast(q):
-        y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), f, residual)
+        y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), options)
     return y.transpose(1, 2).to(q.dtype)
 
 
@@ -396,16 +285,15 @@ def _zeros_like(layers: Layers) -> Layers:
     return tuple(torch.zeros_like(x) for x in layers)
 
 
-# `chunked` and `channels` as custom operators, for torch.compile, torch.export and meta tensors. They are
+# `chunked` as custom operators, for torch.compile, torch.export and meta tensors. They are
 # opaque to the compiler, which only knows the shapes of their results. The backward is a second custom
 # operator that recomputes the forward from the inputs, so the forward saves only its arguments.
 _ARGUMENTS = (
     "Tensor q, Tensor k, Tensor v, Tensor alpha, Tensor eta, Tensor theta, "
     "Tensor[] weights, Tensor[] momentum, Tensor[] base, Tensor[] norm, int chunk_size, str activation, "
-    "float? surprise_bound, Tensor? cu_seqlens, str? output"
+    "float? surprise_bound, Tensor? cu_seqlens"
 )
-"""``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty;
-``output``: the name of an activation of the output."""
+"""``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty."""
 
 
 @torch.library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
@@ -413,8 +301,7 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
     """y, weights and momenta after the last token, in one list; all of one dtype."""
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        form = channels if inputs.forgets_by_column else chunked
-        y, *state = form.write_and_read(inputs, tuple(weights), tuple(momentum), options)
+        y, *state = chunked.write_and_read(inputs, tuple(weights), tuple(momentum), options)
     return _fresh([y, *(x for part in state for x in part)])
 
 
@@ -427,8 +314,7 @@ def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momen
     """Gradients of the six inputs, weights, momenta, base and LN, in one list, from those of the results."""
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
-        form = channels if inputs.forgets_by_column else chunked
-        grads = form.gradients(inputs, tuple(weights), tuple(momentum), options, doutputs)
+        grads = chunked.gradients(inputs, tuple(weights), tuple(momentum), options, doutputs)
     return _fresh(grads)
 
 
@@ -445,9 +331,9 @@ def _(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *opti
 
 
 def _setup(ctx, inputs, output) -> None:
-    *tokens, weights, momentum, base, norm, chunk_size, activation, bound, cu_seqlens, output = inputs
+    *tokens, weights, momentum, base, norm, chunk_size, activation, bound, cu_seqlens = inputs
     ctx.save_for_backward(*tokens, *weights, *momentum, *base, *norm, cu_seqlens)
-    ctx.rule, ctx.output = (chunk_size, activation, bound), output
+    ctx.rule = chunk_size, activation, bound
     ctx.sizes = [6, *map(len, (weights, momentum, base, norm))]
 
 
@@ -456,11 +342,9 @@ def _backward(ctx, doutputs):
     tokens, weights, momentum, *fixed = _parted(tensors, ctx.sizes)
     results = [tokens[2], *weights, *momentum]  # of the same shapes
     given = [torch.zeros_like(x) if dx is None else dx for x, dx in zip(results, doutputs, strict=True)]
-    grads = memory_chunked_backward(
-        given, *tokens, weights, momentum, *fixed, *ctx.rule, cu_seqlens, ctx.output
-    )
+    grads = memory_chunked_backward(given, *tokens, weights, momentum, *fixed, *ctx.rule, cu_seqlens)
     of_tokens, *of_layers = _parted(grads, ctx.sizes)
-    return *of_tokens, *of_layers, None, None, None, None, None
+    return *of_tokens, *of_layers, None, None, None, None
 
 
 def _parted(tensors: Sequence[Tensor], sizes: Sequence[int]) -> list[list[Tensor]]:
@@ -473,9 +357,7 @@ memory_chunked.register_autograd(_backward, setup_context=_setup)
 
 
 def _options(base: list[Tensor], norm: list[Tensor], options: Sequence) -> Options:
-    *options, output = options
-    residual = Residual(*norm) if norm else output and OutputActivation(output)
-    return Options(*options, residual=residual, base=tuple(base))
+    return Options(*options, residual=Residual(*norm) if norm else None, base=tuple(base))
 
 
 def _fresh(results: Sequence[Tensor]) -> list[Tensor]:

@@ -8,8 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.residual import Output, OutputActivation
+from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import PAPER, Rule
 
 Layers = tuple[Tensor, ...]
@@ -17,6 +16,21 @@ Layers = tuple[Tensor, ...]
 
 Result = tuple[Tensor, Layers, Layers]
 """y [B, T, H, D], weights and momentum after the last token."""
+
+
+class Extension(NamedTuple):
+    """Parts of a memory beyond the paper's equations; the default has none."""
+
+    residual: Residual | None = None
+    """``M(x) = x + f(x)``, or ``x + LN(f(x))``."""
+    base: tuple[Tensor, ...] | None = None
+    """Per layer B [H, D_in, D_out], shared by the batch: the weights decay towards B instead of zero,
+    ``W_t = B + (1 - alpha_t) (W_{t-1} - B) + S_t``. Weights of calls and states are then the offsets W - B,
+    so that a memory which starts at its base has zero weights."""
+    rule: Rule | str = PAPER
+    """The update rule, a `Rule` or a name known to `find_rule`."""
+    gates: Tensor | None = None
+    """The rule's own gates in [0, 1], [B, T, H, E] with E = `Rule.extra_gates`."""
 
 
 class Inputs(NamedTuple):
@@ -27,7 +41,7 @@ class Inputs(NamedTuple):
     v: Tensor
     alpha: Tensor  # [B, T, H], or [B, T, H, A] per group of columns
     eta: Tensor  # [B, T, H]
-    theta: Tensor  # [B, T, H], or [B, T, H, M] per matrix
+    theta: Tensor
     extra: Tensor
     """[B, T, H, E], E being `Rule.extra_gates`; forms of the paper's rule ignore it"""
 
@@ -49,11 +63,6 @@ class Inputs(NamedTuple):
     def forgets_by_column(self) -> bool:
         """Whether alpha is per group of columns instead of per head."""
         return self.alpha.ndim > self.eta.ndim
-
-    @property
-    def steps_by_matrix(self) -> bool:
-        """Whether theta is per matrix instead of per head."""
-        return self.theta.ndim > self.eta.ndim
 
     def to_state_dtype(self) -> Inputs:
         """All inputs cast to the dtype of the state."""
@@ -79,27 +88,36 @@ class Options(NamedTuple):
     surprise_bound: float | None
     cu_seqlens: Tensor | None
     rule: Rule = PAPER
-    keep_bytes: int | None = None
-    final: bool = True
-    """whether to return the state after the last token"""
-    shared_start: tuple[Layers, Layers] | None = None
-    """weights and momentum [1, H, D_in, D_out] if all documents start from the same state"""
-    residual: Output | None = None
+    residual: Residual | None = None
     base: Layers = ()
-    """base of the decay, [H, D_in, D_out] per layer; empty for zero. Forms take and return full weights:
-    `op.neural_memory` adds the base before the call and subtracts it afterwards"""
+    """base of the decay, [H, D_in, D_out] per layer; empty for zero"""
     operands: torch.dtype | None = None
     """dtype of q, k and v in the kernels: autocast's dtype if autocast is enabled"""
+    shared_start: tuple[Layers, Layers] | None = None
+    """weights and momentum [1, H, D_in, D_out] if all documents start from the same state"""
+
+    @property
+    def final(self) -> bool:
+        """Whether the state after the last token is returned; see `op.neural_memory`."""
+        return self.cu_seqlens is None or self.shared_start is None
 
     @property
     def norm(self) -> tuple[Tensor, ...]:
         """Weight and bias of the residual's LN; empty without LN."""
         return self.residual.norm if self.residual is not None else ()
 
-    @property
-    def curved(self) -> bool:
-        """Whether the prediction is not linear in the last layer's output."""
-        return bool(self.norm) or isinstance(self.residual, OutputActivation)
+    def refusal(
+        self, inputs: Inputs, rules: tuple[type[Rule], ...] = (Rule,), *, norm: bool = True,
+        columns: bool = True,
+    ) -> str | None:  # fmt: skip
+        """Why a form for ``rules``, with or without LN and alpha per column, does not support a call."""
+        if type(self.rule) not in rules:
+            return f"it does not support the rule {self.rule}"
+        if self.norm and not norm:
+            return "it does not support LN inside the memory"
+        if inputs.forgets_by_column and not columns:
+            return "it does not support alpha per column"
+        return None
 
 
 def whole(distances: Layers, base: Layers) -> Layers:
@@ -130,18 +148,6 @@ def broadcast_gate(gate: Tensor, width: int, by_column: bool) -> Tensor:
     gate = gate if by_column else gate[..., None]
     groups = gate.shape[-1]
     return (gate if groups in (1, width) else gate.repeat_interleave(width // groups, -1))[..., None, :]
-
-
-def matrices_of_layers(depth: int, activation: str) -> list[int]:
-    """Number of matrices of each layer: two of a hidden layer under a gated activation."""
-    return [*[1 + ACTIVATIONS[activation].gated] * (depth - 1), 1]
-
-
-def theta_of_layers(theta: Tensor, depth: int, activation: str, by_matrix: bool) -> list[Tensor]:
-    """theta [...], or [..., M] per matrix, of each layer: [..., 1, 1], or [..., 1, 2] of its two matrices."""
-    if not by_matrix:
-        return [theta[..., None, None]] * depth
-    return list(theta[..., None, :].split(matrices_of_layers(depth, activation), -1))
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:

@@ -1,4 +1,4 @@
-"""What follows the memory's network f: M(x) = f(x), x + f(x), x + LN(f(x)), or o(f(x)) with an activation o.
+"""What follows the memory's network f: M(x) = f(x), x + f(x), or x + LN(f(x)).
 
 The last is used by the later published version of Titans and by TTT (Sun et al. 2024, arXiv 2407.04620).
 LN has a weight w and a bias b per head, which are trained by the outer loss and are not part of the memory.
@@ -16,9 +16,6 @@ same products as without LN: the parallel form stays exact. A read applies LN at
 
 ``x + f(x)`` needs no separate form: ``||k + f(k) - v||^2`` is the loss of f for the value ``v - k``.
 
-Under an activation o of the output (Modular TTT, arXiv 2608.07110, has ``silu(x W)`` of one layer),
-``d = e o'(z)``, again of z alone, so that all of this holds for it as well.
-
 Shapes: H heads, D width of a head, R rows (chunks x heads, the head running fastest), b tokens of a chunk.
 """
 
@@ -28,8 +25,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from titans_kernels.memory.activations import ACTIVATIONS, Activation
 
 EPS = 1e-6
 
@@ -50,41 +45,18 @@ class Residual(NamedTuple):
         return () if self.weight is None or self.bias is None else (self.weight, self.bias)
 
 
-class OutputActivation(NamedTuple):
-    """``M(x) = o(f(x))``, o being "silu", "gelu" or "identity"."""
-
-    name: str = "silu"
-
-    def to(self, dtype: torch.dtype) -> OutputActivation:
-        """The same, as it has no tensors."""
-        return self
-
-    @property
-    def norm(self) -> tuple[Tensor, ...]:
-        """Empty: it has no LN."""
-        return ()
-
-
-Output = Residual | OutputActivation
-"""What follows the memory's network."""
-
-
-def predict(residual: Output | None, x: Tensor, z: Tensor) -> Tensor:
+def predict(residual: Residual | None, x: Tensor, z: Tensor) -> Tensor:
     """M(x) from z = f(x); [B, H, ..., D]."""
     if residual is None:
         return z
-    if isinstance(residual, OutputActivation):
-        return ACTIVATIONS[residual.name].value(z)
     if not residual.norm:
         return x + z
     weight, bias = (_heads_second(p, z) for p in residual.norm)
     return x + _normalised(z)[0] * weight + bias
 
 
-def pull(residual: Output | None, e: Tensor, z: Tensor) -> Tensor:
+def pull(residual: Residual | None, e: Tensor, z: Tensor) -> Tensor:
     """Gradient with respect to z = f(x), from e, the gradient with respect to M(x)."""
-    if isinstance(residual, OutputActivation):
-        return ACTIVATIONS[residual.name].through(e, z)
     if residual is None or not residual.norm:
         return e
     return _through(e * _heads_second(residual.norm[0], z), *_normalised(z))
@@ -99,7 +71,6 @@ class Norm(NamedTuple):
     weight: Tensor
     bias: Tensor
     grads: tuple[Tensor, ...] = ()
-    adds_input: bool = True
 
     @staticmethod
     def of(parts: tuple[Tensor, ...], heads: slice, grads: tuple[Tensor, ...] = ()) -> Norm | None:
@@ -153,33 +124,6 @@ class Norm(NamedTuple):
     def _split(self, x: Tensor) -> Tensor:
         """Rows [R, b, D] as [chunks, heads, b, D]."""
         return x.unflatten(0, (-1, self.weight.shape[0]))
-
-
-class Curve(NamedTuple):
-    """`OutputActivation` in chunks, with the methods of `Norm`."""
-
-    o: Activation
-    adds_input: bool = False
-
-    def output(self, x: Tensor, z: Tensor) -> Tensor:
-        """M(x) = o(z); [R, b, D]."""
-        return self.o.value(z)
-
-    def output_backward(self, dy: Tensor, z: Tensor) -> Tensor:
-        """Gradient of z from dy, that of M(x)."""
-        return self.o.through(dy, z)
-
-    def surprise(self, z: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """``d = 2 (o(z) - v) o'(z)``."""
-        return self.o.through(2 * (self.o.value(z) - v), z)
-
-    def surprise_backward(self, dd: Tensor, z: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of z and of the prediction, from that of d; the gradient of v is minus the latter."""
-        value = self.o.value(z)
-        assert self.o.slopes is not None  # `check_rule` refuses gated activations of the output
-        slope, second = self.o.slopes(z, value)
-        dp = 2 * dd * slope
-        return dp * slope + 2 * (value - v) * second * dd, dp
 
 
 def _mean(x: Tensor) -> Tensor:

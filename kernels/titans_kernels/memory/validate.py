@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.options import Layers, matrices_of_layers, state_dtype
+from titans_kernels.memory.options import Layers, state_dtype
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.memory.residual import Output, OutputActivation
+from titans_kernels.memory.residual import Residual
 from titans_kernels.memory.rules import Rule
 
 
 def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, gates: Layers, weights: Layers, momentum: Layers | None,
-    cu_seqlens: Tensor | None = None, activation: str = "silu",
+    cu_seqlens: Tensor | None = None,
 ) -> int:  # fmt: skip
     """Returns the number of documents; raises ValueError on the first invalid shape."""
     B, T, H, _ = q.shape
@@ -27,59 +27,32 @@ def check_shapes(
             raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
     for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
         by_column = name == "alpha" and x.ndim == 4
-        if (x.shape[:3] if name != "eta" and x.ndim == 4 else x.shape) != (B, T, H):
+        if (x.shape[:3] if by_column else x.shape) != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
-        matrices = sum(matrices_of_layers(len(weights), activation)) if activation in ACTIVATIONS else 0
-        if name == "theta" and matrices and x.ndim == 4 and x.shape[-1] != matrices:
-            raise ValueError(
-                f"theta: {x.shape[-1]} per token and head, but the memory has {matrices} matrices"
-            )
         if by_column and (wrong := [W.shape[-1] for W in weights if W.shape[-1] % max(x.shape[-1], 1)]):
             raise ValueError(
                 f"alpha: {x.shape[-1]} groups of columns, which {wrong[0]} columns do not divide into"
             )
     documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
-    inputs, known = widths[:-1], ACTIVATIONS.get(activation)
-    if known is not None and known.gated:
-        inputs[1:] = [W.shape[-2] for W in weights[1:]]
-        for l, (D, F) in enumerate(zip(inputs[1:], widths[1:], strict=False), 1):
-            if 2 * D != F:
-                raise ValueError(
-                    f"weights[{l}]: {D} inputs, not half of the {F} outputs before it, as {activation} needs"
-                )
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
         raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
     for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
         if len(layers) != len(weights):
             raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
         for l, x in enumerate(layers):
-            fits = ((H, inputs[l], widths[l + 1]), (documents, H, inputs[l], widths[l + 1]))
+            fits = ((H, *widths[l : l + 2]), (documents, H, *widths[l : l + 2]))
             if not any(x.shape == fit for fit in fits):
                 raise ValueError(f"{kind}[{l}]: shape {tuple(x.shape)} is not {fits[0]} or {fits[1]}")
     return documents
 
 
-def check_rule(
-    rule: Rule, extra: Tensor | None, eta: Tensor, theta: Tensor, chunk_size: int, weights: Layers,
-    residual: Output | None, write_budget: float | None,
-) -> None:  # fmt: skip
-    """Raises ValueError unless ``extra`` has the rule's own gates and the rule supports the options."""
-    if theta.ndim > eta.ndim and (rule.one_theta or write_budget):
-        what = "a write_budget" if write_budget else f"the rule {rule}"
-        raise ValueError(f"theta: one for each matrix is not supported by {what}; use one per head")
-    found, expected = None if extra is None else tuple(extra.shape), (*eta.shape, rule.extra_gates)
+def check_gates(rule: Rule, gates: Tensor | None, eta: Tensor) -> None:
+    """Raises ValueError unless ``gates`` are the rule's own."""
+    found, expected = None if gates is None else tuple(gates.shape), (*eta.shape, rule.extra_gates)
     if found != expected and (found or rule.extra_gates):
-        raise ValueError(f"extra: shape {found} is not [B, T, H, E] = {expected} for the rule {rule}")
-    if not rule.layerwise:
-        return
-    if chunk_size != 1:
-        raise ValueError(f"chunk_size: the rule {rule} needs 1, not {chunk_size}")
-    if residual is not None:
-        raise ValueError(f"residual: the rule {rule} supports none")
-    if len(widths := {W.shape[-1] for W in weights}) > 1:
         raise ValueError(
-            f"weights: widths {sorted(widths)}; in the rule {rule} each layer predicts the value"
+            f"extension.gates: shape {found} is not [B, T, H, E] = {expected} for the rule {rule}"
         )
 
 
@@ -96,14 +69,10 @@ def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
     return cu_seqlens.shape[0] - 1
 
 
-def check_residual(residual: Output | None, q: Tensor, v: Tensor) -> Output | None:
+def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual | None:
     """The residual in the dtype of the state; raises ValueError if it does not match q and v."""
     if residual is None:
         return None
-    if isinstance(residual, OutputActivation):
-        if residual.name not in (plain := [name for name, f in ACTIVATIONS.items() if not f.gated]):
-            raise ValueError(f"residual: {residual.name!r} is not one of {', '.join(plain)}")
-        return residual
     if (residual.weight is None) != (residual.bias is None):
         raise ValueError("residual: LN needs a weight and a bias, or neither")
     if q.shape[-1] != v.shape[-1]:
@@ -130,7 +99,7 @@ def check_base(base: Layers | None, weights: Layers) -> Layers:
     return tuple(B.to(W.dtype) for B, W in zip(base, weights, strict=True))
 
 
-def check_options(chunk_size: int, activation: str, bound: float | None, budget: float | None = None) -> None:
+def check_options(chunk_size: int, activation: str, bound: float | None) -> None:
     """Raises TypeError or ValueError on an invalid option."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size: {chunk_size!r} is not a whole number")
@@ -138,10 +107,9 @@ def check_options(chunk_size: int, activation: str, bound: float | None, budget:
         raise ValueError(f"chunk_size: {chunk_size} must be at least 1")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation: {activation!r} is not one of {', '.join(ACTIVATIONS)}")
-    for name, value, none in (("surprise_bound", bound, "no bound"), ("write_budget", budget, "no budget")):
-        if value is None:
-            continue
-        if not isinstance(value, (int, float)) or isinstance(value, bool):
-            raise TypeError(f"{name}: {value!r} is not a number")
-        if not value > 0:  # nan is not above 0 either
-            raise ValueError(f"{name}: {value} must be above 0, or None for {none}")
+    if bound is None:
+        return
+    if not isinstance(bound, (int, float)) or isinstance(bound, bool):
+        raise TypeError(f"surprise_bound: {bound!r} is not a number")
+    if not bound > 0:  # nan is not above 0 either
+        raise ValueError(f"surprise_bound: {bound} must be above 0, or None for no bound")

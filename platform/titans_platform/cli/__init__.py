@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import TitansError, UsageError, missing_extra
 from titans_platform.provenance import checkout
 
 INTERRUPTED = 130
@@ -30,7 +30,7 @@ AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
-    "clean": ("runs", "clean", "Delete old checkpoints of finished runs, and dead Ray sessions."),
+    "clean": ("runs", "clean", "Delete old checkpoints of finished runs."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
     "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),
@@ -39,23 +39,20 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
     "init": ("init", "init", "Write a starter run file with every field explained."),
     "inspect": ("model", "inspect", "Show what a run's memory does while it reads a text."),
     "paper": ("runs", "paper", "Write one page: the paper's tables and figures next to our results."),
-    "runs": ("runs", "runs", "List, tag and delete runs."),
+    "runs": ("runs", "runs", "List and delete runs."),
     "sweep": ("sweep", "sweep", "List, run and report studies (grids of runs)."),
     "tasks": ("evaluate", "tasks", "Show evaluation tasks: chance, heuristics and floors."),
     "train": ("train", "train", "Train and evaluate one model."),
-    "ui": ("runs", "ui", "Open the MLflow UI on the runs."),
+    "ui": ("runs", "ui", "Serve the MLflow UI on the runs."),
 }
 BENCHMARKS = {
-    "fit": ("benchmarks.fit", "command", "Compare memories on fixed keys and values: rules, depths, passes."),
     "kernels": ("titans_kernels.bench.__main__", "kernels", "Time the memory kernels and others on a GPU."),
     "memory": (
         "benchmarks.memory",
         "memory",
         "Time the memory layer's forward and backward pass on the CPU.",
     ),
-    "rules": ("benchmarks.rules", "rules", "Compare the memory's rules: form, error and speed on a CPU."),
     "step": ("benchmarks.step", "step", "Time a training step of every row of a study."),
-    "stream": ("benchmarks.stream", "stream", "Speed and memory use over the length of a long text."),
 }
 
 
@@ -181,7 +178,7 @@ def cli(debug: bool) -> None:
 
 @cli.group(cls=LazyGroup, lazy=BENCHMARKS)
 def bench() -> None:
-    """Benchmark the neural memory: speed, memory use, and what it stores, next to others."""
+    """Benchmark the neural memory and training steps, next to others."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -191,18 +188,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
-def run(arguments: list[str]) -> int:
-    """Run one command line; its exit code."""
+def run(arguments: list[str], command: click.Command = cli) -> int:
+    """Run one command line of ``command``; its exit code."""
     # classes named by import path are found in the current directory, after whatever is installed
     sys.path.append(os.getcwd())
     debug = "--debug" in arguments
     try:
         # --debug is accepted anywhere in the line
-        code = cli.main([a for a in arguments if a != "--debug"], prog_name="titans", standalone_mode=False)
+        words = [a for a in arguments if a != "--debug"]
+        code = command.main(words, prog_name="titans" if command is cli else None, standalone_mode=False)
         return code if isinstance(code, int) else 0
     except (KeyboardInterrupt, click.Abort):
-        command = next((a for a in arguments if not a.startswith("-")), "")
-        left = f"; {AFTER_INTERRUPT[command]}" if command in AFTER_INTERRUPT else ""
+        name = next((a for a in arguments if not a.startswith("-")), "")
+        left = f"; {AFTER_INTERRUPT[name]}" if name in AFTER_INTERRUPT else ""
         return _failed(f"interrupted{left}", INTERRUPTED, debug)
     except click.exceptions.NoArgsIsHelpError as error:
         # a group without a command: print its help, not an error
@@ -218,6 +216,8 @@ def run(arguments: list[str]) -> int:
         sys.stdout = None
         return 0
     except Exception as error:
+        if missing := missing_extra(error):
+            return _failed(missing, 2, debug)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return _failed(f"{reason} (--debug shows the traceback)", 1, debug)
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import pkgutil
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,9 +13,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from titans_platform.cli import file_type, finite
+from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import write_text
 
 if TYPE_CHECKING:
     from titans_core.audit import Check, Report, Result
@@ -36,12 +34,10 @@ WIDTH = 80
 @click.option("--adapter", metavar="MODULE:FUNCTION", help="A function that wraps the layer in an Adapter.")
 @click.option("--only", multiple=True, metavar="CHECK", help="Run this check only. May be repeated.")
 @click.option("--skip", multiple=True, metavar="CHECK", help="Leave this check out. May be repeated.")
-@click.option("--json", "json_file", type=file_type, help="Write the results as JSON; - prints them.")
-@click.option("--html", "html_file", type=file_type, help="Write the results to this HTML page.")
-@click.option("--badge", is_flag=True, help="Print a line of Markdown for a README instead of the table.")
+@json_option
 def audit(
     target: str | None, variant: str | None, dim: int, length: int, kwargs: str, adapter: str | None,
-    only: tuple[str, ...], skip: tuple[str, ...], json_file: Path | None, html_file: Path | None, badge: bool,
+    only: tuple[str, ...], skip: tuple[str, ...], as_json: bool,
 ) -> int:  # fmt: skip
     """Check that TARGET, a layer, is causal and trained, and the same in pieces, packed and decoded.
 
@@ -87,18 +83,7 @@ def audit(
             )  # fmt: skip
     except AuditError as error:
         raise UsageError(f"{variant or target}: {error}") from None
-    if json_file is not None:
-        text = json.dumps(finite(report.to_dict()), indent=2)
-        click.echo(text) if str(json_file) == "-" else write_text(json_file, text + "\n")
-    if html_file is not None:
-        from titans_platform.report.publish import html
-
-        counts = {"passed": len(report.of("pass")), "failed": len(report.of("fail"))}
-        write_text(html_file, html("audit.html", report=report, **counts))
-    if badge:
-        click.echo(report.badge)
-    elif str(json_file) != "-":
-        _show(report)
+    echo_json(report.to_dict()) if as_json else _show(report)
     return 0 if report.passed else 1
 
 

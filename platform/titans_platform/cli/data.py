@@ -45,17 +45,18 @@ def prepare(
       titans data prepare run.yaml --set data.sequence_length=1024
       titans data prepare run.yaml --set data.store=s3://bucket/data --cluster lab
     """
-    from titans_platform.cli.live import StudyDisplay
+    from titans_platform.cli.live import preparing
     from titans_platform.data import NotPrepared, open_prepared
     from titans_platform.data.parts import by_processes, by_ray
     from titans_platform.data.prepare import cores
     from titans_platform.data.prepare import prepare as prepare_data
+    from titans_platform.objectives import check_vocabulary
     from titans_platform.objectives.next_token import NextToken
     from titans_platform.runs.ray_session import in_job, joined
 
     loaded = _text_data(objective := _objective(config, overrides))
     if isinstance(objective, NextToken):
-        objective.check_vocabulary(objective.tokenizer())
+        check_vocabulary(objective.cfg, objective.tokenizer())
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import prepare_on
 
@@ -67,7 +68,7 @@ def prepare(
             echo_json({"prepared": False}) if as_json else click.echo(str(error))
         return 0
     run = by_ray if in_job() else by_processes(processes or cores())
-    with joined(root), StudyDisplay(Console(stderr=True)).preparing() as progress:
+    with joined(root), preparing(Console(stderr=True)) as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
     _show(prepared, as_json)
     return 0
@@ -76,29 +77,22 @@ def prepare(
 @data.command(short_help="Show documents, tokens, rows, fingerprint.")
 @config_options
 @click.option("--verify", is_flag=True, help="Verify the checksum of every shard.")
-@click.option("--kmer", type=click.IntRange(1), metavar="K", help="Also fit a k-mer regression, k up to K.")
 @json_option
-def info(
-    config: Path, overrides: tuple[str, ...], root: Path, verify: bool, kmer: int | None, as_json: bool
-) -> None:
+def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_json: bool) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
-    For labelled sequences: items per class and split, and with --kmer the accuracy of a logistic regression
-    on k-mer counts, with k and the penalty chosen on the validation split.
+    For labelled sequences: items per class and split.
 
     \b
     Example:
       titans data info run.yaml --verify
-      titans data info promoters.yaml --kmer 6
     """
     from titans_platform.data import open_prepared
     from titans_platform.objectives.classification import Classification
 
     objective = _objective(config, overrides)
     if isinstance(objective, Classification):
-        _show_labelled(objective, root, kmer, as_json)
-    elif kmer:
-        raise UsageError("--kmer: the run does not train on labelled sequences; leave --kmer out")
+        _show_labelled(objective, root, as_json)
     else:
         _show(open_prepared(_text_data(objective), root, verify=verify), as_json)
 
@@ -148,14 +142,12 @@ def _text_data(objective: Objective[Any]) -> DataConfig:
     return objective.cfg.data
 
 
-def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_json: bool) -> None:
-    from titans_platform.objectives.labelled import PARTS, kmer_regression
+def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None:
+    from titans_platform.objectives.classification import PARTS
 
     found = objective.prepare(root)
     counts = {part: found.class_counts(part) for part in PARTS}
     described: dict[str, Any] = {"fingerprint": found.fingerprint, "items": counts}
-    if kmer:
-        described["kmer"] = kmer_regression(found, kmer)._asdict()
     if as_json:
         return echo_json(described)
     table = Table("class", *PARTS)
@@ -163,12 +155,6 @@ def _show_labelled(objective: Classification, root: Path, kmer: int | None, as_j
         table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
     Console().print(table)
     click.echo(f"fingerprint {found.fingerprint}")
-    if kmer:
-        best = described["kmer"]
-        click.echo(
-            f"logistic regression on {best['k']}-mers: {best['validation']:.1%} on validation, on which k "
-            f"and the penalty were chosen, {best['test']:.1%} on test"
-        )
 
 
 def _show(prepared: PreparedData, as_json: bool) -> None:

@@ -65,6 +65,7 @@ def evaluate(
     """
     import torch
 
+    from titans_platform import evals
     from titans_platform.cli.live import bucket_tables, measures_table, pathway_grid
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
@@ -90,7 +91,7 @@ def evaluate(
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
-        measured = objective.evaluate(model.to(device), data, device=device)
+        measured = evals.evaluate(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
     measures = Measures.model_validate(measured)
@@ -114,8 +115,8 @@ def _by_position(
     from titans_platform.evals import evaluating
     from titans_platform.evals.scoring import Scorer
     from titans_platform.evals.tasks import by_position
-    from titans_platform.report.figures.buckets import loss_picture
-    from titans_platform.report.figures.picture import save
+    from titans_platform.report.figures import loss_picture
+    from titans_platform.report.picture import save
     from titans_platform.runs.load import load_checkpoint
     from titans_platform.training.loop import deterministic
 

@@ -1,6 +1,6 @@
-"""What commands print of runs: live displays of a study, a search or one run, and tables of measures.
+"""Live displays of a study, a search or one run while they run, and tables of measures.
 
-Without a terminal the live displays print periodic lines.
+Without a terminal the displays print periodic lines.
 """
 
 from __future__ import annotations
@@ -8,12 +8,11 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
+from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -25,13 +24,10 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
-from rich.progress_bar import ProgressBar
 from rich.table import Table
-from rich.text import Text
 
 from titans_platform import text
-from titans_platform.runs.folder import PATHWAY_TITLES, RunFolder
-from titans_platform.study.folder import SearchState
+from titans_platform.runs.folder import PATHWAY_TITLES, Result, RunFolder
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
 from titans_platform.text import clock, count, number
@@ -39,7 +35,7 @@ from titans_platform.text import clock, count, number
 if TYPE_CHECKING:
     from titans_platform.data.parts import Progress
     from titans_platform.runs.folder import Measures
-    from titans_platform.study.plan import Plan
+    from titans_platform.study.grid import StudyRun
 
 PLAIN_EVERY = 15.0
 """Seconds between progress lines when the output is not a terminal."""
@@ -85,158 +81,117 @@ def _bars(console: Console, *columns: ProgressColumn) -> Bars:
     return Bars(*columns, console=console, transient=True, disable=not console.is_terminal)
 
 
-class StudyDisplay:
-    """Shows a study while it runs (`study.run.Display`)."""
+@contextmanager
+def preparing(console: Console) -> Iterator[Progress]:
+    """A bar for each source that is prepared; the callable takes a source and how far it is."""
+    numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
+    columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
+    with _bars(console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
+        ids: dict[str, TaskID] = {}
 
-    def __init__(self, console: Console):
-        self.console = console
+        def show(source: str, documents: int, tokens: int, done: float | None) -> None:
+            if source not in ids:
+                ids[source] = bars.add_task(source, total=None, documents=0, tokens=0)
+            total = 1.0 if done else None
+            bars.update(ids[source], total=total, completed=done or 0, documents=documents, tokens=tokens)
 
-    @contextmanager
-    def preparing(self) -> Iterator[Progress]:
-        """A bar for each source that is prepared; the callable says how far it is."""
-        numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
-        columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
-        with _bars(self.console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
-            ids: dict[str, TaskID] = {}
+        yield show
 
-            def show(source: str, documents: int, tokens: int, done: float | None) -> None:
-                if source not in ids:
-                    ids[source] = bars.add_task(source, total=None, documents=0, tokens=0)
-                total = 1.0 if done else None
-                bars.update(ids[source], total=total, completed=done or 0, documents=documents, tokens=tokens)
 
-            yield show
+@contextmanager
+def searching(study: StudyRun, console: Console) -> Iterator[None]:
+    """A line on the study's search whenever it changes."""
+    state = study.search
+    assert state
+    printed = (
+        f"searching: {state.search.trials} trials, rungs at {'/'.join(map(str, state.milestones))} steps"
+    )
+    with report_interrupt(study, console), console.status(printed) as status:
 
-    @contextmanager
-    def searching(self, plan: Plan, state: SearchState) -> Iterator[None]:
-        """A line on the search whenever it changes."""
-        rungs = "/".join(map(str, state.milestones))
-        printed = f"searching: {state.search.trials} trials, rungs at {rungs} steps"
-        with self._report_interrupt(plan), self.console.status(printed) as status:
+        def update() -> None:
+            nonlocal printed
+            before, printed = printed, state.read().line
+            status.update(printed)
+            if not console.is_terminal and printed != before:
+                say(console, printed)
 
-            def tell() -> None:
-                nonlocal printed
-                before, printed = printed, state.read().line
-                status.update(printed)
-                if not self.console.is_terminal and printed != before:
-                    say(self.console, printed)
-
-            with repeating(tell, 2.0):
-                yield
-
-    @contextmanager
-    def running(self, plan: Plan) -> Iterator[None]:
-        """All cells in one bar, and a line for each running cell."""
-        view, plain = StudyView(plan), PlainLines(self.console)
-
-        def tell() -> None:
-            for line in view.news():
-                say(self.console, line)
-            plain(view.plain)
-
-        if self.console.is_terminal:
-            shown = Live(get_renderable=view.render, console=self.console, refresh_per_second=2,
-                         transient=True, redirect_stdout=False, redirect_stderr=False)  # fmt: skip
-        else:
-            shown = repeating(tell, 1.0)
-        with self._report_interrupt(plan), shown:
+        with repeating(update, 2.0):
             yield
 
-    @contextmanager
-    def _report_interrupt(self, plan: Plan) -> Iterator[None]:
-        """On Ctrl-C, print how many cells are finished."""
-        try:
+
+@contextmanager
+def running(study: StudyRun, console: Console) -> Iterator[None]:
+    """A bar for all cells and one for each running cell; a line for each cell that ends."""
+    todo = {cell.name for cell in study.todo}
+    plain, shown, ended = PlainLines(console), dict[str | None, TaskID](), set[str | None]()
+    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}")
+    with _bars(console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
+        title = f"{study.study.name} at {study.scale_name}"
+        whole = bars.add_task(title, total=len(study.cells), state="")
+
+        def update() -> None:
+            statuses = cell_statuses(study.cells, study.root)
+            state, done = counted(counts(statuses)), sum(item.fraction for item in statuses)
+            bars.update(whole, completed=done, state=state)
+            for item in statuses:
+                if item.state == "running":
+                    steps = item.progress.get("steps")
+                    line = {
+                        "completed": item.progress.get("step", 0),
+                        "state": " ".join(running_line(item)[2:]),
+                    }
+                    if item.cell not in shown:
+                        shown[item.cell] = bars.add_task(
+                            f"{item.row}, seed {item.seed}", total=steps, state=""
+                        )
+                    bars.update(shown[item.cell], total=steps, **line)
+                elif item.cell in shown:
+                    bars.remove_task(shown.pop(item.cell))
+                if item.state in ("done", "failed") and item.cell in todo - ended:
+                    ended.add(item.cell)
+                    result = RunFolder(study.root, str(item.cell)).result()
+                    say(console, ended_line(item, result, study.columns))
+            lines = [" ".join(running_line(item)) for item in statuses if item.state == "running"]
+            left = clock(bars.tasks[0].time_remaining)
+            plain(lambda: " | ".join([f"{state}; {left} left", *lines]))
+
+        with report_interrupt(study, console), repeating(update, 1.0):
             yield
-        except KeyboardInterrupt:
-            cells = plan.study.cells
-            done = sum(cell.folder(plan.study.root).result() is not None for cell in cells)
-            say(self.console, f"{done} of {len(cells)} cells are done and kept")
-            raise
 
 
-class StudyView:
-    """What is shown of a study while a plan runs; measures in the units of the table."""
+@contextmanager
+def report_interrupt(study: StudyRun, console: Console) -> Iterator[None]:
+    """On Ctrl-C, print how many cells are finished."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        done = sum(cell.folder(study.root).result() is not None for cell in study.cells)
+        say(console, f"{done} of {len(study.cells)} cells are done and kept")
+        raise
 
-    def __init__(self, plan: Plan):
-        self.study, self.todo = plan.study, plan.todo
-        self.started = time.monotonic()
-        self._at_start = {
-            item.cell.name: 0.0 if item.state in ("done", "failed") else item.fraction
-            for item in cell_statuses(self.todo, self.study.root)
-        }
-        self._printed: set[str | None] = set()
 
-    def eta(self, statuses: Sequence[CellStatus]) -> float | None:
-        """Estimated seconds left, from the progress since the start; None before there is any."""
-        mine = [item for item in statuses if item.cell.name in self._at_start]
-        work = sum(item.fraction - self._at_start[item.cell.name] for item in mine)
-        left = sum(1 - item.fraction for item in mine)
-        return left * (time.monotonic() - self.started) / work if work > 0.02 else None
-
-    def _elapsed(self) -> str:
-        return clock(time.monotonic() - self.started)
-
-    def render(self) -> RenderableType:
-        """A line and a bar for all cells, a line for each running one."""
-        statuses = cell_statuses(self.study.cells, self.study.root)
-        share = sum(item.fraction for item in statuses) / len(statuses) if statuses else 1.0
-        head = Table.grid(expand=True)
-        head.add_column(ratio=1, no_wrap=True)
-        head.add_column(justify="right", no_wrap=True)
-        name = f"{self.study.study.name} at {self.study.scale_name}"
-        title = Text(f"{name}: {len(statuses)} cells, {counted(counts(statuses))}", style="bold")
-        head.add_row(title, f"{self._elapsed()}, {clock(self.eta(statuses))} left")
-        bar = ProgressBar(total=1.0, completed=share, complete_style="green")
-        lines = Table.grid(padding=(0, 2, 0, 0))
-        longest = max((len(cell.row) for cell in self.study.cells), default=0)
-        lines.add_column(no_wrap=True, min_width=longest)
-        for justify in ("left", "right", "right", "right", "right"):
-            lines.add_column(justify=justify, no_wrap=True)
-        for item in statuses:
-            if item.state == "running":
-                lines.add_row(*running_line(item))
-        return Group(head, bar, lines if lines.rows else Text("no cell is running", style="dim"))
-
-    def news(self) -> list[str]:
-        """A line for each cell that ended since the last call."""
-        lines = []
-        for item in cell_statuses(self.todo, self.study.root):
-            if item.state not in ("done", "failed") or item.cell.name in self._printed:
-                continue
-            self._printed.add(item.cell.name)
-            who = f"{item.cell.row}, seed {item.cell.seed}"
-            if result := item.cell.folder(self.study.root).result():
-                values = ", ".join(self._measured(key, value) for key, value in result.columns.items())
-                lines.append(f"done    {who}: {values} ({clock(result.seconds)})")
-            else:
-                lines.append(f"failed  {who}: {item.reason}")
-        return lines
-
-    def _measured(self, key: str, value: float) -> str:
-        column = self.study.columns.get(key) or Column(title=key, decimals=2)
+def ended_line(item: CellStatus, result: Result | None, columns: Mapping[str, Column]) -> str:
+    """A cell that ended: its measures in the units of the table, or the reason of its failure."""
+    if result is None:
+        return f"failed  {item.row}, seed {item.seed}: {item.reason}"
+    measures = []
+    for key, value in result.columns.items():
+        column = columns.get(key) or Column(title=key, decimals=2)
         shown = number(column.factor * value if math.isfinite(value) else None, column.decimals)
-        return f"{key} {shown} {column.unit}".rstrip()
-
-    def plain(self) -> str:
-        """The state in one line, for logs."""
-        statuses = cell_statuses(self.study.cells, self.study.root)
-        running = [running_line(item) for item in statuses if item.state == "running"]
-        cells = "; ".join(" ".join(part for part in line[:4] if part) for line in running)
-        line = f"[{self._elapsed()}] {counted(counts(statuses))}; {clock(self.eta(statuses))} left"
-        return f"{line} | {cells}" if cells else line
+        measures.append(f"{key} {shown} {column.unit}".rstrip())
+    return f"done    {item.row}, seed {item.seed}: {', '.join(measures)} ({clock(result.seconds)})"
 
 
 def running_line(item: CellStatus) -> list[str]:
-    """Row, seed, step, loss, speed and time left of a running cell."""
-    p, who = item.progress, [item.cell.row, f"seed {item.cell.seed}"]
-    steps = p.get("steps") or item.cell.config.optim.steps
+    """Row, seed, and where known step, loss, speed and time left of a running cell."""
+    p, who = item.progress, [item.row, f"seed {item.seed}"]
     if not p:
-        return [*who, "starting", "", "", ""]
-    if str(p.get("phase") or "").startswith("eval") or p.get("step") == steps:
-        return [*who, "evaluating", "", "", ""]
-    loss = f"loss {float(p['loss']):.3f}" if p.get("loss") is not None else ""
-    speed = f"{count(int(p['tokens_per_second']))} tok/s" if p.get("tokens_per_second") else ""
-    return [*who, f"{p.get('step', 0)}/{steps}", loss, speed, clock(p.get("eta_seconds"))]
+        return [*who, "starting"]
+    if str(p.get("phase") or "").startswith("eval") or p.get("step") == p.get("steps"):
+        return [*who, "evaluating"]
+    loss = [f"loss {float(p['loss']):.3f}"] if p.get("loss") is not None else []
+    speed = [f"{count(int(p['tokens_per_second']))} tok/s"] if p.get("tokens_per_second") else []
+    return [*who, f"{p.get('step', 0)}/{p.get('steps', '?')}", *loss, *speed, clock(p.get("eta_seconds"))]
 
 
 @contextmanager
@@ -320,16 +275,8 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
         headings = [f"{int(length):,}" for length in lengths]
         table = text.table("position, at tokens", *headings, title=task, title_justify="left")
         for bucket, values in rows.items():
-            table.add_row(bucket, *(_shaded(values.get(length), bucket) for length in lengths))
+            table.add_row(bucket, *(_short(values.get(length)) for length in lengths))
         yield table
-
-
-def _shaded(value: float | None, bucket: str) -> str:
-    """A number; for a depth, coloured by the share of needles found there."""
-    if value is None or not bucket.endswith("%"):
-        return _short(value)
-    colour = "red" if value < 1 / 3 else "yellow" if value < 2 / 3 else "green"
-    return f"[{colour}]{_short(value)}"
 
 
 def _short(value: float | None) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.shell_completion import CompletionItem
 from rich.console import Console
 from rich.table import Table as RichTable
 
@@ -21,14 +23,13 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import TitansError, UsageError
+from titans_platform.files import read_json
 
 if TYPE_CHECKING:
     from titans_platform.config import TaskConfig
     from titans_platform.report.table import Table
     from titans_platform.study.grid import StudyRun
 
-MAX_SEEDS = 1000
-"""Maximum number of seeds per command; more are rejected as a typing error."""
 LONG = ("data.sources.", "eval.")
 """Fields too long for `sweep show`."""
 
@@ -51,9 +52,20 @@ seeds_option = click.option(
 )
 
 
+def complete_study(ctx: click.Context, parameter: click.Parameter, typed: str) -> list[CompletionItem]:
+    """Complete the name of a study, or a path."""
+    from titans_platform.study.grid import known_studies
+
+    names = [CompletionItem(name) for name in known_studies() if name.startswith(typed)]
+    return names or [CompletionItem(typed, type="file")]
+
+
+study_argument = click.argument("study", shell_complete=complete_study)
+
+
 def study_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """STUDY with --scale, --rows, --seeds, --set and --root."""
-    for option in (root_option, set_option, seeds_option, rows_option, scale_option, click.argument("study")):
+    for option in (root_option, set_option, seeds_option, rows_option, scale_option, study_argument):
         command = option(command)
     return command
 
@@ -78,7 +90,7 @@ def list_studies(root: Path, as_json: bool) -> None:
     Example:
       titans sweep list
     """
-    from titans_platform.study.grid import known_studies, load_study
+    from titans_platform.study.grid import EXPERIMENT, known_studies, load_study
     from titans_platform.study.status import overview
 
     studies = []
@@ -99,15 +111,17 @@ def list_studies(root: Path, as_json: bool) -> None:
     click.echo("The paper's tables and figures:")
     for item in items:
         click.echo("\n".join(item.lines()))
-    click.echo("\nStudies:")
-    for study, path in studies:
-        click.echo(f"{study.name}: {' '.join(study.description.split())}")
-        rows = len(study.rows_at(next(iter(study.scales))))
-        click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
+    own = [each for each in studies if each[1].name == EXPERIMENT]
+    for heading, shown in (("Studies", [each for each in studies if each not in own]), ("experiments/", own)):
+        click.echo(f"\n{heading}:" if shown else "", nl=bool(shown))
+        for study, path in shown:
+            click.echo(f"{study.name}: {' '.join(study.description.split())}")
+            rows = len(study.rows_at(next(iter(study.scales))))
+            click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
 
 
 @sweep.command(short_help="Show a study's rows, columns and sizes.")
-@click.argument("study")
+@study_argument
 @scale_option
 @set_option
 @json_option
@@ -185,76 +199,71 @@ def run(
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
       titans sweep run ablation --scale 340M --cluster lab
     """
-    from titans_platform.study.status import read_request
-
-    console, request, here = _console(as_json), None, cluster in (None, "local")
-    if here and not dry_run:
-        request = read_request(console, rerun_stale=rerun_stale, concurrency=concurrency, **chosen)
-    if request and (shown := request.shown()):
-        console.file.write(shown["text"])
-        if as_json:
-            echo_json(shown["table"])
-        return 0
-
-    from titans_platform.cli.live import StudyDisplay, say
     from titans_platform.runs.ray_session import joined
-    from titans_platform.study.plan import make_plan
+    from titans_platform.study.plan import place
 
-    study = _opened(**chosen)
-    if cluster and not here:
+    console, study = _console(as_json), _opened(**chosen)
+    if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
         return run_study_on(cluster, click.get_current_context(), study.cells)
     if dry_run:
         return _dry_run(study, rerun_stale, concurrency, console, as_json)
     # half a second of imports that a plan need not wait for
-    from titans_platform.report.export import as_record
+    from titans_platform.cli import live
     from titans_platform.report.publish import make as report_study
     from titans_platform.runs.reporter import send_left
-    from titans_platform.study.run import run_plan
+    from titans_platform.study.run import prepare, run_cells, run_search, session
+    from titans_platform.study.status import TIMINGS
     from titans_platform.tracking import check_store
 
-    with joined(chosen["root"]):
-        plan = make_plan(study, rerun_stale, concurrency)
-        if plan.warning:
-            say(console, plan.warning)
-        if plan.todo:
+    with joined(study.root):
+        study, warning = place(study, rerun_stale, concurrency)
+        if warning:
+            live.say(console, warning)
+        if study.todo:
             # refused before time is spent on data
             check_store(study.root)
             send_left(study.root)
-        with study.folder.lock():
-            plan = run_plan(plan, StudyDisplay(console))
-            with console.capture() as printed:
-                table = report_study(plan.study, console, link=bool(plan.todo), redraw=bool(plan.todo))
-            console.file.write(text := printed.get())
-            if request and not table.missing:
-                request.keep(plan.study, {"text": text, "table": as_record(table)})
-        search = plan.study.search.record() if plan.study.search else None
-        lines = _summary(search, plan.study.folder.timings() if plan.todo else None)
-        for line in [*lines, *(send_left(study.root) if plan.todo else ())]:
-            say(console, line)
+        with study.lock():
+            with live.preparing(console) as progress:
+                study = prepare(study, progress)
+            if study.todo or study.searching:
+                began = time.time()
+                with session(study) as opened:
+                    if opened.searching:
+                        with live.searching(opened, console):
+                            study = opened = run_search(opened)
+                        began = time.time()
+                    with live.running(opened, console):
+                        run_cells(opened, began)
+            table = report_study(study, console, link=bool(study.todo))
+        timings = read_json(study.path / TIMINGS) if study.todo else None
+        lines = _summary(study.search.record() if study.search else None, timings)
+        for line in [*lines, *(send_left(study.root) if study.todo else ())]:
+            live.say(console, line)
     return _exit_code(table, as_json)
 
 
 def _dry_run(study: StudyRun, stale: bool, concurrency: int | None, console: Console, as_json: bool) -> int:
     """Print what would run and how long it may take; write nothing. Raises what a run would raise."""
     from titans_platform.runs.check import sizes
-    from titans_platform.study.plan import Plan, check_without_data, estimate, make_plan
+    from titans_platform.study.plan import check_without_data, estimate, place
 
-    refusal, guess = None, None
+    refusal, warning, seconds, basis = None, "", None, ""
     try:
-        plan = make_plan(study, stale, concurrency)
+        study, warning = place(study, stale, concurrency)
         check_without_data(study)
     except TitansError as error:
         # the rest is worth seeing all the same
-        refusal, plan = error, Plan(study, 0, stale)
+        refusal, basis = error, str(error)
     else:
         with console.status("timing an optimiser step of each row"):
-            guess = estimate(plan)
+            seconds, basis = estimate(study)
     cells = [{
         "cell": cell.name, "row": cell.row, "seed": cell.seed,
         "parameters": sizes(cell.config).parameters, "tokens": cell.config.tokens,
-        "state": "stale" if cell in plan.stale else cell.folder(study.root).state(),
+        "state": "stale" if cell in study.stale else cell.folder(study.root).state(),
     } for cell in study.cells]  # fmt: skip
     search = study.search
     trials = search and {
@@ -264,10 +273,9 @@ def _dry_run(study: StudyRun, stale: bool, concurrency: int | None, console: Con
         "space": search.search.model_dump(mode="json")["space"],
     }  # fmt: skip
     record = {
-        "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(plan.todo),
-        "concurrency": plan.concurrency, "resources": study.resources.model_dump(), "search": trials,
-        "estimate_seconds": guess.seconds if guess else None,
-        "estimate_basis": guess.basis if guess else str(refusal), "warning": plan.warning or None,
+        "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
+        "concurrency": study.concurrency, "resources": study.resources.model_dump(), "search": trials,
+        "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "refused": str(refusal) if refusal else None,
     }  # fmt: skip
     echo_json(record) if as_json else _print_plan(record, console)
@@ -316,7 +324,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
 
 
 @sweep.command(short_help="Show a study's progress, whether or not its driver is alive.")
-@click.argument("study", required=False)
+@click.argument("study", required=False, shell_complete=complete_study)
 @scale_option
 @root_option
 @json_option
@@ -330,35 +338,34 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
       titans sweep status ablation --scale laptop
     """
     from titans_platform.cli.live import running_line, say
-    from titans_platform.study.folder import StudyFolder
-    from titans_platform.study.status import counted, counts, read_status, status_of
+    from titans_platform.study.status import counted, labels_of, read_status
     from titans_platform.text import clock
 
     root = root.resolve()
-    found = [read_status(study, scale, root)] if study else list(map(status_of, StudyFolder.all(root)))
+    studies = [read_status(root, study, scale)] if study else [read_status(root, x) for x in labels_of(root)]
     if as_json:
-        records = [each.record() for each in found]
+        records = [each | {"cells": [cell._asdict() for cell in each["cells"]]} for each in studies]
         return echo_json(records[0] if study else records)
     console = Console()
-    for each in found:
-        driver = "a sweep run is working on it" if each.running else "no sweep run is working on it"
-        cells = f"{len(each.cells)} cells, {counted(counts(each.cells))}"
-        console.print(f"[bold]{each.folder.label}[/]: {cells}; {driver}", highlight=False)
-        grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), _summary(each.search, each.timings)
-        for item in each.cells:
-            progress, row, seed = item.progress, item.cell.row, f"seed {item.cell.seed}"
+    for each in studies:
+        driver = "a sweep run is working on it" if each["running"] else "no sweep run is working on it"
+        cells = f"{len(each['cells'])} cells, {counted(each['counts'])}"
+        console.print(f"[bold]{each['study']}[/]: {cells}; {driver}", highlight=False)
+        grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), _summary(each["search"], each["overhead"])
+        for item in each["cells"]:
+            progress, seed = item.progress, f"seed {item.seed}"
             if item.state == "running":
                 grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
             elif item.state == "interrupted":
                 reached = f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
-                grid.add_row("interrupted", row, seed, reached)
+                grid.add_row("interrupted", item.row, seed, reached)
             elif item.state == "failed":
-                lines.append(f"failed  {row}, {seed} ({item.cell.name}): {item.reason}")
+                lines.append(f"failed  {item.row}, {seed} ({item.cell}): {item.reason}")
         if grid.rows:
             console.print(grid)
         for line in lines:
             say(console, line)
-    if not found:
+    if not studies:
         click.echo(f"no study has run under {root}")
 
 
@@ -366,8 +373,8 @@ def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> l
     """What a search found, and where the time went."""
     from titans_platform.study.status import timings_line
 
-    found = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
-    return [*filter(None, found), *([timings_line(timings)] if timings else [])]
+    lines = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
+    return [*filter(None, lines), *([timings_line(timings)] if timings else [])]
 
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")
@@ -421,8 +428,6 @@ def parse_seeds(text: str | None) -> list[int]:
             numbers = range(int(low), int(high if dash else low) + 1)
         except ValueError:
             raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
-        if len(seeds) + len(numbers) > MAX_SEEDS:
-            raise UsageError(f"--seeds {text}: {len(seeds) + len(numbers):,} seeds; give {MAX_SEEDS} at most")
         seeds.extend(numbers)
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")

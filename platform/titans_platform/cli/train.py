@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from titans_platform.text import clock
 
 PLAN_LINES = {
     "workers": "workers", "threads": "CPU threads per worker", "steps": "optimizer steps", "data": "data",
-    "cell": "run", "state": "state of the run", "resume_from": "resumes from", "tokens": "tokens to train on",
+    "cell": "run", "state": "state of the run", "tokens": "tokens to train on",
     "parameters": "parameters", "state_bytes": "state bytes per sequence",
     "worker_bytes": "memory per worker", "flops_per_token": "training FLOPs per token",
     "seconds": "estimated time",
@@ -80,7 +80,7 @@ def train(
     from titans_platform.cli.live import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, check_start
+    from titans_platform.runs.check import check_resources, check_start, plan
     from titans_platform.runs.load import located
     from titans_platform.runs.spec import Resources, this_machine
 
@@ -95,7 +95,8 @@ def train(
     check_resources(cfg, resources, shared=True)
     check_start(cfg)
     if dry_run:
-        return _plan(objective, root, resources, resume_from, as_json, console)
+        planned = plan(cfg, root, resources)
+        return echo_json(planned) if as_json else _show_plan(planned, console)
     result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
         return echo_json(result.record())
@@ -111,11 +112,11 @@ def _run(
     objective: Objective[Any], root: Path, resources: Resources, name: str, profile: bool,
     resume_from: str | None, console: Console,
 ) -> Result:  # fmt: skip
-    from titans_platform.cli.live import StudyDisplay, run_display
+    from titans_platform.cli.live import preparing, run_display
     from titans_platform.provenance import commit
     from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
-    from titans_platform.runs.load import checkpoint_of_shorter, start_from_shorter
+    from titans_platform.runs.load import start_from_shorter
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.runs.reporter import send_left
     from titans_platform.runs.spec import Tracking
@@ -126,22 +127,20 @@ def _run(
     cfg = objective.cfg
     check_store(root)
     send_left(root)
-    with StudyDisplay(console).preparing() as progress:
+    with preparing(console) as progress:
         data = objective.prepare(root, progress)
     spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
     if (done := spec.folder.result()) is not None:
         console.print(f"run {spec.name} is finished; nothing to do")
         return done
     objective.check(data)
-    shorter = checkpoint_of_shorter(spec, resume_from, data.fingerprint) if resume_from else None
     tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
     logged = params(Cell(name, cfg.seed, cfg), ())
     spec = replace(spec, tracking=Tracking(open_store(root).uri, name, None, logged, tags))
-    if shorter:
-        start_from_shorter(spec, shorter)
-        console.print(f"resuming from {_checkpoint(shorter)}", highlight=False, soft_wrap=True)
-    elif resume_from:
-        console.print(f"run {spec.name} has begun and resumes its own checkpoint", highlight=False)
+    if resume_from:
+        console.print(
+            start_from_shorter(spec, resume_from, data.fingerprint), highlight=False, soft_wrap=True
+        )
     alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
     with alone, run_display(spec.folder, console):
         result = execute(spec, wait=10)
@@ -152,51 +151,7 @@ def _run(
     return result
 
 
-def _checkpoint(point: Path) -> str:
-    """A checkpoint of a shorter run, for the terminal."""
-    from titans_platform.training.checkpoint import step_of
-
-    return f"step {step_of(point)} of run {point.parents[1].name}, which trained the same steps"
-
-
-def _plan(
-    objective: Objective[Any], root: Path, resources: Resources, resume_from: str | None, as_json: bool,
-    console: Console,
-) -> None:  # fmt: skip
-    """Print the plan of a run. Raises what the run itself would raise before it trains."""
-    from titans_platform.data import NotPrepared
-    from titans_platform.runs.check import (
-        least_memory,
-        seconds_per_token,
-        sizes,
-        spec_for,
-        training_flops,
-    )
-    from titans_platform.runs.load import checkpoint_of_shorter
-
-    cfg = objective.cfg
-    try:
-        data = objective.open(root)
-    except NotPrepared:
-        data = None
-        objective.check_sources()
-    plan: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
-    if data is None:
-        plan |= {"data": "to be prepared", "state": "missing"}
-    else:
-        objective.check(data)
-        spec = spec_for(cfg, root, resources)
-        plan |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
-        if resume_from and (point := checkpoint_of_shorter(spec, resume_from, data.fingerprint)):
-            plan["resume_from"] = _checkpoint(point)
-    plan |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
-    plan["worker_bytes"] = least_memory(cfg, resources).total
-    if (flops := training_flops(cfg)) is not None:
-        plan["flops_per_token"] = flops / cfg.row_tokens
-    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
-        plan["seconds"] = each * cfg.tokens
-    if as_json:
-        return echo_json(plan)
+def _show_plan(plan: dict[str, Any], console: Console) -> None:
     written = {
         "flops_per_token": lambda value: f"{value:.3g}",
         "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",

@@ -30,7 +30,7 @@ Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _CONFIG_MAP_BYTES = 900_000
 LABEL = {"app.kubernetes.io/managed-by": "titans"}
 FILES = "/etc/titans"
-"""Where a RayJob's files are mounted in the head."""
+"""Where a RayJob's files are mounted in its pods."""
 _STATES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "STOPPED": "stopped", "RUNNING": "running"}
 
 
@@ -218,15 +218,16 @@ def ray_job(job_id: str, spec: KubeRay, job: Job) -> list[dict[str, Any]]:
         name=job_id,
         files={keys[path]: base64.b64encode(content).decode() for path, content in job.files.items()},
         entrypoint=f"cd {FILES} && {shlex.join(job.command)}",
-        runtime_env=json.dumps({"env_vars": dict(job.env)}),
+        runtime_env=json.dumps({"env_vars": {**job.env, "PYTHONPATH": FILES}}),
     )
     *config_map, ray_job = yaml.safe_load_all(manifests)
     if keys:
         items = [{"key": key, "path": path} for path, key in keys.items()]
-        pod = ray["headGroupSpec"]["template"]["spec"]
-        pod.setdefault("volumes", []).append({"name": "files", "configMap": {"name": job_id, "items": items}})
+        volume = {"name": "files", "configMap": {"name": job_id, "items": items}}
         mount = {"name": "files", "mountPath": FILES, "readOnly": True}
-        _container(ray["headGroupSpec"])["volumeMounts"].append(mount)
+        for group in (ray["headGroupSpec"], *ray.get("workerGroupSpecs", ())):
+            group["template"]["spec"].setdefault("volumes", []).append(volume)
+            _container(group).setdefault("volumeMounts", []).append(mount)
     ray_job["spec"] |= {**spec.job, "rayClusterSpec": ray}
     return [spec.placed(item) for item in (*config_map, ray_job)]
 

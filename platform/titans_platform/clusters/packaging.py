@@ -24,7 +24,7 @@ from titans_platform.errors import UsageError
 from titans_platform.loading import file_at, read_yaml
 from titans_platform.provenance import checkout, shipped
 from titans_platform.runs.ray_session import ADDRESS, ALLOCATOR, NODES, QUIET
-from titans_platform.study.grid import Cell, find_study
+from titans_platform.study.grid import EXPERIMENT, Cell, find_study, place_of
 
 DISTRIBUTION = "titans-lab"
 
@@ -100,12 +100,20 @@ def study_job(
 ) -> Job:
     """The study at a scale as a job, with its file, those of the studies it is `like`, and tokenizer files.
 
+    A study of experiments/ brings the Python files there, whose classes it may name by import path.
+
     Raises UsageError for files that the job would not find.
     """
     path, data = find_study(study), [cell.config.data for cell in cells]
-    arguments = ["sweep", "run", path.stem, "--scale", scale, "--root", str(root), *options]
-    files = {f"sweeps/{path.stem}.yaml": path.read_bytes(), **_parents_of(path), **_files_of(data)}
-    return titans_job(cluster, arguments, f"{path.stem}-{scale}".lower(), files)
+    place = place_of(path)
+    name = place.parent.name if place.name == EXPERIMENT else place.stem
+    arguments = ["sweep", "run", name, "--scale", scale, "--root", str(root), *options]
+    files = {place.as_posix(): path.read_bytes(), **_parents_of(path), **_files_of(data)}
+    if path.name == EXPERIMENT:
+        tree = path.resolve().parents[1]
+        code = (file for file in tree.rglob("*.py") if not file.name.startswith("test_"))
+        files |= {f"experiments/{file.relative_to(tree).as_posix()}": file.read_bytes() for file in code}
+    return titans_job(cluster, arguments, f"{name}-{scale}".lower(), files)
 
 
 def _parents_of(study: Path) -> dict[str, bytes]:
@@ -114,7 +122,7 @@ def _parents_of(study: Path) -> dict[str, bytes]:
     while isinstance(other := read_yaml(study).get("like"), str):
         study, given = find_study(other), file_at(other, "study")
         if given is None:
-            files[f"sweeps/{study.stem}.yaml"] = study.read_bytes()
+            files[place_of(study).as_posix()] = study.read_bytes()
         elif ".." in given.parts:
             raise UsageError(f"like: {other}: a path with .. cannot be shipped with a job; give a name")
         elif not given.is_absolute():
@@ -157,8 +165,9 @@ def constraints() -> bytes:
 
 
 def requirements() -> list[str]:
-    """What the project requires, without its extras."""
-    return [line for line in importlib.metadata.requires(DISTRIBUTION) or [] if "extra ==" not in line]
+    """Requirements of the project with its extra `train`."""
+    lines = [line.partition(" extra ==") for line in importlib.metadata.requires(DISTRIBUTION) or []]
+    return [line.rstrip("; ") for line, _, extra in lines if extra.strip("\"' ") in ("", "train")]
 
 
 def put_code(folder: Path) -> None:

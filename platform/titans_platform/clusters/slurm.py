@@ -162,5 +162,5 @@ def _number(folder: Path) -> str:
 
 def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
     """The script for sbatch. It names the token's file, on the shared storage, not the token."""
-    own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": str(at / "code")}
+    own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{at / 'code'}:{at / 'files'}"}
     return render("job.sbatch", spec=spec, at=at, exports={**job.env, **token_variables(token), **own})

@@ -94,7 +94,7 @@ def make_part(job: Job, progress: Progress | None = None) -> Manifest:
         origin["item_tokens"] = data.item_tokens(config)
     else:
         text = text_source(data, job.source, job.store)
-        label, origin["python"] = text.label, text.python
+        label = text.label
         part = None if job.number is None else job.plan.parts[job.number]
         documents = text.documents(part, job.plan.revision)
         encoded = encode_documents(documents, tokenizer, config, data.seed, several=part is not None)

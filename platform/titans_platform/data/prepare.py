@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import json
 import os
-import platform
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from filelock import FileLock
 from numpy.typing import NDArray
 
-from titans_platform.config import DataConfig, digest
+from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.data.encode import task_identity
 from titans_platform.data.parts import (
     Job,
@@ -40,7 +38,7 @@ from titans_platform.data.shards import (
     read_table,
 )
 from titans_platform.data.store import Bucket, Store, open_store
-from titans_platform.data.stream import Batch, RowStream, validation_batches
+from titans_platform.data.stream import Batch, RowStream, Streams, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
 
@@ -80,15 +78,11 @@ class PreparedData:
 
     @property
     def fingerprint(self) -> str:
-        """Hash of what determines the rows: content, tokenizer, weights, row length, packing; no paths.
-
-        With a stdlib source it starts with the Python version.
-        """
-        parts = [[s.manifest.content, s.manifest.python, s.weight] for s in self.sources]
-        python = next((s.manifest.python for s in self.sources if s.manifest.python), None)
+        """Hash of what determines the rows: content, tokenizer, weights, row length, packing; no paths."""
+        # the second is always None: it stays, since the fingerprint is part of the names of runs
+        parts = [[s.manifest.content, None, s.weight] for s in self.sources]
         changed = [v for v in (self.config.packing, self.config.rows) if v not in ("borders", "shuffled")]
-        name = digest([parts, self.tokenizer.fingerprint, self.config.sequence_length, *changed])
-        return f"py{python}-{name}" if python else name
+        return digest([parts, self.tokenizer.fingerprint, self.config.sequence_length, *changed])
 
     @cached_property
     def labels(self) -> list[str]:
@@ -106,6 +100,14 @@ class PreparedData:
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
         return RowStream(self.sources, batch_size, seed, rank, world_size)
+
+    def streams(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> Streams:
+        """Continuous streams, for ``data.rows: streams``. Raises UsageError."""
+        optim = cfg.optim
+        return Streams(
+            self.sources, optim.global_batch_size, cfg.row_tokens, cfg.seed, rank, world_size,
+            reset_probability=optim.reset_probability, groups=optim.stream_groups,
+        )  # fmt: skip
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """All validation rows once, in a fixed order. Raises UsageError if there are none."""
@@ -244,8 +246,5 @@ def _open_folders(
 def _index_file(data: DataConfig) -> str:
     """Name of the index file that maps ``data`` to its folders."""
     sources = [source.identity() for source in data.sources]
-    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "on_corrupt", "packing", "rows"})
-    identity: dict[str, Any] = fields | {"sources": sources, "schema": SCHEMA}
-    if any(source.kind == "stdlib" for source in data.sources):
-        identity["python"] = platform.python_version()
-    return f"index/{digest(identity)}.json"
+    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "packing", "rows"})
+    return f"index/{digest(fields | {'sources': sources, 'schema': SCHEMA})}.json"

@@ -28,7 +28,7 @@ from titans_platform.config import digest
 from titans_platform.errors import UsageError
 from titans_platform.files import write_error
 
-SCHEMA = 1
+SCHEMA = 2
 SHARD_BYTES = 64 * 2**20
 HASHED_TOKENS = 2**20
 MANIFEST = "manifest.json"
@@ -70,8 +70,6 @@ class Manifest(Frozen):
 
     schema_version: int
     label: str
-    python: str | None = None
-    """stdlib: the version of Python."""
     content: str
     """Hash of all tokens, starts and loss masks, of both splits."""
     item_tokens: int | None = None
@@ -175,7 +173,6 @@ def parse_manifest(content: bytes, where: str) -> Manifest:
         fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
-        fields.pop("left_out", None)  # always empty in manifests of earlier versions
         return Manifest.model_validate_json(json.dumps(fields))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{where}: is not a manifest or was changed; {REPAIR}") from error

@@ -1,4 +1,4 @@
-"""Text sources, each a stream of documents: the shipped corpus, the standard library, files, the Hub."""
+"""Text sources, each a stream of documents: the shipped corpus, files, the Hub."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import hashlib
 import json
 import lzma
 import os
-import platform
-import sysconfig
-import tokenize
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -20,11 +17,6 @@ from titans_kernels import Registry
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
 
-# not on every machine: distributions package these separately or omit them in slim images
-STDLIB_LEFT_OUT = {
-    "site-packages", "dist-packages", "__pycache__", "idlelib", "ensurepip", "lib2to3", "distutils",
-    "tkinter", "turtledemo", "venv", "lib-dynload", "idle_test",
-}  # fmt: skip
 KINDS = (".txt", ".py", ".jsonl", ".parquet", ".arrow")
 BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
 """Builders of `datasets` for files of records; files of the other kinds are one document each."""
@@ -84,8 +76,6 @@ class TextSource(ABC):
 
     label: str
     """Its name in tables."""
-    python: str | None = None
-    """stdlib: the version of Python."""
 
     @abstractmethod
     def identity(self) -> Any:
@@ -123,43 +113,6 @@ class CorpusSource(TextSource):
         for i, record in enumerate(map(json.loads, records)):
             if record["id"].startswith(self.subset or ""):
                 yield Document(record["text"], record["id"], i / len(records))
-
-
-class StdlibSource(TextSource):
-    """The Python standard library's source text, by file; a file is one document."""
-
-    label = "stdlib"
-
-    def __init__(self, source: SourceConfig, field: str, cache: Path):
-        self.folder = Path(sysconfig.get_paths()["stdlib"])
-        self.python = platform.python_version()
-
-    def files(self) -> list[str]:
-        """Paths inside the library, with forward slashes, sorted."""
-        tests_or_local = ("test", "_sysconfigdata", "sitecustomize", "usercustomize", "turtle.py")
-
-        def shared_by_all(path: Path) -> bool:
-            """Whether every full or slim install of this version, on any platform, has the file."""
-            *folders, name = path.parts
-            left_out = (part in STDLIB_LEFT_OUT or part.startswith(("test", "config-")) for part in folders)
-            return not any(left_out) and not name.startswith(tests_or_local)
-
-        found = (path.relative_to(self.folder) for path in self.folder.rglob("*.py"))
-        return sorted(path.as_posix() for path in found if shared_by_all(path))
-
-    def identity(self) -> Any:
-        """Version, and name and size of every file."""
-        return [self.python, [[name, (self.folder / name).stat().st_size] for name in self.files()]]
-
-    def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
-        """The files in order; one that is not text in its declared encoding is left out."""
-        files = self.files()
-        for i, name in enumerate(files):
-            try:
-                with tokenize.open(self.folder / name) as file:
-                    yield Document(file.read(), name, i / len(files))
-            except (SyntaxError, UnicodeDecodeError):
-                continue
 
 
 class RecordSource(TextSource):
@@ -268,11 +221,7 @@ class FilesSource(RecordSource):
 
     def identity(self) -> Any:
         """Name, size and time of every file: an edited file is read again."""
-        files = self.files()
-        found: list[Any] = [list(file) for file in files]
-        one_document = len(files) == 1 and kind_of(Path(files[0].name)) not in BUILDERS
-        # data prepared before single documents could be split are prepared again
-        return [*found, "split by position"] if one_document and self.source.validation_fraction else found
+        return [list(file) for file in self.files()]
 
     def plan(self) -> Plan:
         """Consecutive files of at least PART_BYTES in all."""
@@ -358,7 +307,6 @@ SOURCES = Registry(
     TextSource,
     {
         "corpus": "titans_platform.data.sources:CorpusSource",
-        "stdlib": "titans_platform.data.sources:StdlibSource",
         "files": "titans_platform.data.sources:FilesSource",
         "hub": "titans_platform.data.sources:HubSource",
     },

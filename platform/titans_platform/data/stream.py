@@ -301,8 +301,6 @@ class Streams:
         seed: determines where streams start, and which are reset.
         rank, world_size: this worker has the streams rank, rank + world_size, ...
         reset_probability: probability of a random reset of a stream at a step.
-        carry_after: all streams are reset at every step before this one.
-        state_passing: probability that the begin of a document does not reset its stream.
         groups: G.
 
     Raises:
@@ -311,14 +309,12 @@ class Streams:
 
     def __init__(
         self, sources: Sequence[SourceRows], batch_size: int, width: int, seed: int, rank: int = 0,
-        world_size: int = 1, *, reset_probability: float = 0.0, carry_after: int = 0,
-        state_passing: float = 0.0, groups: int = 1,
+        world_size: int = 1, *, reset_probability: float = 0.0, groups: int = 1,
     ):  # fmt: skip
         check_shared(batch_size, "streams", world_size)
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)
-        self.reset_probability, self.carry_after = reset_probability, carry_after
-        self.state_passing, self.groups = state_passing, groups
+        self.reset_probability, self.groups = reset_probability, groups
         self.source = np.resize(interleave([source.weight for source in sources]), batch_size)
         """[B] the source of each stream of a group."""
         self.tables: dict[int, RowTable] = {}
@@ -351,15 +347,13 @@ class Streams:
 
     def resets(self, step: int) -> NDArray[np.bool_]:
         """[B] which streams are reset at ``step``."""
-        if step < max(self.groups, self.carry_after):
+        if step < self.groups:
             return np.ones(self.batch_size, np.bool_)
         found = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
         rows, begins = self.rows(step), np.zeros(self.batch_size, np.bool_)
         for s, table in self.tables.items():
             here = self.source == s
             begins[here] = table.begins[rows[here]]
-        if self.state_passing:
-            begins &= uniform(self.batch_size, f"{self.seed}/passing/{step}") >= self.state_passing
         return found | begins
 
     def batch(self, step: int) -> StreamBatch:

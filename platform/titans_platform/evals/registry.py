@@ -94,6 +94,12 @@ class Task(ABC):
     def chance(self) -> float:
         """Value of guessing without reading; an upper bound if it depends on a file."""
 
+    def check(self, objective: Any, length: int, data: Any) -> None:  # noqa: B027
+        """Reject a row length that cannot be measured. ``data`` is None before they are prepared.
+
+        Raises UsageError that begins with the field of the task's config.
+        """
+
     @abstractmethod
     def measure(self, context: Context) -> Measurement:
         """Value at `context.length` tokens."""
@@ -140,6 +146,11 @@ class GeneratedTask(Task):
             item = self.item(rng, length, tokenizer)
             answers += sum(is_answer for _, is_answer in item.pieces)
             yield item
+
+    def check(self, objective: Any, length: int, data: Any) -> None:
+        """Also generate an item of that length."""
+        if data is not None:
+            self.item(random.Random(0), length, data.tokenizer)
 
     @abstractmethod
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
@@ -258,20 +269,13 @@ TASKS = Registry(
         "babilong": "titans_platform.evals.tasks.babi:Babilong",
         "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
         "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
-        "composition": "titans_platform.evals.tasks.recall:Composition",
-        "episodes": "titans_platform.evals.tasks.recall:Episodes",
-        "functions": "titans_platform.evals.tasks.synthetic:Functions",
-        "fuzzy_recall": "titans_platform.evals.tasks.synthetic:FuzzyRecall",
         "lm_eval": "titans_platform.evals.lm_harness:LmEval",
         "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
-        "memorisation": "titans_platform.evals.tasks.synthetic:Memorisation",
         "needle": "titans_platform.evals.tasks.needle:Needle",
         "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
         "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
         "recall": "titans_platform.evals.tasks.recall:Recall",
-        "resets": "titans_platform.evals.tasks.recall:Resets",
         "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
-        "words": "titans_platform.evals.tasks.synthetic:Words",
     },
     UsageError,
 )

@@ -1,12 +1,7 @@
 """Forward passes for evaluation, distributed over a process group: each rank measures its share of the
 batches, and all ranks get every result.
 
-Rows with a common prefix (the choices of one question, say) share its forward pass. Rows are sorted, and
-neighbours with a common prefix make a group. A batch reads the prefixes of its groups together and copies the
-states at its `forks`, one copy for each row of the groups whose prefix ends there. A fork comes before the
-end of a prefix where reading the rest in every row of the group costs less than another forward pass.
-
-Shapes: B rows, T tokens, V vocabulary.
+Shapes: B rows, T tokens, V vocabulary, N scored tokens.
 """
 
 from __future__ import annotations
@@ -14,8 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -25,24 +19,20 @@ from torch.nn import functional as F
 
 from titans_core import LanguageModel
 from titans_core.generation import PREFILL_TOKENS
-from titans_core.state import ModelState
 from titans_platform.errors import TitansError
 from titans_platform.evals.items import Tokenizer
 
-VOCAB_BLOCK, LOGITS_PER_BLOCK = {"cpu": 1024}, {"cpu": 2**18}
-"""Vocabulary ids whose logits are computed together, and logits at once: sized for a CPU's cache."""
+LOGITS_PER_BLOCK = 2**24
+"""Logits that are computed together."""
 MAX_PARALLEL_ROWS = 16
 """Most rows that are read together in chunks."""
 PARALLEL_BYTES = 2**28
 """Memory limit of these rows and their states, bytes."""
 TOKEN_BYTES = 16
 """A token takes two int64: one in the batch and one on the device."""
-FORWARD_OVERHEAD_TOKENS = 256
-"""Fixed cost of a forward pass, in tokens; a pass that saves fewer tokens is not worth it."""
 
 Batch = TypeVar("Batch")
 Result = TypeVar("Result")
-T = TypeVar("T")
 
 
 def measure_distributed(batches: Iterable[Batch], measure: Callable[[Batch], Result]) -> list[Result]:
@@ -193,64 +183,20 @@ class Scorer:
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
         """Scores in the order of `requests`; contexts are truncated on the left to fit `max_length` tokens.
 
-        A common prefix of several rows is read once (`group_by_prefix`), and logits are computed only for the
-        tokens that are scored. Rows of similar length share a pass, padded on the right, which a causal model
-        does not see. Every rank of a process group calls this with the same requests.
+        Rows of similar length share a pass, padded on the right, which a causal model does not see. Every
+        rank of a process group calls this with the same requests.
         """
         rows = []
         for context, continuation in requests:
             tokens = context + continuation
             kept = [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
             rows.append(_Row(kept, max(0, len(kept) - 1 - len(continuation))))
-        lengths = [len(row.tokens) for row in rows]
-        if self._can_fork:
-            groups = group_by_prefix([row.tokens for row in rows], [row.first for row in rows])
-            batches = batch_groups(groups, lengths, self.batch_tokens)
-        else:
-            batches = [[Group(0, (i,)) for i in batch] for batch in self.batches(lengths)]
-
-        found = measure_distributed(batches, partial(self._measure, rows))
-        scores = {i: score for batch in found for i, score in batch.items()}
+        batches = self.batches([len(row.tokens) for row in rows])
+        found = measure_distributed(batches, lambda batch: self._scores([rows[i] for i in batch]))
+        scores = dict(zip(chain(*batches), chain(*found), strict=True))
         return [scores[i] for i in range(len(requests))]
 
-    @property
-    def _can_fork(self) -> bool:
-        """Whether a batch may take several forward passes, each from the state of the last one."""
-        return isinstance(self.model, LanguageModel) and not sharded_modules(self.model)
-
-    def _measure(self, rows: Sequence[_Row], batch: list[Group]) -> dict[int, Score]:
-        """Score of every row of a batch, by row."""
-        found: dict[int, Score] = {}
-        state: ModelState | None = None
-        read = 0
-        left = sorted(batch, key=lambda group: group.shared)
-        for fork in forks(batch):
-            if fork.position > read:
-                prefixes = [rows[group.rows[0]].tokens[read : fork.position] for group in left]
-                piece = max(1, PREFILL_TOKENS // len(prefixes))
-                # no logits are computed
-                for piece_BT in torch.tensor(prefixes, device=self.device).split(piece, 1):
-                    _, state = cast(LanguageModel, self.model).features(piece_BT, state)
-            read = fork.position
-            found |= self._score_fork(fork, state, rows)
-            left = left[len(fork.groups) :]
-            if state is not None and left:
-                state = state.take(range(len(fork.groups), len(fork.groups) + len(left)))
-        return found
-
-    def _score_fork(self, fork: Fork, state: ModelState | None, rows: Sequence[_Row]) -> dict[int, Score]:
-        """Scores of the rows of a fork; the first rows of `state` are those of its groups."""
-        of = [(row, place) for place, group in enumerate(fork.groups) for row in group.rows]
-        ends = [rows[row].after(fork.position) for row, _ in of]
-        lengths = [len(end.tokens) for end in ends]
-        found = {}
-        for part in similar_lengths(lengths) if self._can_fork else [list(range(len(of)))]:
-            copies = state and state.take([of[i][1] for i in part])
-            scores = self._forward([ends[i] for i in part], copies)
-            found |= {of[i][0]: score for i, score in zip(part, scores, strict=True)}
-        return found
-
-    def _forward(self, rows: Sequence[_Row], state: ModelState | None) -> list[Score]:
+    def _scores(self, rows: Sequence[_Row]) -> list[Score]:
         length = max(len(row.tokens) for row in rows)
         if length == 1:  # empty continuations
             return [Score(0.0, True, 0)] * len(rows)
@@ -260,26 +206,30 @@ class Scorer:
         first_B1 = torch.tensor([[row.first] for row in rows], device=self.device)
         last_B1 = torch.tensor([[len(row.tokens) - 1] for row in rows], device=self.device)
         at_BT = (position_T >= first_B1) & (position_T < last_B1)
-        scored = self._scored(tokens_BT[:, :-1], at_BT, state, tokens_BT[:, 1:][at_BT])
-        logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*scored, strict=True))
+        parts = list(self._token_scores(tokens_BT[:, :-1], at_BT, tokens_BT[:, 1:][at_BT]))
+        logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*parts, strict=True))
         return [
             Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)
             for width in (len(row.tokens) - 1 - row.first for row in rows)
         ]
 
-    def _scored(
-        self, tokens_BT: Tensor, at_BT: Tensor, state: ModelState | None, targets_N: Tensor
+    def _token_scores(
+        self, tokens_BT: Tensor, at_BT: Tensor, targets_N: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """`token_scores` of the positions where `at_BT` is True, in blocks."""
-        if not self._can_fork:
-            yield token_scores([self.logits(tokens_BT)[at_BT]], targets_N)
-            return
-        model: Any = self.model
-        x_BTD, _ = model.features(tokens_BT, state)
-        weights = model.head.weight.split(VOCAB_BLOCK.get(self.device.type, 2**24))
-        rows = max(1, LOGITS_PER_BLOCK.get(self.device.type, 2**24) // len(weights[0]))
-        for x_ND, part_N in zip(x_BTD[at_BT].split(rows), targets_N.split(rows), strict=True):
-            yield token_scores((F.linear(x_ND, weight) for weight in weights), part_N)
+        """In blocks of the positions where `at_BT` is True: log-likelihood of the target in nats, and whether
+        it is the first of the likeliest tokens.
+        """
+        if isinstance(self.model, LanguageModel) and not sharded_modules(self.model):
+            # logits of the scored positions alone
+            weight_VD = cast(Tensor, self.model.head.weight)
+            x_BTD, _ = self.model.features(tokens_BT)
+            rows = max(1, LOGITS_PER_BLOCK // len(weight_VD))
+            blocks = (F.linear(x_ND, weight_VD) for x_ND in x_BTD[at_BT].split(rows))
+        else:
+            rows, blocks = max(1, len(targets_N)), iter([self.logits(tokens_BT)[at_BT]])
+        for logits_NV, part_N in zip(blocks, targets_N.split(rows), strict=True):
+            logprobs_N = -F.cross_entropy(logits_NV.float(), part_N, reduction="none")
+            yield logprobs_N, logits_NV.argmax(-1) == part_N
 
 
 class _Row(NamedTuple):
@@ -287,122 +237,3 @@ class _Row(NamedTuple):
 
     tokens: list[int]
     first: int
-
-    def after(self, position: int) -> _Row:
-        """The rest of the row after ``position`` tokens."""
-        return _Row(self.tokens[position:], self.first - position)
-
-
-def token_scores(parts: Iterable[Tensor], targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """[N] log-likelihoods of the targets in nats, and whether each is the first of the likeliest tokens.
-
-    ``parts`` are logits [N, ids], together those of the vocabulary in its order, one at a time.
-    """
-    start, totals = 0, []
-    best_N = torch.full_like(targets_N, -math.inf, dtype=torch.float32)
-    chosen_N, greedy_N = best_N, torch.zeros_like(targets_N, dtype=torch.bool)
-    for logits_NV in parts:
-        logits_NV = logits_NV.float()
-        place_N = (targets_N - start).clamp(0, logits_NV.shape[1] - 1)
-        here_N = place_N == targets_N - start
-        logit_N = logits_NV.gather(-1, place_N[:, None])[:, 0]
-        # faster than logsumexp
-        totals.append(F.cross_entropy(logits_NV, place_N, reduction="none") + logit_N)
-        chosen_N = torch.where(here_N, logit_N, chosen_N)
-        top_N = logits_NV.amax(-1)
-        first_N = here_N & (logit_N == top_N) & (logit_N > best_N)
-        # argmax takes longer than the rest, and only a tie needs it
-        first_N[first_N.clone()] = logits_NV[first_N].argmax(-1) == place_N[first_N]
-        greedy_N, best_N, start = greedy_N | first_N, best_N.maximum(top_N), start + logits_NV.shape[1]
-    return chosen_N - torch.stack(totals).logsumexp(0), greedy_N & (chosen_N == best_N)
-
-
-class Group(NamedTuple):
-    """Rows with a common prefix."""
-
-    shared: int
-    """Tokens of the common prefix."""
-    rows: tuple[int, ...]
-
-
-class Fork(NamedTuple):
-    """Position at which a batch copies states, and the groups they are copied for."""
-
-    position: int
-    groups: tuple[Group, ...]
-
-
-def group_by_prefix(rows: Sequence[list[int]], most: Sequence[int]) -> list[Group]:
-    """Partition of the rows into groups with common prefixes, so that few tokens are read.
-
-    Args:
-        rows: tokens.
-        most: of each row, how many of its tokens may be shared.
-    """
-    groups: list[Group] = []
-    for i in sorted(range(len(rows)), key=lambda i: rows[i]):
-        if groups:
-            shared, members = groups[-1]
-            common = _common_prefix(rows[members[-1]], rows[i], min(shared, most[i]))
-            # the members would share less of their prefix; the new row saves what it shares
-            if common > (len(members) - 1) * (shared - common):
-                groups[-1] = Group(common, (*members, i))
-                continue
-        groups.append(Group(most[i], (i,)))
-    return [group if len(group.rows) > 1 else group._replace(shared=0) for group in groups]
-
-
-def batch_groups(groups: Sequence[Group], lengths: Sequence[int], budget: int) -> list[list[Group]]:
-    """Batches of at most ``budget`` tokens, of groups with similar lengths, the longest prefixes first."""
-
-    def tokens(group: Group) -> int:
-        return group.shared + sum(lengths[row] - group.shared for row in group.rows)
-
-    batches: list[list[Group]] = []
-    left = 0
-    for group in sorted(groups, key=lambda group: (-group.shared, -lengths[group.rows[0]])):
-        if not batches or tokens(group) > left:
-            batches.append([])
-            left = budget
-        batches[-1].append(group)
-        left -= tokens(group)
-    return batches
-
-
-def forks(batch: Sequence[Group]) -> list[Fork]:
-    """Forks of a batch, by position."""
-    order = sorted(batch, key=lambda group: group.shared)
-    parts = _split_by_waste(order, lambda first, group: (group.shared - first.shared) * (len(group.rows) - 1))
-    return [Fork(part[0].shared, tuple(part)) for part in parts]
-
-
-def similar_lengths(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of the rows that share a padded forward pass, the longest first."""
-    order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    return _split_by_waste(order, lambda first, row: lengths[first] - lengths[row])
-
-
-def _split_by_waste(order: Sequence[T], waste: Callable[[T, T], int]) -> list[list[T]]:
-    """``order`` split so that no part wastes more tokens than a pass costs; see ``waste(first, other)``."""
-    parts: list[list[T]] = []
-    wasted = 0
-    for item in order:
-        wasted += waste(parts[-1][0], item) if parts else 0
-        if not parts or wasted > FORWARD_OVERHEAD_TOKENS:
-            parts.append([])
-            wasted = 0
-        parts[-1].append(item)
-    return parts
-
-
-def _common_prefix(a: list[int], b: list[int], most: int) -> int:
-    """Length of the common prefix of ``a`` and ``b``, at most ``most``."""
-    # by bisection: slices are compared in C, and contexts may have millions of tokens
-    low, high = 0, min(most, len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low

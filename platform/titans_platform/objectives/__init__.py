@@ -1,12 +1,24 @@
 """Training objectives. To add one, write a file and its line in `OBJECTIVES` of `objectives.base`."""
 
 from titans_platform.evals import TASKS
-from titans_platform.objectives.base import OBJECTIVES, Data, Input, Objective, build_objective, register
+from titans_platform.objectives.base import (
+    OBJECTIVES,
+    Data,
+    Objective,
+    build_objective,
+    build_small,
+    check_vocabulary,
+    register,
+    reject_data,
+    run_name,
+)
 
-__all__ = ["OBJECTIVES", "Data", "Input", "Objective", "build_objective", "register"]
+__all__ = [
+    "OBJECTIVES", "Data", "Objective", "build_objective", "build_small", "check_vocabulary", "register",
+    "reject_data", "run_name",
+]  # fmt: skip
 
 TASKS["accuracy"] = "titans_platform.objectives.classification:Accuracy"
 TASKS["class_loss"] = "titans_platform.objectives.classification:ClassLoss"
-TASKS["drift"] = "titans_platform.objectives.drift:DriftTask"
 TASKS["mse"] = "titans_platform.objectives.regression:MeanSquaredError"
 TASKS["mae"] = "titans_platform.objectives.regression:MeanAbsoluteError"

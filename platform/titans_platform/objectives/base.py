@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,10 +13,10 @@ from torch import Tensor
 from titans_core import Model
 from titans_core.config import Frozen
 from titans_kernels import Registry
-from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig, TaskConfig
+from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import Task, build_task, eval_version, evaluate
+from titans_platform.evals import build_task, eval_version, row_length
 from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
 from titans_platform.training.loop import Stream
@@ -24,20 +24,6 @@ from titans_platform.training.optim import check_windows
 
 Report = Callable[[str, int, int, "float | None"], None]
 """Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""
-
-
-class Input(NamedTuple):
-    """One source of a run's data, as logged with the run."""
-
-    name: str
-    digest: str
-    """Hash of the content."""
-    where: str
-    """A path, a Hub dataset, or the name of the generator."""
-    about: dict[str, int]
-    """Its sizes by name, e.g. the number of tokens."""
-    trained_on: bool = True
-    """False: used for evaluation only."""
 
 
 class Data(Protocol):
@@ -90,12 +76,6 @@ class Objective(ABC, Generic[D]):
     def build_model(self) -> Model:
         """The model at initialisation, from the config only. Raises UsageError."""
 
-    def build_small(self, blocks: int = 1) -> Model:
-        """The model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
-        model = self.cfg.model.model_copy(update={"n_layers": blocks})
-        with torch.device("meta"):
-            return type(self)(self.cfg.model_copy(update={"model": model}), self.options).build_model()
-
     def least_activations(self, rows: int) -> int:
         """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
         return rows * self.cfg.row_tokens * self.cfg.model.d_model * self.cfg.model.n_layers
@@ -104,10 +84,6 @@ class Objective(ABC, Generic[D]):
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row; 0 for a row without targets."""
 
-    def train_stream(self, data: D, rank: int = 0, world_size: int = 1) -> Stream:
-        """This worker's rows of each training batch. Raises UsageError."""
-        return data.train_stream(self.cfg.optim.global_batch_size, self.cfg.seed, rank, world_size)
-
     def tokenizer(self) -> Tokenizer | None:
         """The model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
         return None
@@ -115,10 +91,6 @@ class Objective(ABC, Generic[D]):
     def counts(self, batch: Any) -> Tensor:
         """[B] bool: whether the row has targets. By default every row does."""
         return torch.ones(len(batch[0]), dtype=torch.bool, device=batch[0].device)
-
-    def inputs(self, data: D) -> list[Input]:
-        """The sources of ``data``."""
-        return [Input(self.data_kind, data.fingerprint[:36], self.cfg.objective.kind, {})]
 
     def sample_batch(self, rows: int) -> Any:
         """``rows`` rows of random content, to time a step before data are prepared; None: not supported."""
@@ -132,7 +104,7 @@ class Objective(ABC, Generic[D]):
 
         Raises UsageError that names the field.
         """
-        check_windows(self.build_small(), self.cfg.optim)
+        check_windows(build_small(self), self.cfg.optim)
         kind = self.cfg.objective.kind
         if self.cfg.data.rows == "streams" and not self.carries:
             raise UsageError(f"data.rows: objective {kind} reads no streams; set it to shuffled")
@@ -141,62 +113,46 @@ class Objective(ABC, Generic[D]):
         for column, tasks in self.cfg.eval.columns.items():
             for i, config in enumerate(tasks):
                 with within(f"eval.columns.{column}.{i}"):
-                    self.check_task(build_task(config), config.lengths, data)
+                    task = build_task(config)
+                    if task.data_kind != self.data_kind:
+                        has = f"objective {kind} has {self.data_kind}"
+                        raise UsageError(f"task: {task.name} is measured on {task.data_kind}; {has}")
+                    for multiple in config.lengths:
+                        task.check(self, row_length(multiple, self.cfg.data.sequence_length), data)
 
-    def check_vocabulary(self, tokenizer: Tokenizer) -> None:
-        """Reject a tokenizer with more ids than the model's vocabulary. Raises UsageError."""
-        size, needed, name = self.cfg.model.vocab_size, tokenizer.vocab_size, self.cfg.data.tokenizer
-        if size < needed:
-            given = f"{size} is less than the {needed} of tokenizer {name}"
-            raise UsageError(f"model.vocab_size: {given}; set it to {needed}")
 
-    def reject_data(self, fields: Sequence[str], reason: str) -> None:
-        """Reject fields of ``data`` that would be ignored. Raises UsageError."""
-        for field in fields:
-            if getattr(self.cfg.data, field) != getattr(DataConfig(), field):
-                kind = self.cfg.objective.kind
-                raise UsageError(f"data.{field}: objective {kind} {reason}; leave it out")
+def build_small(objective: Objective[Any], blocks: int = 1) -> Model:
+    """The model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
+    model = objective.cfg.model.model_copy(update={"n_layers": blocks})
+    with torch.device("meta"):
+        cfg = objective.cfg.model_copy(update={"model": model})
+        return type(objective)(cfg, objective.options).build_model()
 
-    def check_task(self, task: Task, lengths: Sequence[float], data: D | None) -> None:
-        """Reject a task that cannot run at ``lengths`` (in training lengths). Raises UsageError."""
-        if task.data_kind != self.data_kind:
-            has = f"objective {self.cfg.objective.kind} has {self.data_kind}"
-            raise UsageError(f"task: {task.name} is measured on {task.data_kind}; {has}")
 
-    def evaluate(
-        self, model: Model, data: D, columns: Sequence[str] = (), device: torch.device | str = "cpu"
-    ) -> dict[str, Any]:
-        """Run `evals.evaluate` on all columns, or on those given.
+def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
+    """Reject a tokenizer with more ids than the model's vocabulary. Raises UsageError."""
+    size, needed, name = cfg.model.vocab_size, tokenizer.vocab_size, cfg.data.tokenizer
+    if size < needed:
+        given = f"{size} is less than the {needed} of tokenizer {name}"
+        raise UsageError(f"model.vocab_size: {given}; set it to {needed}")
 
-        Collective: every worker of a process group calls this and gets the same result.
-        """
-        known = self.cfg.eval.columns
-        return self._evaluate(model, data, {name: known[name] for name in columns or known}, device)
 
-    def validation_loss(self, model: Model, data: D, device: torch.device | str = "cpu") -> float:
-        """The loss on held-out rows. Collective: every worker calls this and gets the same value."""
-        assert self.validation_task
-        columns = {"validation": (TaskConfig(task=self.validation_task),)}
-        return self._evaluate(model, data, columns, device)["columns"]["validation"]
+def reject_data(cfg: RunConfig, fields: Sequence[str], reason: str) -> None:
+    """Reject fields of ``data`` that would be ignored. Raises UsageError."""
+    for field in fields:
+        if getattr(cfg.data, field) != getattr(DataConfig(), field):
+            raise UsageError(f"data.{field}: objective {cfg.objective.kind} {reason}; leave it out")
 
-    def _evaluate(self, model: Model, data: D, columns: Mapping[str, Any], device: Any) -> dict[str, Any]:
-        config = self.cfg.eval.model_copy(update={"columns": columns})
-        return evaluate(model, data, config, self.cfg.data.sequence_length, device=device)
 
-    def run_name(self, data_fingerprint: str, workers: int | str = 1) -> str:
-        """The run's name: a hash of everything that determines its numbers.
+def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> str:
+    """The run's name: a hash of everything that determines its numbers.
 
-        Options at their defaults are left out, so that adding an option renames no run. For an objective in
-        a user's own file, the file is hashed too, since it may change between runs.
-        """
-        options = self.options.model_dump(mode="json", exclude_defaults=True)
-        objective = ObjectiveConfig(kind=self.cfg.objective.kind, options=options)
-        named = self.cfg.model_copy(update={"objective": objective})
-        return named.fingerprint(data_fingerprint, self.eval_version(), workers)
-
-    def eval_version(self) -> str:
-        """Digest of the versions of the evaluation tasks."""
-        return eval_version(self.cfg.eval)
+    Options of the objective at their defaults are left out, so that adding an option renames no run.
+    """
+    objective = build_objective(cfg)
+    options = objective.options.model_dump(mode="json", exclude_defaults=True)
+    named = cfg.model_copy(update={"objective": ObjectiveConfig(kind=cfg.objective.kind, options=options)})
+    return named.fingerprint(data_fingerprint, eval_version(cfg.eval), workers)
 
 
 OBJECTIVES = Registry(
@@ -204,7 +160,6 @@ OBJECTIVES = Registry(
     Objective,
     {
         "classification": "titans_platform.objectives.classification:Classification",
-        "drift": "titans_platform.objectives.drift:Drift",
         "next_token": "titans_platform.objectives.next_token:NextToken",
         "regression": "titans_platform.objectives.regression:Regression",
     },

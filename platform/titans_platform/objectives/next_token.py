@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -14,13 +12,11 @@ from titans_core.model import LOGITS_PER_BLOCK
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
-from titans_platform.data.stream import Streams
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import GeneratedTask, Task, build_generated, build_task, row_length
-from titans_platform.evals.tasks.by_position import ByPositionTask
+from titans_platform.evals import build_generated, build_task
 from titans_platform.evals.tasks.perplexity import Perplexity
-from titans_platform.objectives.base import Input, Objective, Report
-from titans_platform.training.loop import CrossEntropy, Stream
+from titans_platform.objectives.base import Objective, Report, build_small, check_vocabulary
+from titans_platform.training.loop import CrossEntropy
 
 
 class NextToken(CrossEntropy, Objective[PreparedData]):
@@ -31,7 +27,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
         """Tokenise the sources of ``data`` that have not been tokenised."""
-        self.check_vocabulary(self.tokenizer())
+        check_vocabulary(self.cfg, self.tokenizer())
         return prepare(self.cfg.data, root, progress=report)
 
     def open(self, root: Path) -> PreparedData:
@@ -48,29 +44,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
         return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
 
-    def train_stream(self, data: PreparedData, rank: int = 0, world_size: int = 1) -> Stream:
-        """Shuffled rows, or continuous streams."""
-        if self.cfg.data.rows == "shuffled":
-            return super().train_stream(data, rank, world_size)
-        optim = self.cfg.optim
-        return Streams(
-            data.sources, optim.global_batch_size, self.cfg.row_tokens, self.cfg.seed, rank, world_size,
-            reset_probability=optim.reset_probability, carry_after=optim.carry_after,
-            state_passing=optim.state_passing, groups=optim.stream_groups,
-        )  # fmt: skip
-
     def tokenizer(self) -> Tokenizer:
         """The tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
-
-    def inputs(self, data: PreparedData) -> list[Input]:
-        """The sources, each with the hash of its tokens."""
-        found = []
-        for label, rows, source in zip(data.labels, data.sources, self.cfg.data.sources, strict=True):
-            where, manifest = source.path or source.dataset or label, rows.manifest
-            tokens = {"train tokens": manifest.train.tokens, "validation tokens": manifest.validation.tokens}
-            found.append(Input(label, manifest.content, where, tokens, rows.weight > 0))
-        return found
 
     def sample_batch(self, rows: int) -> Batch:
         """Random tokens; each row is one document."""
@@ -96,10 +72,10 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     def check(self, data: PreparedData | None = None) -> None:
         """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
         if data is not None:
-            self.check_vocabulary(data.tokenizer)
+            check_vocabulary(self.cfg, data.tokenizer)
         elif self.cfg.data.tokenizer in VOCABULARIES:
             # a built-in tokenizer is known without data
-            self.check_vocabulary(self.tokenizer())
+            check_vocabulary(self.cfg, self.tokenizer())
         super().check(data)
         if self.cfg.data.rows == "streams":
             self._check_carried()
@@ -115,7 +91,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
 
     def _check_carried(self) -> None:
         """Reject a model whose state cannot be carried across rows. Raises UsageError."""
-        model, length = self.build_small(), self.cfg.row_tokens
+        model, length = build_small(self), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
         here = f"data.sequence_length: streams are reset between rows of {length} tokens"
         for window in self.cfg.optim.windows or (None,):
@@ -126,14 +102,3 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 f"data.rows: the state of variant {self.cfg.model.variant} grows with every token of a "
                 "stream, since its attention keeps all keys; set model.attention.window"
             )
-
-    def check_task(self, task: Task, lengths: Sequence[float], data: PreparedData | None) -> None:
-        """With data, also check that items fit each length and that held-out text is long enough."""
-        super().check_task(task, lengths, data)
-        if data is None:
-            return
-        for length in (row_length(multiple, self.cfg.data.sequence_length) for multiple in lengths):
-            if isinstance(task, GeneratedTask):
-                task.item(random.Random(0), length, data.tokenizer)
-            elif isinstance(task, ByPositionTask):
-                task.check(data, length)

@@ -24,11 +24,11 @@ from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import Fraction, digest
 from titans_platform.errors import UsageError, nearest, within
-from titans_platform.evals import Measurement, Task, row_length
+from titans_platform.evals import Measurement, Task
 from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
-from titans_platform.objectives.base import Input, Objective, Report
+from titans_platform.objectives.base import Objective, Report, reject_data
 from titans_platform.objectives.files import (
     DATASETS,
     ItemStream,
@@ -247,12 +247,6 @@ class Regression(Objective[SeriesData]):
         """[B] mean squared error of each window."""
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))
 
-    def inputs(self, data: SeriesData) -> list[Input]:
-        """The series, with the hash of its content."""
-        where = self.options.path or self.options.dataset or f"{self.options.sines} steps of sines"
-        steps = {f"{name} steps": count for name, count in data.parts._asdict().items() if count}
-        return [Input("series", data.fingerprint, where, steps)]
-
     def sample_batch(self, rows: int) -> Windows:
         """Standard normal values."""
         options = self.options
@@ -266,7 +260,7 @@ class Regression(Objective[SeriesData]):
     def check(self, data: SeriesData | None = None) -> None:
         """Also reject text sources, which would be ignored, and check the number of channels."""
         options, length = self.options, self.cfg.data.sequence_length
-        self.reject_data(("sources", "tokenizer"), f"reads {PATH}")
+        reject_data(self.cfg, ("sources", "tokenizer"), f"reads {PATH}")
         if length % options.patch:
             given = f"{options.patch} does not divide data.sequence_length {length}"
             raise UsageError(f"objective.options.patch: {given}")
@@ -274,18 +268,6 @@ class Regression(Objective[SeriesData]):
             given = f"{options.width} are not the {n} of the series"
             raise UsageError(f"objective.options.channels: {given}; set it to {n}, or name columns")
         super().check(data)
-
-    def check_task(self, task: Task, lengths: Sequence[float], data: SeriesData | None) -> None:
-        """Also check that lengths are multiples of the patch and, with data, that enough steps exist."""
-        super().check_task(task, lengths, data)
-        for multiple in lengths:
-            length = row_length(multiple, self.cfg.data.sequence_length)
-            if self.options.forecaster and length != (reads := self.cfg.data.sequence_length):
-                raise UsageError(f"lengths: a forecaster reads {reads} steps, not {length}")
-            if length % self.options.patch:
-                raise UsageError(f"lengths: {length} steps are no multiple of patch {self.options.patch}")
-            if data is not None:
-                next(data.held_out(length, 1, 1, task.options.part))
 
     def _read(self) -> Table:
         options = self.options
@@ -323,6 +305,16 @@ class SeriesError(Task):
     data_kind = "series"
     error: ClassVar[Callable[[Tensor], Tensor]]
     """Elementwise error, given prediction minus target."""
+
+    def check(self, objective: Any, length: int, data: SeriesData | None) -> None:
+        """Check that the length is a multiple of the patch and, with data, that enough steps exist."""
+        options, reads = objective.options, objective.cfg.data.sequence_length
+        if options.forecaster and length != reads:
+            raise UsageError(f"lengths: a forecaster reads {reads} steps, not {length}")
+        if length % options.patch:
+            raise UsageError(f"lengths: {length} steps are no multiple of patch {options.patch}")
+        if data is not None:
+            next(data.held_out(length, 1, 1, self.options.part))
 
     @property
     def chance(self) -> float:

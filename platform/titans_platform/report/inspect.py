@@ -1,4 +1,4 @@
-"""`titans inspect`: the trace of a model's memories over a text, as an Arrow table and as an HTML page.
+"""`titans inspect`: the trace of a model's memories over a text, as a table and as an HTML page.
 
 On the page a text is coloured by surprise, retention or loss, beside the keys that reads find.
 Shapes: T tokens, H heads.
@@ -6,19 +6,18 @@ Shapes: T tokens, H heads.
 
 from __future__ import annotations
 
+import io
 import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
 import torch
-from markupsafe import Markup
 from numpy.typing import NDArray
+from pandas import DataFrame, concat
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -27,13 +26,11 @@ from titans_platform.data import Tokenizer
 from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes
-from titans_platform.report.figures import plot
-from titans_platform.report.figures.picture import KINDS, NARROW, WIDE, Line, Panel, panel, svg
-from titans_platform.report.publish import html
+from titans_platform.report import plot
+from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Picture, panel
+from titans_platform.report.publish import figure, html
 from titans_platform.text import count
 
-FORMAT = "1"
-"""Version of the Arrow file's schema, in its metadata."""
 NEAREST = 5
 """Nearest written keys that are kept for each read."""
 POINTS = 60
@@ -47,16 +44,9 @@ CHARTS = {
     "weight_norm": "Norm of the weights", "momentum_norm": "Norm of the momentum",
 }  # fmt: skip
 
-_READ = pa.list_(pa.struct([("position", pa.int32()), ("similarity", pa.float32()), ("share", pa.float32())]))
-# a row is one token in one head of one memory
-SCHEMA = pa.schema([
-    ("position", pa.int32()), ("token", pa.int32()), ("text", pa.string()), ("loss", pa.float32()),
-    ("memory", pa.int16()), ("head", pa.int16()),
-    *((name, pa.float32()) for name in ("surprise", "written", "final", "alpha", "eta", "theta")),
-    *((name, pa.float32()) for name in ("weight_norm", "momentum_norm", "coefficient")),
-    ("read", _READ), ("context", _READ),
-])  # fmt: skip
-MEASURED = SCHEMA.names[6:15]
+MEASURED = (
+    "surprise", "written", "final", "alpha", "eta", "theta", "weight_norm", "momentum_norm", "coefficient",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -113,48 +103,40 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     return [*texts[:-1], texts[-1] + stream.end()]
 
 
-def arrow_table(found: Inspected) -> pa.Table:
-    """A row for each memory, token and head, in this order; unknown numbers are null."""
-    parts = [_memory_table(found, i, trace) for i, trace in enumerate(found.traces)]
-    metadata = {
-        "titans.format": FORMAT, "titans.run": found.title, "titans.variant": found.variant,
-        "titans.memories": ",".join(trace.name for trace in found.traces),
-    }  # fmt: skip
-    return pa.concat_tables(parts).replace_schema_metadata(metadata)
+def as_frame(found: Inspected) -> DataFrame:
+    """A row for each memory, token and head, in this order; NaN where a number is unknown."""
+    parts = []
+    for trace in found.traces:
+        T, H = trace.surprise.shape
+        by_token = {"position": range(T), "token": found.tokens, "text": found.texts, "loss": found.loss}
+        columns: dict[str, Any] = {key: np.repeat(np.asarray(x), H) for key, x in by_token.items()}
+        columns |= {"memory": trace.name, "head": np.tile(np.arange(H), T)}
+        columns |= {name: getattr(trace, name).flatten().numpy() for name in MEASURED}
+        for name, near in (("read", trace.own), ("context", trace.context)):
+            heads = near and [keys_of(near, head) for head in range(H)]
+            columns[name] = heads and [heads[head][t] for t in range(T) for head in range(H)]
+        parts.append(DataFrame(columns))
+    return concat(parts, ignore_index=True)
 
 
 def write_arrow(found: Inspected, path: Path) -> None:
-    """The table as an Arrow IPC file, which `pyarrow.feather.read_table` and pandas read."""
-    sink, table = pa.BufferOutputStream(), arrow_table(found)
-    with pa.ipc.new_file(sink, table.schema) as writer:
-        writer.write_table(table)
-    write_bytes(path, sink.getvalue().to_pybytes())
+    """The table as an Arrow IPC file, which `pandas.read_feather` and pyarrow read."""
+    out = io.BytesIO()
+    as_frame(found).to_feather(out)
+    write_bytes(path, out.getvalue())
 
 
-def _memory_table(found: Inspected, memory: int, trace: MemoryTrace) -> pa.Table:
-    T, H = trace.surprise.shape
-    each = lambda values: np.repeat(np.asarray(values), H)  # noqa: E731
-    columns = {
-        "position": each(range(T)), "token": each(found.tokens), "text": each(found.texts),
-        "loss": each(found.loss), "memory": np.full(T * H, memory), "head": np.tile(np.arange(H), T),
-        **{name: getattr(trace, name).flatten().numpy() for name in MEASURED}, "read": _reads(trace.own),
-        "context": pa.nulls(T * H, _READ) if trace.context is None else _reads(trace.context),
-    }  # fmt: skip
-    # from_pandas: NaN is null
-    arrays = [pa.array(columns[field.name], from_pandas=True).cast(field.type) for field in SCHEMA]
-    return pa.Table.from_arrays(arrays, schema=SCHEMA)
-
-
-def _reads(near: Nearest) -> pa.Array:
-    """A list for each token and head of the keys that were there."""
-    there = near.position.flatten(0, 1).numpy() >= 0
-    numbers = [
-        pa.array(values.flatten(0, 1).numpy()[there], from_pandas=True).cast(field.type)
-        for values, field in zip(near, _READ.value_type, strict=True)
+def keys_of(near: Nearest, head: int) -> list[list[dict[str, Any]]]:
+    """For each token the nearest written keys of one head; a share is None where it is unknown."""
+    columns = (values[:, head].tolist() for values in near)
+    return [
+        [
+            {"position": at, "similarity": cosine, "share": None if math.isnan(share) else share}
+            for at, cosine, share in zip(*token, strict=True)
+            if at >= 0
+        ]
+        for token in zip(*columns, strict=True)
     ]
-    offsets = pa.array(np.concatenate([[0], there.sum(-1).cumsum()]), pa.int32())
-    keys = pa.StructArray.from_arrays(numbers, fields=list(_READ.value_type))
-    return pa.ListArray.from_arrays(offsets, keys)
 
 
 class Shade(NamedTuple):
@@ -187,13 +169,13 @@ def page(found: Inspected, source: str, position: int | None = None, warning: st
     chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
     kept = kept_shares(found.traces).tolist()
     shares, found_reads = [round(x, 2) for x in kept], [read._asdict() for read in reads]
-    heads = range(max(trace.alpha.shape[1] for trace in found.traces))
+    figures = zip(*(map(figure, charts(i, trace)) for i, trace in enumerate(found.traces)), strict=True)
+    gates, errors = map(list, figures)
     return html(
         "inspect.html", found=found, source=source, warning=warning, shades=shades(found), chosen=chosen,
         around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),
         reads=reads, kept=kept, summary=[summary(trace) for trace in found.traces],
-        memories=[charts(i, trace) for i, trace in enumerate(found.traces)],
-        heads=[(head, KINDS[head % len(KINDS)]) for head in heads],
+        gates=gates, errors=errors,
         data={"texts": found.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
     )  # fmt: skip
 
@@ -244,13 +226,12 @@ def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
             kinds = [(", segments before", trace.context), (", own read", trace.own)]
         for kind, near in kinds:
             for head in range(trace.alpha.shape[1]):
-                columns = (values[:, head].tolist() for values in near)
-                found = []
-                for line in (zip(*line, strict=True) for line in zip(*columns, strict=True)):
-                    keys = [(at, round(x, 2), s) for at, x, s in line if at >= 0]
-                    # a share that is NaN is unknown
-                    found.append([(at, x, None if math.isnan(s) else round(s, 3)) for at, x, s in keys])
-                yield Read(f"memory {memory}, head {head}{kind}", found)
+                keys = [
+                    [(key["position"], round(key["similarity"], 2), key["share"] and round(key["share"], 3))
+                     for key in token]
+                    for token in keys_of(near, head)
+                ]  # fmt: skip
+                yield Read(f"memory {memory}, head {head}{kind}", keys)
 
 
 def summary(trace: MemoryTrace) -> list[str]:
@@ -262,35 +243,27 @@ def summary(trace: MemoryTrace) -> list[str]:
     return [trace.name, *map(rounded, means), f"{kept:.0f}%", *map(rounded, (*gates, *norms))]
 
 
-def charts(memory: int, trace: MemoryTrace) -> dict[str, Any]:
-    """A memory's panels as SVG: each quantity by head, then the errors."""
-    drawn = [_by_head(title, getattr(trace, key)) for key, title in CHARTS.items()]
-    panels = [Markup(svg(each, NARROW, f"m{memory}-{i}")) for i, each in enumerate(drawn)]
-    fates = Markup(svg(_fates(trace), WIDE, f"m{memory}-{len(panels)}"))
-    return {"name": trace.name, "panels": panels, "fates": fates}
-
-
-def _by_head(title: str, values_TH: Tensor) -> Panel:
-    looks = zip(itertools.count(), values_TH.unbind(1), itertools.cycle(KINDS), strict=False)
-    lines = [Line(f"head {i}", binned(values.numpy()), colour, spread=False) for i, values, colour in looks]
-    means = values_TH.nanmean(0).tolist()
-    alt = f"{title} by token: " + ", ".join(f"head {i} {mean:.3g} on average" for i, mean in enumerate(means))
-    return panel(title, alt, partial(plot.lines, log_y=_far_apart(lines)), "token", shown=lines)
+def charts(memory: int, trace: MemoryTrace) -> list[Picture]:
+    """The figures of a memory: each quantity by head; the errors of a token's pair."""
+    panels, heads = [], []
+    for key, title in CHARTS.items():
+        looks = zip(itertools.count(), getattr(trace, key).unbind(1), itertools.cycle(KINDS), strict=False)
+        heads = [Line(f"head {i}", binned(x_T.numpy()), c, "", spread=False) for i, x_T, c in looks]
+        panels.append(panel(title, plot.lines, "token", shown=heads, log_y=_far_apart(heads)))
+    errors = {"before": trace.surprise, "right after": trace.written, "at the end": trace.final}
+    looks = zip(errors.items(), "acb", strict=True)
+    lines = [Line(name, binned(x_TH.mean(1).numpy()), c, "", spread=False) for (name, x_TH), c in looks]
+    fates = panel("Error of a token's pair", plot.lines, "token", shown=lines, log_y=_far_apart(lines))
+    return [
+        Picture(f"memory-{memory}", f"{trace.name}: gates and state", "", panels, NARROW, heads),
+        Picture(f"errors-{memory}", f"{trace.name}: errors", "", [fates], WIDE, lines),
+    ]
 
 
 def _far_apart(lines: Sequence[Line]) -> bool:
     """Whether the lines need a logarithmic scale."""
     means = [mean for line in lines for mean in line.means.values()]
     return bool(means) and 0 < FAR_APART * min(means) < max(means)
-
-
-def _fates(trace: MemoryTrace) -> Panel:
-    errors = {"before": trace.surprise, "right after": trace.written, "at the end": trace.final}
-    looks = zip(errors.items(), "acb", strict=True)
-    lines = [Line(name, binned(x_TH.mean(1).numpy()), c, spread=False) for (name, x_TH), c in looks]
-    ends = ", ".join(f"{name} {x_TH.mean().item():.3g}" for name, x_TH in errors.items())
-    alt, draw = f"Error by token, on average {ends}", partial(plot.lines, log_y=_far_apart(lines))
-    return panel("Error of a token's pair", alt, draw, "token", shown=lines)
 
 
 def binned(values: NDArray[np.floating], points: int = POINTS) -> dict[float, tuple[float, ...]]:

@@ -17,14 +17,15 @@ from markupsafe import Markup
 from rich.console import Console
 
 from titans_platform.errors import UsageError
-from titans_platform.files import write_text
+from titans_platform.files import read_json, write_text
 from titans_platform.provenance import commands
 from titans_platform.report import export, render
-from titans_platform.report.figures.picture import DARK, LIGHT, Picture, save, svg
-from titans_platform.report.report import Links, Report, build_report
+from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
+from titans_platform.report.report import Links, StudyReport, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.reporter import curve
+from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import Item
@@ -47,33 +48,28 @@ def html(template: str, **values: Any) -> str:
     return render(template, light=LIGHT, dark=DARK, written=written, **values)
 
 
-def report_page(report: Report) -> str:
+def report_page(report: StudyReport) -> str:
     """The page of one study."""
-    sources = {
-        "LaTeX (booktabs)": export.latex(report),
-        "CSV, a line a row and column": export.summary_csv(report),
-        "CSV, a line a cell": export.cells_csv(report),
-    }
     return html(
         "report.html", report=report, table=report.table, columns=report.table.columns,
-        results_table=results_table(report), links=report.links, sources=sources,
+        results_table=results_table(report), links=report.links,
         seeds=plural(len(report.table.seeds), "seed").partition(" ")[2],
         figures=[figure(picture, i + 1) for i, picture in enumerate(report.pictures)],
     )  # fmt: skip
 
 
-def results_table(report: Report, heading: str = "Table 1") -> Markup:
+def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
     """A study's table, with the paper's numbers beside or below ours."""
-    columns, seeds = report.table.columns, len(report.table.seeds)
+    table, columns, seeds = report.table, report.table.columns, len(report.table.seeds)
     crowded = len(columns) > CROWDED
     caption = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
     if report.paper_columns:
         caption += f"; the paper's numbers {'below' if crowded else 'beside'} ours"
     caption += f". {report.bold_note}" + " A number links to its runs." * bool(report.links)
     # characters of the widest sd of a column, to align its means
-    spreads = {key: max((len(row.numbers[key].sd) for row in report.rows), default=0) for key in columns}
+    spreads = {key: max((len(row.entries[key].sd_text) for row in table.rows), default=0) for key in columns}
     text = html(
-        "results_table.html", report=report, table=report.table, columns=columns, links=report.links,
+        "results_table.html", report=report, table=table, columns=columns, links=report.links,
         heading=heading, place=re.sub(r"\W+", "-", heading.lower()), caption=caption, crowded=crowded,
         paired={key: key in report.paper_columns and not crowded for key in columns},
         widths={key: 2 + spread if spread else 0 for key, spread in spreads.items()},
@@ -82,10 +78,11 @@ def results_table(report: Report, heading: str = "Table 1") -> Markup:
 
 
 def figure(picture: Picture, number: int | None = None) -> Markup:
-    """A figure: its panels as SVG, the legend, the caption with its number on the page."""
-    drawn = [svg(panel, picture.size, f"{picture.key}-{i}") for i, panel in enumerate(picture.panels)]
-    panels, width = list(map(Markup, drawn)), round(WIDTH * picture.size[0], 1)
-    return Markup(render("figure.html", picture=picture, panels=panels, width=width, number=number))
+    """A figure as SVG with its caption and its number on the page."""
+    width = round(WIDTH * picture.width, 1)
+    return Markup(
+        render("figure.html", picture=picture, drawn=Markup(svg(picture)), width=width, number=number)
+    )
 
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
@@ -93,9 +90,7 @@ UI = "http://127.0.0.1:5000"
 """Where `titans ui` listens unless it is told otherwise."""
 
 
-def make(
-    run: StudyRun, console: Console, link: bool = True, address: str | None = None, redraw: bool = True
-) -> Table:
+def make(run: StudyRun, console: Console, link: bool = True, address: str | None = None) -> Table:
     """Write the report of a study, print its table, and return it.
 
     Args:
@@ -104,19 +99,20 @@ def make(
         link: Whether the report is logged to the study's MLflow run too.
         address: MLflow server that the page links to. By default the tracking server, or where `titans ui`
             listens.
-        redraw: Whether the page and figures are drawn again if the tables have not changed.
 
     Raises:
         UsageError: nothing has run.
     """
     if not any(cell.name for cell in run.whole):
         raise UsageError(f"{run.label}: nothing has run under {run.root}; start with titans sweep run")
-    table, path, links = build_table(run), run.folder.path, None
+    table, path, links = build_table(run), run.path, None
     if store := _open_store(run) if link or table.results else None:
         server = address or store.server
         links = Links((server or UI).rstrip("/"), store.experiment, local=not server)
-    report = build_report(table, _curves(table, run.root, store), run.folder.search(), commands(path), links)
-    paths = write_report(report, path, redraw)
+    report = build_report(
+        table, _curves(table, run.root, store), read_json(path / "search.json"), commands(path), links
+    )
+    paths = write_report(report, path)
     if link and store:
         log_report(store, report, paths)
     folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
@@ -135,8 +131,7 @@ def _open_store(run: StudyRun) -> Store | None:
     """
     from titans_platform.tracking import STORE, open_store
 
-    record = run.folder.record()
-    kept = record.mlflow if record else None
+    kept = (read_json(run.path / RECORD) or {}).get("mlflow")
     try:
         return open_store(run.root if not kept or os.environ.get(STORE) else str(kept))
     except UsageError as error:
@@ -153,26 +148,19 @@ def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tup
     return {run: found.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
 
 
-def write_report(report: Report, folder: Path, redraw: bool = True) -> dict[str, Path]:
-    """Write the page, the tables and the figures into ``folder``; returns their paths by name.
-
-    Figures take most of the time. Without ``redraw`` a report with the same tables stays as it is.
-    """
-    tables = {
+def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
+    """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
+    texts = {
+        PAGE: report_page(report),
         "table.md": export.markdown(report, FIGURES),
         "table.tex": export.latex(report),
-        "table.csv": export.summary_csv(report),
-        "cells.csv": export.cells_csv(report),
-        "verdict.csv": export.verdict_csv(report),
-        **({"pathways.csv": export.pathways_csv(report)} if report.pathways else {}),
+        **export.tables(report),
     }
-    files, paths = sorted((folder / FIGURES).glob("*.p*")), {name: folder / name for name in (PAGE, *tables)}
-    same = all(p.exists() and (n == PAGE or p.read_bytes() == tables[n].encode()) for n, p in paths.items())
-    if redraw or not files or not same:
-        for name, content in {PAGE: report_page(report), **tables}.items():
-            write_text(folder / name, content)
-        files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
-    return paths | {f"{FIGURES}/{path.name}": path for path in files}
+    for name, content in texts.items():
+        write_text(folder / name, content)
+    files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
+    named = {f"{FIGURES}/{path.name}": path for path in files}
+    return {name: folder / name for name in texts} | named
 
 
 def _runs(table: Table) -> dict[str, Result]:
@@ -180,7 +168,7 @@ def _runs(table: Table) -> dict[str, Result]:
     return {result.mlflow_run_id: result for result in table.results if result.mlflow_run_id}
 
 
-def log_report(store: Store, report: Report, paths: dict[str, Path]) -> str:
+def log_report(store: Store, report: StudyReport, paths: dict[str, Path]) -> str:
     """Log the files and the table to the study's parent run; returns the run's id."""
     table = report.table
     # same tag names as on the runs of the cells
@@ -206,19 +194,19 @@ def _in_units(table: Table, result: Result) -> dict[str, float]:
     return {name: factors[owner] * value for name, owner, value in owned if owner in factors}
 
 
-def _records(report: Report) -> list[dict[str, Any]]:
+def _records(report: StudyReport) -> list[dict[str, Any]]:
     fields = [f"{key}, paper" if paper else key for key, paper in report.fields()]
     names = ["row", *fields, "parameters", "state bytes"]
     return [
         dict(zip(names, line, strict=True)) | {"cells": " ".join(result.cell for result in row.results)}
-        for row, line in zip(report.rows, export.body(report), strict=True)
+        for row, line in zip(report.table.rows, export.body(report), strict=True)
     ]
 
 
-def _cell_links(store: Store, report: Report) -> Iterator[str]:
-    for row in report.rows:
+def _cell_links(store: Store, report: StudyReport) -> Iterator[str]:
+    for row in report.table.rows:
         if links := ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items()):
-            yield f"- {row.name}: {links}"
+            yield f"- {row.row.name}: {links}"
 
 
 def paper_page(items: Sequence[Item], root: Path) -> str:

@@ -1,4 +1,4 @@
-"""`Report`: everything a study's report says, built once from its numbers and passed to every renderer."""
+"""`StudyReport`: everything that a study's report says, built once and passed to every renderer."""
 
 from __future__ import annotations
 
@@ -7,89 +7,26 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
+from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
-from titans_platform.report.figures.data import Curve, figure_data
-from titans_platform.report.figures.picture import Picture
-from titans_platform.report.table import (
-    Comparison,
-    Entry,
-    Table,
-    TableRow,
-    VerdictTable,
-    best_rows,
-    compare,
-    verdict_table,
-)
-from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED, Result
-from titans_platform.text import NONE, commit, flatten, number, plural
+from titans_platform.report.picture import Picture
+from titans_platform.report.table import Comparison, Table, best_rows, cell, compare, method, tally
+from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED
+from titans_platform.text import commit, number, plural
 
 DAGGERS = "†‡§¶"
-SIZES = ("parameters", "state_bytes")
 
 
 @dataclass(frozen=True)
-class Number:
-    """One number of the table as text: the mean over seeds and what is printed beside it."""
+class Section:
+    """A further table of the report as text, the same in every format."""
 
-    entry: Entry
-    mean: str
-    """The mean; `failed` or a dash where there is none."""
-    sd: str
-    seeds: str
-    """`2/3` where seeds are missing."""
-    paper: str
-    best: bool
-
-    def __str__(self) -> str:
-        spread = f"±{self.sd}" if self.sd else ""
-        return f"{self.mean}{spread} {self.seeds}".rstrip()
-
-
-@dataclass(frozen=True)
-class PathwayTable:
-    """Which part of a model its answers came from, as text."""
-
-    heads: tuple[str, ...]
-    lines: tuple[tuple[str, str, tuple[str, ...]], ...]
-    """A row's name, the part that is off, or `all on`, and the value of each column."""
-    explained: str = PATHWAYS_EXPLAINED
-
-
-class CellLine(NamedTuple):
-    """One cell of the study: its result, or its state and the reason why it has none."""
-
-    name: str | None
-    row: str
-    seed: int
-    result: Result | None
-    state: str = ""
-    reason: str = ""
-
-
-@dataclass(frozen=True)
-class ReportRow:
-    """A row of the table as text."""
-
-    name: str
-    marks: str
-    """Of the commits, other than the present one, that made some of its cells."""
-    reference: bool
-    numbers: Mapping[str, Number]
-    sizes: Mapping[str, int | None]
-    """`parameters` and `state_bytes` of the row's model."""
-    cells: tuple[CellLine, ...]
-
-    @property
-    def results(self) -> list[Result]:
-        """The results of the finished cells."""
-        return [cell.result for cell in self.cells if cell.result]
-
-    @property
-    def runs(self) -> dict[int, str]:
-        """MLflow run ids by seed."""
-        return {result.seed: result.mlflow_run_id for result in self.results if result.mlflow_run_id}
+    title: str
+    text: str
+    heads: list[str]
+    lines: list[list[str]]
 
 
 @dataclass(frozen=True)
@@ -120,34 +57,39 @@ class Links:
 
 
 @dataclass(frozen=True)
-class Report:
+class StudyReport:
     """A study's report. Renderers take this and read nothing else."""
 
     table: Table
     title: str
-    rows: tuple[ReportRow, ...]
     paper_columns: frozenset[str]
     """Columns that the paper has numbers for."""
+    best: Mapping[str, set[str]]
+    """The best rows of each column."""
     chance: Mapping[str, str]
     bold_note: str
     notes: tuple[str, ...]
-    failures: tuple[CellLine, ...]
+    marks: Mapping[str, str]
+    """Signs of the commits, other than the present one, that made some of the cells."""
     comparisons: tuple[Comparison, ...]
-    verdict: VerdictTable | None
-    pathways: PathwayTable | None
+    sections: tuple[Section, ...]
+    """The verdict, and which part of a model its answers came from, where they were measured."""
     pictures: tuple[Picture, ...]
-    commit: str
-    """The one commit that made every cell; empty where there are several."""
     commands: tuple[str, ...]
     """Commands that were run on the study."""
     facts: Mapping[str, str]
-    configs: Mapping[str, Mapping[str, str]]
     links: Links | None
 
     @property
     def footnotes(self) -> list[str]:
         """The notes and, where a view has no place of its own for them, the failed cells."""
-        return [*self.notes, *(f"{c.row}, seed {c.seed}: failed: {c.reason}" for c in self.failures)]
+        failures = [cell for row in self.table.rows for cell in row.failures]
+        return [*self.notes, *(f"{c.row}, seed {c.seed}: failed: {c.reason}" for c in failures)]
+
+    def names(self) -> list[str]:
+        """The names of the rows, with the signs of the commits that made them."""
+        marks = ((row, {self.marks.get(commit, "") for commit in row.stale}) for row in self.table.rows)
+        return [row.row.name + "".join(sorted(signs)) for row, signs in marks]
 
     def fields(self, keys: Sequence[str] | None = None) -> list[tuple[str, bool]]:
         """The fields of a line between name and sizes: a column's key, and whether it is the paper's."""
@@ -158,7 +100,7 @@ class Report:
 def build_report(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None,
     commands: Sequence[str] = (), links: Links | None = None,
-) -> Report:  # fmt: skip
+) -> StudyReport:  # fmt: skip
     """The report of a table.
 
     Args:
@@ -175,70 +117,59 @@ def build_report(
     only = made.pop() if len(made) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
     marks = {} if only else {each: DAGGERS[min(i, len(DAGGERS) - 1)] for i, each in enumerate(stale)}
-    comparisons = compare(table)
-    best = {key: best_rows(table, key) for key in table.columns}
-    rows = tuple(_row(table, row, best, marks) for row in table.rows)
-    entries = [(key, entry) for row in table.rows for key, entry in row.entries.items()]
+    comparisons, entries = compare(table), [item for row in table.rows for item in row.entries.items()]
     references = ", ".join(row.row.name for row in table.rows if row.row.reference)
     left_out = f"; {references} left out, for reference only" if references else ""
-    return Report(
-        table=table, rows=rows, title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
+    return StudyReport(
+        table=table, title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
         paper_columns=frozenset(key for key, entry in entries if entry.paper is not None),
+        best={key: best_rows(table, key) for key in table.columns},
         chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
         bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
-        notes=(*_notes(table, marks, only), *filter(None, found)),
-        failures=tuple(cell for row in rows for cell in row.cells if cell.reason),
-        comparisons=tuple(comparisons), verdict=verdict_table(comparisons, table.columns),
-        pathways=_pathways(table), commit=only, commands=tuple(commands), facts=_facts(table),
+        notes=(*_notes(table, marks, only), *filter(None, found)), marks=marks,
+        comparisons=tuple(comparisons),
+        sections=tuple(filter(None, (verdict(comparisons, table), pathways(table)))),
+        commands=tuple(commands), facts=_facts(table), links=links,
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
-        configs=_configs(table), links=links,
     )  # fmt: skip
 
 
-def _row(table: Table, row: TableRow, best: Mapping[str, set[str]], marks: Mapping[str, str]) -> ReportRow:
-    results = {result.cell: result for result in row.results}
-    gaps = {(gap.cell.row, gap.cell.seed): gap for gap in row.unfinished}
-    cells = []
-    for cell in row.cells:
-        line = CellLine(cell.name, cell.row, cell.seed, results.get(cell.name or ""))
-        gap = gaps.get((cell.row, cell.seed))
-        cells.append(line._replace(result=None, state=gap.state, reason=gap.reason) if gap else line)
-    numbers = {}
-    for key, entry in row.entries.items():
-        decimals, missing = table.columns[key].decimals, "failed" if row.failures else NONE
-        numbers[key] = Number(
-            entry,
-            mean=missing if entry.mean is None else number(entry.mean, decimals),
-            sd="" if entry.sd is None else number(entry.sd, decimals),
-            seeds=f"{len(entry.values)}/{entry.wanted}" if len(entry.values) < entry.wanted else "",
-            paper=number(entry.paper, max(2, decimals)),
-            best=row.row.name in best[key],
-        )
-    made = "".join(sorted({marks[commit] for commit in row.stale if commit in marks}))
-    sizes = {size: row.size_of(size) for size in SIZES}
-    return ReportRow(row.row.name, made, row.row.reference, numbers, sizes, tuple(cells))
+def verdict(comparisons: Sequence[Comparison], table: Table) -> Section | None:
+    """The comparisons; None where nothing has an expected direction, or no row has two seeds."""
+    found = [each for each in comparisons if each.better is not None]
+    if not any(len(each.ours.pairs) > 1 for each in found):
+        return None
+    base, by_place = found[0].baseline, {(each.row, each.column): each for each in found}
+    columns = {key: c for key, c in table.columns.items() if any(each.column == key for each in found)}
+    lines = [
+        [row, *(cell(by_place.get((row, key)), c.decimals) for key, c in columns.items())]
+        for row in dict.fromkeys(each.row for each in found)
+    ]
+    heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
+    whose = "the paper's" if any(each.paper for each in found) else "the study file's"
+    text = f"Against {base}, beside {whose} direction: {tally(found)}. {method(found)}"
+    return Section("The paper's directions, here", text, heads, lines)
 
 
-def _pathways(table: Table) -> PathwayTable | None:
+def pathways(table: Table) -> Section | None:
     """Means over the seeds that measured pathways; None where no cell did."""
-    measured = [(row.row.name, r) for row in table.rows for r in row.results if r.pathways]
-    found = [part for _, result in measured for part in result.pathways.values()]
-    columns = {key: column for key, column in table.columns.items() if any(key in part for part in found)}
+    measured = {row.row.name: [r for r in row.results if r.pathways] for row in table.rows}
+    parts = [part for results in measured.values() for r in results for part in r.pathways.values()]
+    columns = {key: column for key, column in table.columns.items() if any(key in part for part in parts)}
     lines = []
-    for name in dict.fromkeys(name for name, _ in measured):
-        results = [result for row, result in measured if row == name]
-        parts = {"all on": [result.columns for result in results]}
+    for name, results in measured.items():
+        of = {"all on": [result.columns for result in results]}
         for part, title in PATHWAY_TITLES.items():
-            parts[title] = [result.pathways[part] for result in results if part in result.pathways]
-        for part, cells in parts.items():
-            shown = []
+            of[title] = [result.pathways[part] for result in results if part in result.pathways]
+        for part, cells in ((part, cells) for part, cells in of.items() if cells):
+            line = [name, part]
             for key, column in columns.items():
                 values = [cell[key] for cell in cells if key in cell]
-                shown.append(number(column.factor * fmean(values) if values else None, column.decimals))
-            if cells:
-                lines.append((name, part, tuple(shown)))
-    heads = tuple(column.titled() for column in columns.values())
-    return PathwayTable(heads, tuple(lines)) if lines else None
+                line.append(number(column.factor * fmean(values) if values else None, column.decimals))
+            lines.append(line)
+    heads = ["row", "part", *(column.titled() for column in columns.values())]
+    title = "Which part the answers came from"
+    return Section(title, PATHWAYS_EXPLAINED, heads, lines) if lines else None
 
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
@@ -295,23 +226,3 @@ def _counted(values: Iterable[Any]) -> str:
     if len(counts) <= 1:
         return next(iter(counts), "not recorded")
     return ", ".join(f"{value} ({count} cells)" for value, count in counts.most_common())
-
-
-def _configs(table: Table) -> dict[str, dict[str, str]]:
-    """The fields that all rows share, and for each row those that differ between rows."""
-    fields: dict[str, dict[str, str]] = {}
-    for row in table.rows:
-        leaves = flatten(row.cells[0].config.model_dump(mode="json", exclude={"seed"}))
-        fields[row.row.name] = {key: _leaf(value) for key, value in leaves.items()}
-    named = dict.fromkeys(key for each in fields.values() for key in each)
-    values = {key: {each.get(key, NONE) for each in fields.values()} for key in named}
-    common = {key: next(iter(found)) for key, found in values.items() if len(found) == 1}
-    differing = [key for key in named if key not in common]
-    own = {name: {key: each[key] for key in differing if key in each} for name, each in fields.items()}
-    return {"all rows": common} | own
-
-
-def _leaf(value: Any) -> str:
-    """A field of a config; a long fraction in five digits."""
-    text = value if isinstance(value, str) else json.dumps(value)
-    return f"{value:.5g}" if isinstance(value, float) and len(text) > 8 else text

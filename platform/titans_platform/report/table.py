@@ -18,25 +18,28 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import numpy as np
 
-from titans_platform.files import read_json
-from titans_platform.runs.folder import TIME, Result
+from titans_platform.runs.folder import Result
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Expectation, Row
 from titans_platform.study.status import CellStatus, cell_statuses
-from titans_platform.text import NONE, plural
+from titans_platform.text import NONE, number, plural
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One number of the table: a column's value over the seeds of a row."""
+    """One number of the table: a column's value over the seeds of a row. As a text: mean±sd."""
 
+    column: Column
     values: tuple[float, ...]
     wanted: int
+    """Number of seeds, finished or not."""
     paper: float | None = None
+    failed: bool = False
+    """A cell of the row has failed."""
 
     @property
     def mean(self) -> float | None:
@@ -48,6 +51,30 @@ class Entry:
         """Sample standard deviation over seeds; None for fewer than two."""
         return statistics.stdev(self.values) if len(self.values) > 1 else None
 
+    @property
+    def mean_text(self) -> str:
+        """The mean; `failed` or a dash where there is none."""
+        return "failed" if self.failed and not self.values else number(self.mean, self.column.decimals)
+
+    @property
+    def sd_text(self) -> str:
+        """The standard deviation; empty where there is none."""
+        return "" if self.sd is None else number(self.sd, self.column.decimals)
+
+    @property
+    def seeds_text(self) -> str:
+        """`2/3` where seeds are missing, else empty."""
+        return f"{len(self.values)}/{self.wanted}" if len(self.values) < self.wanted else ""
+
+    @property
+    def paper_text(self) -> str:
+        """The paper's number, or a dash."""
+        return number(self.paper, max(2, self.column.decimals))
+
+    def __str__(self) -> str:
+        spread = f"±{self.sd_text}" if self.sd_text else ""
+        return f"{self.mean_text}{spread} {self.seeds_text}".rstrip()
+
 
 @dataclass(frozen=True)
 class TableRow:
@@ -55,21 +82,36 @@ class TableRow:
 
     row: Row
     cells: tuple[Cell, ...]
+    statuses: tuple[CellStatus, ...]
+    """The state of each of its cells."""
     results: tuple[Result, ...]
-    unfinished: tuple[CellStatus, ...] = ()
-    """Status of the cells without a result."""
+    """Results of the finished ones."""
     entries: dict[str, Entry] = field(default_factory=dict)
     stale: tuple[str, ...] = ()
     """Commits, other than the current one, that made some of its cells."""
 
     @property
-    def failures(self) -> tuple[str, ...]:
-        """Why cells failed."""
-        return tuple(cell.reason for cell in self.unfinished if cell.reason)
+    def failures(self) -> list[CellStatus]:
+        """The cells that failed."""
+        done = {result.cell for result in self.results}
+        return [cell for cell in self.statuses if cell.reason and cell.cell not in done]
 
-    def size_of(self, key: str) -> int | None:
-        """``parameters`` or ``state_bytes`` of the row's model, from its results."""
-        return next((size for each in self.results if (size := getattr(each, key)) is not None), None)
+    @property
+    def lines(self) -> list[tuple[CellStatus, Result | None]]:
+        """Each cell with its result."""
+        results = {result.cell: result for result in self.results}
+        return [(cell, results.get(cell.cell or "")) for cell in self.statuses]
+
+    @property
+    def runs(self) -> dict[int, str]:
+        """MLflow run ids by seed."""
+        return {result.seed: result.mlflow_run_id for result in self.results if result.mlflow_run_id}
+
+    @property
+    def sizes(self) -> dict[str, int | None]:
+        """``parameters`` and ``state_bytes`` of the row's model, from its results."""
+        known = {key: [getattr(result, key) for result in self.results] for key in SIZES}
+        return {key: next((size for size in sizes if size is not None), None) for key, sizes in known.items()}
 
 
 @dataclass(frozen=True)
@@ -139,7 +181,7 @@ def build_table(run: StudyRun) -> Table:
     seeds = sorted({cell.seed for row in rows for cell in row.cells})
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
     study, scale = run.study, run.study.scales[run.scale_name]
-    times = [span for cell in run.whole if (span := read_json(cell.folder(run.root).path / TIME))]
+    times = [span for cell in run.whole if (span := cell.folder(run.root).attempt())]
     spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in times)
     return Table(
         study=study.name, scale=run.scale_name, label=run.label,
@@ -156,16 +198,14 @@ def build_table(run: StudyRun) -> Table:
 
 
 def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
-    found = [(cell, cell.folder(run.root).shown_result()) for cell in cells]
-    results = tuple(result for _, result in found if result is not None)
-    unfinished = cell_statuses([cell for cell, result in found if result is None], run.root)
-    stale = sorted({result.commit for result in results} - {run.commit})
-    made = TableRow(row, tuple(cells), results, tuple(unfinished), stale=tuple(stale))
+    results = tuple(r for cell in cells if (r := cell.folder(run.root).shown_result()) is not None)
+    stale = tuple(sorted({result.commit for result in results} - {run.commit}))
+    made = TableRow(row, tuple(cells), tuple(cell_statuses(cells, run.root)), results, stale=stale)
     entries = {}
     for key, column in run.columns.items():
         values = by_seed(made, key, column.factor).values()
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
-        entries[key] = Entry(tuple(values), wanted, row.paper.get(key))
+        entries[key] = Entry(column, tuple(values), wanted, row.paper.get(key), bool(made.failures))
     return replace(made, entries=entries)
 
 
@@ -195,6 +235,7 @@ def task_of(key: str) -> tuple[str, str, int | None]:
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
 
 
+SIZES = ("parameters", "state_bytes")
 ALPHA = 0.05
 AGREES, DISAGREES, UNRESOLVED, ONE_SEED = "agrees", "disagrees", "not resolved", "one seed"
 
@@ -337,58 +378,14 @@ def method(found: Sequence[Comparison]) -> str:
     )
 
 
-class VerdictCell(NamedTuple):
-    """One comparison as text."""
-
-    difference: str
-    interval: str
-    p: str
-    outcome: str
-
-    def __str__(self) -> str:
-        return " ".join(part for part in self if part)
-
-
-@dataclass(frozen=True)
-class VerdictTable:
-    """The verdict as text, the same in every format."""
-
-    sentence: str
-    method: str
-    heads: list[str]
-    rows: list[tuple[str, list[VerdictCell]]]
-
-    @property
-    def body(self) -> list[list[str]]:
-        """The lines as plain text."""
-        return [[row, *map(str, cells)] for row, cells in self.rows]
-
-
-def verdict_table(comparisons: Sequence[Comparison], columns: Mapping[str, Column]) -> VerdictTable | None:
-    """The comparisons as text; None where nothing has an expected direction, or no row has two seeds."""
-    found = [each for each in comparisons if each.better is not None]
-    if not any(len(each.ours.pairs) > 1 for each in found):
-        return None
-    base, by_place = found[0].baseline, {(each.row, each.column): each for each in found}
-    columns = {key: c for key, c in columns.items() if any(each.column == key for each in found)}
-    lines = [
-        (row, [cell(by_place.get((row, key)), c.decimals) for key, c in columns.items()])
-        for row in dict.fromkeys(each.row for each in found)
-    ]
-    heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
-    whose = "the paper's" if any(each.paper for each in found) else "the study file's"
-    sentence = f"Against {base}, beside {whose} direction: {tally(found)}."
-    return VerdictTable(sentence, method(found), heads, lines)
-
-
-def cell(found: Comparison | None, decimals: int) -> VerdictCell:
-    """`+0.35 [+0.24, +0.46] p=0.004 agrees` in parts; a dash where nothing was compared."""
+def cell(found: Comparison | None, decimals: int) -> str:
+    """`+0.35 [+0.24, +0.46] p=0.004 agrees`; a dash where nothing was compared."""
     if found is None:
-        return VerdictCell(NONE, "", "", "")
+        return NONE
     signed, ours = f"+.{decimals}f", found.ours
     ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval else ""
     p = "" if found.p is None else "p<0.001" if found.p < 0.001 else f"p={found.p:.3f}"
-    return VerdictCell(f"{ours.mean:{signed}}", ends, p, found.outcome)
+    return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, found.outcome) if part)
 
 
 def best_rows(table: Table, key: str) -> set[str]:

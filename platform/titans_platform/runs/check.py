@@ -8,19 +8,21 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache
+from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from titans_core import Model
 from titans_core.sequence_parallel import row_parts
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
+from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, within
-from titans_platform.objectives import build_objective
+from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.loggers import LOGGERS
 from titans_platform.runs.ray_session import available
@@ -67,7 +69,7 @@ def _sizes(text: str) -> Sizes:
     """All blocks have the same size, so models of one and two blocks give the size at any depth."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
-    one, two = (objective.build_small(blocks) for blocks in (1, 2))
+    one, two = (build_small(objective, blocks) for blocks in (1, 2))
 
     def of(measure: Callable[[Model], int]) -> int:
         return measure(one) + further * (measure(two) - measure(one))
@@ -87,7 +89,7 @@ def _forward_flops(text: str) -> int | None:
     batch = type(batch)(*(part.to("meta") for part in batch))
 
     def of(blocks: int) -> int:
-        model = objective.build_small(blocks).requires_grad_(False)
+        model = build_small(objective, blocks).requires_grad_(False)
         with FlopCounterMode(display=False) as counter:
             objective.losses(model, batch)
         return counter.get_total_flops()
@@ -105,23 +107,6 @@ def training_flops(cfg: RunConfig) -> int | None:
     return None if forward is None else 3 * forward
 
 
-class Needed(NamedTuple):
-    """Lower bound on the memory of a worker, in bytes."""
-
-    model: int
-    """Weights, gradients and optimiser moments; only the worker's shard of them under fsdp and hsdp."""
-    process: int
-    activations: int
-    """Activations saved for the backward pass of a micro-batch."""
-    streams: int
-    """Carried states of the worker's streams, of all groups (`data.rows: streams`)."""
-
-    @property
-    def total(self) -> int:
-        """The sum."""
-        return sum(self)
-
-
 def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
     """Rows of a worker's micro-batch, and into how many workers' parts each row is divided."""
     sequence = cfg.optim.parallel == "sequence"
@@ -129,18 +114,23 @@ def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
     return cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // by_row), parts
 
 
-def least_memory(cfg: RunConfig, resources: Resources) -> Needed:
-    """Lower bound on the memory of each worker, in bytes."""
+def least_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
+    """Lower bound on the memory of each worker in bytes, by the field of the config that it grows with.
+
+    model: weights, gradients and optimiser moments, only the worker's shard of them under fsdp and hsdp;
+    workers: a process; data.sequence_length: activations saved for the backward pass of a micro-batch;
+    optim.stream_groups: carried states of the worker's streams, of all groups.
+    """
     rows, parts = rows_at_once(cfg, resources)
     groups = cfg.optim.stream_groups if cfg.data.rows == "streams" else 0
     streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
-    return Needed(
-        BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
-        0 if resources.gpus_per_worker else PROCESS_BYTES,
-        4 * build_objective(cfg).least_activations(rows) // parts,
-        streams * sizes(cfg).state_bytes,
-    )
+    return {
+        "model": BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
+        "workers": 0 if resources.gpus_per_worker else PROCESS_BYTES,
+        "data.sequence_length": 4 * build_objective(cfg).least_activations(rows) // parts,
+        "optim.stream_groups": streams * sizes(cfg).state_bytes,
+    }
 
 
 def seconds_per_token(config: RunConfig) -> float | None:
@@ -190,13 +180,36 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
+def plan(cfg: RunConfig, root: Path, resources: Resources) -> dict[str, Any]:
+    """The run, its sizes and its cost, by the keys of `titans train --dry-run --json`. Trains nothing.
+
+    Raises what the run itself would raise before it trains.
+    """
+    objective = build_objective(cfg)
+    found: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
+    try:
+        objective.check(data := objective.open(root))
+    except NotPrepared:
+        objective.check_sources()
+        found |= {"data": "to be prepared", "state": "missing"}
+    else:
+        spec = spec_for(cfg, root, resources)
+        found |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
+    found |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    found["worker_bytes"] = sum(least_memory(cfg, resources).values())
+    if (flops := training_flops(cfg)) is not None:
+        found["flops_per_token"] = flops / cfg.row_tokens
+    if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
+        found["seconds"] = each * cfg.tokens
+    return found
+
+
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
     """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` are passed to it.
 
     Raises UsageError if the data are not prepared.
     """
-    objective = build_objective(cfg)
-    name = objective.run_name(objective.open(root).fingerprint, resources.hashed_workers)
+    name = run_name(cfg, build_objective(cfg).open(root).fingerprint, resources.hashed_workers)
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
@@ -256,24 +269,17 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources) -> None:
     """Raise UsageError if the lower bound on the memory of a worker exceeds what this machine has."""
-    rows, parts = rows_at_once(cfg, resources)
     on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
     have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // resources.max_workers
     needed = least_memory(cfg, resources)
-    if needed.total <= have:
+    if (least := sum(needed.values())) <= have:
         return
-    if (beside := needed.total - needed.streams) <= have:
-        raise UsageError(
-            f"optim.stream_groups: the states of {cfg.optim.stream_groups} groups of streams take "
-            f"{needed.streams / 2**30:,.1f} GiB beside {beside / 2**30:,.1f} to train, a worker here has "
-            f"{have / 2**30:,.1f} GiB; lower it, or train on a cluster"
-        )
-    if needed.model + needed.process > have:
-        field, tokens = "model" if needed.model > have else "workers", ""
-    else:
-        field, tokens = "data.sequence_length", f" and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
-    least = needed.total if tokens else needed.model + needed.process
+    rows, parts = rows_at_once(cfg, resources)
+    # the first one at which the sum is too large
+    field = list(needed)[sum(total <= have for total in accumulate(needed.values()))]
+    of = f"{sizes(cfg).parameters:,} parameters and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
+    shares = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in needed.items() if size)
     raise UsageError(
-        f"{field}: {sizes(cfg).parameters:,} parameters{tokens} take at least {least / 2**30:,.1f} GiB to "
-        f"train, a worker here has {have / 2**30:,.1f} GiB; make it smaller, or train on a cluster"
+        f"{field}: {of} take at least {least / 2**30:,.1f} GiB to train ({shares}), a worker here has "
+        f"{have / 2**30:,.1f} GiB; make it smaller, or train on a cluster"
     )

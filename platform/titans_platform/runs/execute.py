@@ -11,16 +11,18 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from typing import Any, NamedTuple, overload
+from typing import Any, overload
 
 import torch
 
 from titans_kernels import forms_used
+from titans_platform.config import TaskConfig
 from titans_platform.errors import Interrupted, TitansError
+from titans_platform.evals import eval_version, evaluate
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import training_flops
@@ -30,7 +32,7 @@ from titans_platform.runs.ray_session import die_with_parent, quiet, return_free
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
+from titans_platform.training.loop import Hooks, Phases, Stream, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
@@ -63,7 +65,6 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
     with folder.hold(wait):
         if (done := folder.result()) is not None:
             return done
-        began, seconds = time.time(), {}
         if folder.begin(spec.commit) and spec.tracking:
             # another commit had begun the run, which starts over
             from titans_platform.tracking import open_store
@@ -73,8 +74,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
         elsewhere = spec.resources.several and threading.current_thread() is threading.main_thread()
         try:
             with interruptible(folder):
-                outcome = _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
-            seconds = outcome.seconds
+                return _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
         except Exception as error:
             if not isinstance(error, Interrupted):
                 with ignore_disk_full():
@@ -82,10 +82,6 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             raise
         finally:
             folder.clear_interrupt()
-            with ignore_disk_full():
-                folder.record_time(began, seconds)
-        folder.drop_stale()
-        return outcome.result
 
 
 def last_checkpoint_step(spec: RunSpec) -> int:
@@ -93,7 +89,7 @@ def last_checkpoint_step(spec: RunSpec) -> int:
     return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
 
 
-def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
+def _fit(spec: RunSpec, until: Rung | None) -> Any:
     """Run the workers under Ray Train, a single one in this process; restart workers that die as long as
     each attempt writes a new checkpoint.
     """
@@ -131,13 +127,12 @@ def _fit(spec: RunSpec, until: Rung | None) -> Outcome:
         raise outcome
     # Ray's own state for restarts; of no use once the run is finished
     shutil.rmtree(storage / spec.name, ignore_errors=True)
-    assert isinstance(outcome, Outcome)
     return outcome
 
 
-def _in_thread(call: Callable[[], Outcome]) -> Outcome:
+def _in_thread(call: Callable[[], Any]) -> Any:
     """Call in a daemon thread, where Train installs no signal handlers."""
-    future: Future[Outcome] = Future()
+    future: Future[Any] = Future()
 
     def run() -> None:
         try:
@@ -149,14 +144,7 @@ def _in_thread(call: Callable[[], Outcome]) -> Outcome:
     return future.result()
 
 
-class Outcome(NamedTuple):
-    """The result of a run, or {column: value} at a rung, and the seconds of the attempt by phase."""
-
-    result: Result | dict[str, float]
-    seconds: dict[str, float]
-
-
-def run_worker(task: dict[str, Any]) -> Outcome | TitansError:
+def run_worker(task: dict[str, Any]) -> Result | dict[str, float] | TitansError:
     """Ray Train's training function. Train retries what is raised, so errors that a retry would repeat are
     returned.
     """
@@ -181,9 +169,9 @@ class Worker:
             self.objective = spec.objective
             self.data = self.objective.open(spec.root)
         with self.phases.phase("record"):
-            self.reporter = Reporter(spec, self.objective.inputs(self.data)) if rank() == 0 else None
+            self.reporter = Reporter(spec) if rank() == 0 else None
 
-    def run(self, until: Rung | None = None) -> Outcome:
+    def run(self, until: Rung | None = None) -> Result | dict[str, float]:
         """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
         forms_used(forget=True)
         return_freed_memory()
@@ -192,21 +180,23 @@ class Worker:
             with deterministic(self.cfg.seed, self.cfg.threads):
                 trainer = self._train(until)
                 if until is None:
-                    result = self._finish(trainer)
-                else:
-                    columns = self._measure(trainer, until.column)["columns"]
-                    result = self.reporter.reached(until, columns) if self.reporter else {}
+                    return self._finish(trainer)
+                columns = self._measure(trainer, until.column)["columns"]
+                return self.reporter.reached(until, columns) if self.reporter else {}
         except BaseException as error:
             if self.reporter:
                 self.reporter.fail(error)
             raise
-        return Outcome(result, dict(self.phases.seconds))
+        finally:
+            if self.reporter:
+                with ignore_disk_full():
+                    self.spec.folder.record_attempt(self.phases.seconds)
 
     def _train(self, until: Rung | None) -> Trainer:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("build"):
             self.objective.check(self.data)
-            stream = self.objective.train_stream(self.data, *data_shard(cfg.optim))
+            stream = self._stream()
             model, length = self.objective.build_model(), cfg.data.sequence_length
             trainer = Trainer(
                 model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
@@ -218,9 +208,7 @@ class Worker:
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = cfg.checkpoint.keep, before_decay(cfg.optim)
-        # a run that may rewind keeps its periodic checkpoints, which do not depend on interruptions
-        every = cfg.checkpoint_interval if cfg.optim.on_divergence == "rewind" else 1
-        saver = checkpoint.Saver(folder, trainer, keep=keep, every=every, pinned=pinned, phases=self.phases)
+        saver = checkpoint.Saver(folder, trainer, keep=keep, pinned=pinned, phases=self.phases)
         if trainer.device.type == "cuda" and (flops := training_flops(cfg)):
             trainer.flops_per_token = flops / cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
@@ -228,6 +216,13 @@ class Worker:
         with self.phases.phase("train"), saver, watched as stepped:
             trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
         return trainer
+
+    def _stream(self) -> Stream:
+        """This worker's rows of each training batch. Raises UsageError."""
+        shard = data_shard(self.cfg.optim)
+        if self.cfg.data.rows == "streams":
+            return self.data.streams(self.cfg, *shard)
+        return self.data.train_stream(self.cfg.optim.global_batch_size, self.cfg.seed, *shard)
 
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, cfg = self.reporter, self.cfg
@@ -247,19 +242,11 @@ class Worker:
             folder = self.spec.folder.path / DIVERGED
             return save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
 
-        def rewind() -> bool:
-            """Restore the last periodic checkpoint; False if there is none."""
-            saver.finish()
-            found = checkpoint.rewind(saver.folder, trainer, saver.every)
-            _record_world_size(trainer)
-            return found is not None
-
         return Hooks(
             on_step=on_step,
             on_checkpoint=lambda: saver.save(flush),
             on_divergence=on_divergence,
-            rewind=rewind,
-            validate=lambda: self.objective.validation_loss(trainer.model, self.data, trainer.device),
+            validate=lambda: self._validation_loss(trainer),
             checkpoint_every=cfg.checkpoint_interval,
             checkpoint_at=saver.pinned,
             checkpoint_best=cfg.checkpoint.best,
@@ -271,7 +258,19 @@ class Worker:
 
     def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
         """Evaluate these columns, all of them if none is given."""
-        return self.objective.evaluate(trainer.model, self.data, columns, device=trainer.device)
+        chosen = {name: self.cfg.eval.columns[name] for name in columns or self.cfg.eval.columns}
+        return self._evaluate(trainer, chosen)
+
+    def _validation_loss(self, trainer: Trainer) -> float:
+        """The loss on held-out rows. Collective: every worker gets the same value."""
+        assert self.objective.validation_task
+        task = TaskConfig(task=self.objective.validation_task)
+        return self._evaluate(trainer, {"validation": (task,)})["columns"]["validation"]
+
+    def _evaluate(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
+        config = self.cfg.eval.model_copy(update={"columns": columns})
+        length = self.cfg.data.sequence_length
+        return evaluate(trainer.model, self.data, config, length, device=trainer.device)
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()
@@ -291,7 +290,7 @@ class Worker:
             seed=cfg.seed,
             config=cfg.model_dump(mode="json"),
             data_fingerprint=self.data.fingerprint,
-            eval_version=self.objective.eval_version(),
+            eval_version=eval_version(cfg.eval),
             # the commit of the driver that started the run: the working tree may have changed since
             commit=self.spec.folder.commit() or commit(),
             environment=environment(),
@@ -309,7 +308,6 @@ class Worker:
             best_validation_loss=progress.best_loss,
             best_step=progress.best_step,
             batches_left_out=progress.offset,
-            rewinds=progress.rewinds,
             world_sizes=progress.worlds,
             mlflow_run_id=self.reporter.run_id,
             study=self.spec.labels.get("study", ""),

@@ -10,10 +10,11 @@ import math
 import os
 import platform
 import shutil
+import threading
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -76,10 +77,7 @@ class Measures(_Record):
 
 
 class Result(Measures):
-    """The numbers of a finished run, and their provenance.
-
-    Fields have defaults because files written by earlier versions lack some of them.
-    """
+    """The numbers of a finished run, and their provenance."""
 
     cell: str
     """Name of the run."""
@@ -102,7 +100,7 @@ class Result(Measures):
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
     peak_rss_bytes: int | None = None
-    """Peak resident memory of the worker; None in files of earlier versions."""
+    """Peak resident memory of the worker."""
     tokens: int = 0
     """Tokens trained on."""
     final_train_loss: float = math.nan
@@ -112,7 +110,6 @@ class Result(Measures):
     best_validation_loss: float | None = None
     best_step: int | None = None
     batches_left_out: int = 0
-    rewinds: int = 0
     world_sizes: list[list[int]] = Field(default_factory=list)
     """[step, workers] for each change of the number of workers."""
     mlflow_run_id: str | None = None
@@ -144,25 +141,20 @@ class Result(Measures):
             return None
 
 
-CONFIG = "config.json"
+RECORD = "run.json"
+"""Everything about a run but its metrics and its result; see `RunFolder.record`."""
+METRICS = "metrics.jsonl"
 RESULT = "result.json"
-STALE_RESULT = "result.stale.json"
-FAILED = "failed.json"
-PROGRESS = "progress.json"
-ORIGIN = "origin.json"
-RUNGS = "rungs.json"
-LOGGED = ("mlflow.jsonl", "mlflow.json")
-"""The journal of what the run logs, and how much of it MLflow has."""
-STOPPED = "stopped.json"
-INTERRUPT = "interrupt.json"
-TIME = "time.json"
-"""When the last attempt began and ended, where, and its seconds by phase."""
+INTERRUPT = "interrupt"
+"""There while a request to stop at a checkpoint is pending."""
 CHECKPOINTS = "checkpoints"
 DIVERGED = "diverged"
 """Batches whose loss was not finite, or spiked."""
 LOCK = "lock"
 ALIVE = 120.0
 """Seconds without progress after which a run on another machine counts as dead."""
+_updating = threading.Lock()
+"""The thread that sends metrics and the one that trains write the same record."""
 
 
 class Busy(TitansError):
@@ -181,25 +173,48 @@ class RunFolder:
         """The folder's path; the folder need not exist."""
         return self.root / "cells" / self.name
 
+    def record(self) -> dict[str, Any]:
+        """The content of ``run.json``; empty before the run has begun.
+
+        ``config``; ``commit``; ``began``, ``host`` and ``pid`` of the last attempt; ``progress``;
+        ``attempt``, its begin, end and seconds by phase; ``failure``, why it failed; ``stale``, the result
+        before a repetition; ``rungs`` and ``stopped`` of a search; ``mlflow``, where the metrics go and how
+        much of them has been sent; ``tags``.
+        """
+        return read_json(self.path / RECORD) or {}
+
+    def update(self, **fields: Any) -> None:
+        """Set fields of ``run.json``, None to delete them; only a process that holds the run, or its worker.
+
+        Raises TitansError that names the file.
+        """
+        with _updating:
+            record = self.record() | fields
+            write_json(self.path / RECORD, {k: v for k, v in record.items() if v is not None})
+
     def result(self) -> Result | None:
         """The result of the finished run, or None; a file that names another run is ignored."""
-        found = Result.read(self.path / RESULT)
-        return found if found and found.cell == self.name else None
+        result = Result.read(self.path / RESULT)
+        return result if result and result.cell == self.name else None
 
     def shown_result(self) -> Result | None:
         """The result to show: the current one, or else the stale one while the run is repeated."""
-        return self.result() or Result.read(self.path / STALE_RESULT)
+        stale = self.record().get("stale")
+        return self.result() or (Result.model_validate(stale) if stale else None)
 
     def failure(self) -> dict[str, Any] | None:
         """Why the last attempt failed (keys reason, trace, time, commit), or None."""
-        return read_json(self.path / FAILED)
+        return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
-        """The run's last progress record (step, steps, loss, ...), with its ``age`` in seconds."""
-        with suppress(OSError):
-            if found := read_json(self.path / PROGRESS):
-                return {**found, "age": max(0.0, time.time() - (self.path / PROGRESS).stat().st_mtime)}
-        return None
+        """The last progress (step, steps, loss, ...), and its ``age`` in seconds; None before it began."""
+        if progress := self.record().get("progress"):
+            progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
+        return progress
+
+    def attempt(self) -> dict[str, Any] | None:
+        """The last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
+        return self.record().get("attempt")
 
     def is_held(self) -> bool:
         """Whether a live process holds the run.
@@ -209,8 +224,7 @@ class RunFolder:
         """
         if is_locked(self.path / LOCK):
             return True
-        origin, progress = read_json(self.path / ORIGIN) or {}, self.progress()
-        elsewhere = origin.get("host", platform.node()) != platform.node()
+        elsewhere, progress = self.record().get("host", platform.node()) != platform.node(), self.progress()
         return elsewhere and progress is not None and progress["age"] < ALIVE
 
     def state(self) -> str:
@@ -219,31 +233,30 @@ class RunFolder:
             return "done"
         if self.is_held():
             return "running"
-        if self.failure():
-            return "failed"
-        return "interrupted" if (self.path / PROGRESS).exists() else "missing"
+        record = self.record()
+        return "failed" if "failure" in record else "interrupted" if "progress" in record else "missing"
 
     def rungs(self) -> dict[int, float]:
         """What a search measured at each rung, by optimiser step."""
-        return {int(step): float(value) for step, value in (read_json(self.path / RUNGS) or {}).items()}
+        return {int(step): float(value) for step, value in self.record().get("rungs", {}).items()}
 
     def record_rung(self, step: int, value: float) -> None:
         """Record what was measured after ``step`` steps."""
-        write_json(self.path / RUNGS, {str(k): v for k, v in (self.rungs() | {step: value}).items()})
+        self.update(rungs=self.rungs() | {step: value})
 
     def stop(self, reason: str) -> None:
         """Mark a run that a search will not train further."""
-        write_json(self.path / STOPPED, {"reason": reason})
+        self.update(stopped=reason)
 
     def was_stopped(self) -> bool:
         """Whether a search stopped the run early."""
-        return (self.path / STOPPED).exists()
+        return "stopped" in self.record()
 
     def request_interrupt(self) -> bool:
         """Ask the process that trains the run to stop at a checkpoint; False if training is over."""
         if (self.progress() or {}).get("phase", "train") != "train":
             return False
-        write_json(self.path / INTERRUPT, {"time": time.time()})
+        (self.path / INTERRUPT).touch()
         return True
 
     def interrupt_requested(self) -> bool:
@@ -258,52 +271,49 @@ class RunFolder:
         """Record why the attempt failed, for the table and for the next attempt."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         trace = "".join(traceback.format_exception(error))[-8000:]
-        record = {"reason": reason, "trace": trace, "commit": commit, "time": time.time()}
-        write_json(self.path / FAILED, record)
+        self.update(failure={"reason": reason, "trace": trace, "commit": commit, "time": time.time()})
 
     def forget_failure(self) -> None:
         """Delete the record of the last failure, before a new attempt."""
-        (self.path / FAILED).unlink(missing_ok=True)
+        if self.failure():
+            self.update(failure=None)
 
     def commit(self) -> str | None:
         """The commit that began the run, or None before it has begun."""
-        return (read_json(self.path / ORIGIN) or {}).get("commit")
+        return self.record().get("commit")
 
     def begin(self, commit: str) -> bool:
         """Prepare for an attempt. Returns whether the run starts over because another commit had begun it.
 
-        All numbers of a run come from one commit, so the checkpoints and logs of another are deleted.
+        All numbers of a run come from one commit, so the checkpoints and metrics of another are deleted.
         """
+        self.clear_interrupt()
+        fields: dict[str, Any] = {"commit": commit, "pid": os.getpid(), "host": platform.node()}
+        fields["began"] = time.time()
         if restarted := self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-            for name in (RUNGS, *LOGGED):
-                (self.path / name).unlink(missing_ok=True)
-        self.forget_failure()
-        self.clear_interrupt()
-        write_json(self.path / ORIGIN, {"commit": commit, "pid": os.getpid(), "host": platform.node()})
+            (self.path / METRICS).unlink(missing_ok=True)
+            fields |= {"rungs": None, "mlflow": None}
+        self.update(failure=None, **fields)
         return restarted
 
-    def record_time(self, began: float, seconds: dict[str, float]) -> None:
-        """Record when the attempt that ends now began, and its seconds by phase."""
-        where = {"pid": os.getpid(), "host": platform.node()}
-        write_json(self.path / TIME, {"began": began, "ended": time.time(), "seconds": seconds, **where})
+    def record_attempt(self, seconds: Mapping[str, float]) -> None:
+        """Record the attempt that ends now, with its seconds by phase."""
+        began, ended = self.record().get("began"), time.time()
+        self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
 
     def ended(self) -> float | None:
         """When the run last recorded anything, in seconds since the epoch; None if it never did."""
-        times = [path.stat().st_mtime for name in (PROGRESS, TIME) if (path := self.path / name).exists()]
-        return max(times, default=None)
+        record = self.record()
+        times = record.get("progress", {}).get("time"), record.get("attempt", {}).get("ended")
+        return max(filter(None, times), default=None)
 
     def set_aside(self) -> None:
         """Mark a finished result as stale, to repeat the run from the start; it is shown until replaced."""
-        if self.result():
-            os.replace(self.path / RESULT, self.path / STALE_RESULT)
+        result = self.result()
+        self.update(progress=None, **({"stale": result.record()} if result else {}))
+        (self.path / RESULT).unlink(missing_ok=True)
         shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
-        (self.path / PROGRESS).unlink(missing_ok=True)
-
-    def drop_stale(self) -> None:
-        """Delete the stale result once there is a new one."""
-        if self.result():
-            (self.path / STALE_RESULT).unlink(missing_ok=True)
 
     @contextmanager
     def hold(self, wait: float = 90.0) -> Iterator[None]:

@@ -11,21 +11,31 @@ from typing import TYPE_CHECKING, Any
 from titans_core import Model
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError, within
-from titans_platform.loading import load_config
-from titans_platform.objectives import Objective, build_objective
-from titans_platform.runs.folder import CHECKPOINTS, CONFIG, RESULT, Result, RunFolder
-from titans_platform.runs.reporter import mlflow_run
+from titans_platform.loading import config_from
+from titans_platform.objectives import Objective, build_objective, run_name
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, Result, RunFolder
+from titans_platform.runs.reporter import copy_metrics
 from titans_platform.runs.spec import RunSpec
 from titans_platform.text import flatten
-from titans_platform.training.checkpoint import at_step, copy_checkpoint, load_model, saved, step_of
-from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest
-from titans_platform.training.optim import equal_rates, warmup_steps
+from titans_platform.training.checkpoint import (
+    MANIFEST,
+    at_step,
+    copy_checkpoint,
+    find_corruption,
+    load_model,
+    read_manifest,
+    saved,
+    step_of,
+)
+from titans_platform.training.optim import equal_rates
 
 if TYPE_CHECKING:
     from titans_platform.data import Tokenizer
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""
+NOT_TRAINED = {"checkpoint": True, "log": True}
+"""Sections that do not affect training."""
 
 
 def load_run(
@@ -82,8 +92,14 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """The config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
-    # JSON is YAML
-    return load_config(point.parents[1] / CONFIG, overrides)
+    return config_of(point.parents[1], overrides)
+
+
+def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
+    """The config of the run in ``folder``. Raises UsageError."""
+    if not (config := RunFolder(folder.parents[1], folder.name).record().get("config")):
+        raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
+    return config_from(config, overrides)
 
 
 def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[Any]]:
@@ -99,88 +115,60 @@ def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[
 def _folder_named(run: str, root: Path) -> Path:
     cells = root / "cells"
     matches = sorted(p for p in cells.glob(f"{run}*") if p.is_dir()) if run.isalnum() else []
-    if len(matches) == 1:
-        return matches[0]
-    if matches:
+    if len(matches) > 1:
         raise UsageError(f"{run}: {len(matches)} runs begin so: {', '.join(p.name for p in matches[:5])}")
-    # an MLflow run id is 32 hex digits, a cell's name 12
-    if len(run) == 32 and (root / "mlflow.db").is_file():
-        from titans_platform.tracking import open_store
-
-        return cells / open_store(root).cell_of(run)
+    # a name, else an MLflow run id
+    named = matches or (
+        p for p in cells.glob("*") if RunFolder(root, p.name).record().get("mlflow", {}).get("run_id") == run
+    )
+    if folder := next(iter(named), None):
+        return folder
     raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
 
 
-def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> Path | None:
-    """The last checkpoint of ``run``, a shorter one of the same config, that a run can resume from.
+def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
+    """Begin a run with the last checkpoint of ``run``, a shorter one of the same config, and its metrics.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. None: the run has begun, and resumes its own
-    checkpoint.
-
-    Raises UsageError that says why ``run`` cannot be resumed.
+    so the result is identical to training from the start. A run that has begun is left as it is. Returns a
+    line for the user. Raises UsageError that says why ``run`` cannot be resumed.
     """
-    if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
-        return None
+    folder = spec.folder.path / CHECKPOINTS
+    if spec.folder.state() != "missing" or saved(folder):
+        return f"run {spec.name} has begun and resumes its own checkpoint"
     path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
-    shorter, cfg = RunFolder(path.parents[1], path.name), load_config(path / CONFIG)
+    shorter, cfg = RunFolder(path.parents[1], path.name), config_of(path)
     if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
         raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
-    exact = equal_rates(cfg.optim, spec.config.optim)
     # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
-    last = min(exact, int(0.95 * spec.config.optim.steps))
+    last = min(equal_rates(cfg.optim, spec.config.optim), int(0.95 * spec.config.optim.steps))
     points = (point for point in saved(path / CHECKPOINTS) if step_of(point) <= last)
-    point = next((point for point in points if find_corruption(point) is None), None)
-    if point is None:
-        raise UsageError(f"--resume-from {run}: {_why_no_checkpoint(cfg, spec.config, exact)}")
-    return point
-
-
-def start_from_shorter(spec: RunSpec, point: Path) -> None:
-    """Begin a run with a checkpoint of another run, found by `checkpoint_of_shorter`, and with its curves."""
-    shorter = RunFolder(point.parents[3], point.parents[1].name).result()
+    if (point := next((point for point in points if find_corruption(point) is None), None)) is None:
+        raise UsageError(
+            f"--resume-from {run}: it keeps no checkpoint of its first {last} steps, whose rates are "
+            "equal; give optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
+        )
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
         # none of the longer run's last twentieth is done
-        folder = spec.folder.path / CHECKPOINTS
         copy_checkpoint(point, folder, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
-        if spec.tracking and shorter and (logged := shorter.mlflow_run_id):
-            store, run_id = mlflow_run(spec.folder, spec.tracking)
-            store.copy_curves(logged, run_id, step_of(point))
+        copy_metrics(shorter, spec.folder, step_of(point))
+    return f"resuming from step {step_of(point)} of run {shorter.name}, which trained the same steps"
 
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
     """Why the steps of another run are not those of this one; None if they may be."""
-    here, there = _what_trains(spec.config), _what_trains(cfg)
+    here, there = (
+        flatten(c.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "eval": {"every"}} | NOT_TRAINED))
+        for c in (spec.config, cfg)
+    )
     if other := next((key for key in sorted(here | there) if here.get(key) != there.get(key)), None):
         return f"its {other} is {there.get(other)}, this run's {here.get(other)}"
     if spec.config.eval.at == "best" or spec.config.eval.patience:
         return "its best checkpoint (eval.at, eval.patience) may be one that this run would not have written"
     # an equal name means equal data, evaluation and number of workers
-    if build_objective(cfg).run_name(data_fingerprint, spec.resources.hashed_workers) != shorter.name:
+    if run_name(cfg, data_fingerprint, spec.resources.hashed_workers) != shorter.name:
         return "its data, versions of tasks or number of workers are not this run's"
     if shorter.commit() != spec.commit:
         return "other code trained it"
     return "a process still trains it" if shorter.is_held() else None
-
-
-def _what_trains(cfg: RunConfig) -> dict[str, Any]:
-    """The fields that training depends on, without those of the schedule."""
-    fields = cfg.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "checkpoint": True, "log": True})
-    fields["eval"].pop("every")
-    if cfg.optim.on_divergence == "rewind":
-        # a rewind restores a checkpoint
-        fields["checkpoint"] = {"every": cfg.checkpoint_interval}
-    return flatten(fields)
-
-
-def _why_no_checkpoint(cfg: RunConfig, longer: RunConfig, exact: int) -> str:
-    one, target = warmup_steps(cfg.optim), warmup_steps(longer.optim)
-    if one != target:
-        return f"its warm-up has {one} steps, this one's {target}; optim.warmup_steps={one} makes them equal"
-    if longer.optim.schedule in ("constant", "wsd"):
-        return f"no checkpoint of its first {exact} steps is kept; give it a larger checkpoint.keep"
-    return (
-        f"optim.schedule {longer.optim.schedule} falls over all steps, so that rates differ from step "
-        f"{exact + 1} on; constant and wsd can be resumed with more steps"
-    )

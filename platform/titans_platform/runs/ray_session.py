@@ -268,22 +268,11 @@ def _look(folder: str, node: str, uri: str) -> str:
         (Path(folder) / node).write_text("here")
     except OSError as error:
         return f"storage {Path(folder).parent}: {error.strerror}"
-    return _ask_mlflow(uri) if uri.startswith("http") else ""
-
-
-def _ask_mlflow(uri: str) -> str:
-    """What is wrong with an MLflow server seen from here; /health would answer under any host name."""
-    import urllib.error
-    import urllib.request
+    from titans_platform.tracking import check_server
 
     try:
-        address = f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
-        with urllib.request.urlopen(address, timeout=20):
-            return ""
-    except urllib.error.HTTPError as error:
-        if "Host header" in error.read(200).decode(errors="replace"):
-            return f"MLflow at {uri} takes no requests under this name; start it with --allowed-hosts"
-        # 401: the server wants a password, which the MLflow client will send
-        return "" if error.code == 401 else f"MLflow at {uri}: {error}"
-    except (OSError, ValueError) as error:
-        return f"MLflow at {uri}: no answer: {error}"
+        if uri.startswith("http"):
+            check_server(uri)
+    except UsageError as error:
+        return str(error)
+    return ""

@@ -1,8 +1,8 @@
-"""What a run reports while it trains: progress.json, once a second, and what it logs to MLflow.
+"""What a run reports while it trains: its progress, once a second, and metrics.jsonl, sent to MLflow.
 
-A journal holds what is logged until MLflow has it, so that training never waits for the server and no step
-is lost. It is an append-only file with one line per step, durable before a checkpoint is committed. A thread
-sends it in order; after a request without an answer it looks up what the server has before it retries.
+Training never waits for the server and no step is lost: metrics.jsonl is an append-only file with one line
+per step, durable before a checkpoint is committed. A thread sends it in order; after a request without an
+answer it looks up what the server has before it retries.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
@@ -21,18 +21,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_platform.errors import Interrupted, StorageError, TitansError, one_line
-from titans_platform.files import read_json, write_error, write_json
-from titans_platform.runs.folder import CONFIG, LOGGED, PROGRESS, RESULT, Result, RunFolder
+from titans_platform.files import write_error, write_text
+from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
 from titans_platform.runs.loggers import Logger, open_loggers
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
-    from titans_platform.objectives import Input
     from titans_platform.tracking import RunLog, Store
 
 log = logging.getLogger(__name__)
 
-JOURNAL, STATE = LOGGED
 SEND_EVERY = 5.0
 """Seconds between requests; doubled after each failure, up to a minute."""
 END_SECONDS = 10.0
@@ -53,27 +51,24 @@ _MEMORY = 0.9
 class Reporter:
     """Writes the files of a run and its MLflow run. On rank 0 only."""
 
-    def __init__(self, spec: RunSpec, inputs: Sequence[Input] = ()):
+    def __init__(self, spec: RunSpec):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
-        self._log: Journal | None = None
         self._written, self._full = 0.0, False
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         self._loggers = open_loggers(spec)
-        write_json(self.folder.path / CONFIG, spec.config.model_dump(mode="json"))
-        self._write()
+        self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
+        self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where
-            state = read_json(self.folder.path / STATE) or {}
-            write_json(self.folder.path / STATE, state | {"tracking": asdict(spec.tracking), "ended": None})
-            self._log = Journal(self.folder.path, lambda: connected(self.folder, inputs))
+            self._log.keep(tracking=asdict(spec.tracking), ended=None)
             self._log.start()
 
     @property
     def run_id(self) -> str | None:
         """The id of the MLflow run; None for a run that is not tracked."""
-        return self._log.run_id if self._log else None
+        return self._log.run_id
 
     def start(self, step: int) -> None:
         """Report that training starts or resumes after ``step`` steps."""
@@ -104,14 +99,12 @@ class Reporter:
             if not (_due(step, self.steps, _LOSSES) or "validation_loss" in metrics):
                 return
             logged = {key: metrics[key] for key in LOSSES & metrics.keys()}
-        if self._log:
-            self._log.metrics(step, logged)
+        self._log.metrics(step, logged)
         self._tell(lambda logger: logger.log(step, logged))
 
     def flush(self) -> None:
         """Make the log durable. Called before a checkpoint is committed, so that no logged step is lost."""
-        if self._log:
-            self._log.sync()
+        self._log.sync()
 
     def phase(self, name: str) -> None:
         """Report the run's phase: train, evaluate or done."""
@@ -121,10 +114,9 @@ class Reporter:
     def reached(self, rung: Rung, columns: dict[str, float]) -> dict[str, float]:
         """Record what was measured at a rung, in the folder and in MLflow. Returns ``columns``."""
         self.folder.record_rung(rung.step, columns[rung.column])
-        if self._log:
-            self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
-            # the next rung opens its own journal
-            self._end(lambda run: None, None)
+        self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
+        # the next rung opens its own journal
+        self._end(lambda run: None, None)
         self._tell(lambda logger: logger.close())
         return columns
 
@@ -138,14 +130,14 @@ class Reporter:
         self._tell(lambda logger: logger.close())
         self.phase("done")
         result.write(self.folder.path / RESULT)
+        self.folder.update(stale=None)
 
     def fail(self, error: BaseException) -> None:
         """End the MLflow run, as KILLED if the run was interrupted, else as FAILED."""
-        if self._log:
-            status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
-            with suppress(Exception):
-                self._log.sync()
-            self._end(lambda run: run.close(status), status)
+        status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
+        with suppress(Exception):
+            self._log.sync()
+        self._end(lambda run: run.close(status), status)
         self._tell(lambda logger: logger.close())
 
     def _tell(self, what: Callable[[Logger], None]) -> None:
@@ -158,14 +150,18 @@ class Reporter:
                 self._loggers.remove(logger)
 
     def _end(self, end: Callable[[RunLog], object], status: str | None) -> None:
-        if self._log and (left := self._log.close(end, status)):
+        if left := self._log.close(end, status):
             # the command that started the run retries once and reports what is unsent
             log.info(left)
+
+    @property
+    def _progress(self) -> dict[str, Any]:
+        return self._state | {"time": time.time()}
 
     def _write(self) -> None:
         self._written = time.monotonic()
         try:
-            write_json(self.folder.path / PROGRESS, self._state)
+            self.folder.update(progress=self._progress)
             self._full = False
         except StorageError as error:
             # warn once: whether a full disk stops the run is decided, and logged, at each checkpoint
@@ -202,39 +198,37 @@ def end_orphaned_runs(store: Store, parent: str, root: Path) -> None:
             store.end(run_id, ends.get(state, "KILLED"), folder.ended())
 
 
-def mlflow_run(folder: RunFolder, tracking: Tracking) -> tuple[Store, str]:
-    """The store that a run is logged to and its MLflow run id; the MLflow run is created the first time."""
+def connected(folder: RunFolder) -> RunLog:
+    """Open the MLflow run of a run's folder, or create it. Raises UsageError and MLflow's exceptions."""
     # these imports take a second, which an untracked run need not wait for
     from titans_platform.tracking import open_store
 
-    store, config = open_store(tracking.uri), read_json(folder.path / CONFIG)
+    record = folder.record()
+    tracking = Tracking(**record["mlflow"]["tracking"])
+    store = open_store(tracking.uri)
     run_id = store.cell_run(
-        folder.name, tracking.title, parent=tracking.parent, params=tracking.params, config=config,
-        tags=tracking.tags,
+        folder.name, tracking.title, parent=tracking.parent, params=tracking.params,
+        config=record.get("config"), tags=tracking.tags,
     )  # fmt: skip
-    return store, run_id
+    return store.run(run_id)
 
 
-def connected(folder: RunFolder, inputs: Sequence[Input] = ()) -> RunLog:
-    """Open the MLflow run of a run's folder, or create it. Raises UsageError and MLflow's exceptions."""
-    state = read_json(folder.path / STATE) or {}
-    config = read_json(folder.path / CONFIG) or {}
-    store, run_id = mlflow_run(folder, Tracking(**state["tracking"]))
-    log = store.run(run_id, system_metrics=bool(inputs) and config["log"]["system_metrics"])
-    for name, digest, where, about, trained_on in inputs:
-        log.dataset(name, digest, where, about, "training" if trained_on else "validation")
-    return log
+def copy_metrics(source: RunFolder, target: RunFolder, last: int) -> None:
+    """Begin the metrics of a run with those of another up to step ``last``."""
+    lines = _lines(source.path / METRICS, 0, _size(source.path / METRICS))
+    kept = [json.dumps(entry) + "\n" for entry, _ in lines if entry["step"] <= last]
+    write_text(target.path / METRICS, "".join(kept))
 
 
 def send_left(root: Path) -> list[str]:
     """Send the unsent logs of all runs under ``root`` that no process holds. Returns the failures."""
-    folders = [RunFolder(root, path.parent.name) for path in sorted((root / "cells").glob(f"*/{STATE}"))]
-    lines = (_send_rest(folder) for folder in folders if unsent(folder.path) and not folder.is_held())
+    folders = [RunFolder(root, path.parent.name) for path in sorted((root / "cells").glob(f"*/{RECORD}"))]
+    lines = (_send_rest(folder) for folder in folders if unsent(folder) and not folder.is_held())
     return [line for line in lines if line]
 
 
 def _send_rest(folder: RunFolder) -> str | None:
-    journal = Journal(folder.path, lambda: connected(folder))
+    journal = Journal(folder, lambda: connected(folder))
     if result := folder.result():
         return journal.close(lambda run: log_result(run, result, folder.ended()), "FINISHED")
     status = "FAILED" if folder.failure() else "FINISHED" if folder.was_stopped() else "KILLED"
@@ -251,15 +245,17 @@ def _average(before: float, now: float) -> float:
 
 
 class Journal:
-    """The journal of one run, with a single writer; ``connect`` opens its MLflow run, or raises."""
+    """The metrics of one run, with a single writer. ``connect`` opens its MLflow run, or raises."""
 
-    def __init__(self, folder: Path, connect: Callable[[], RunLog]):
-        self._file, self._state_file, self._connect = folder / JOURNAL, folder / STATE, connect
+    def __init__(self, folder: RunFolder, connect: Callable[[], RunLog] | None):
+        self._folder, self._file, self._connect = folder, folder.path / METRICS, connect
         self._run: RunLog | None = None
         self._lock, self._wake, self._over = threading.Lock(), threading.Event(), False
         self._waiting: list[bytes] = []
-        self._size = _cut_to_lines(self._file)
-        self._state: dict[str, Any] = read_json(self._state_file) or {}
+        if self._file.exists():
+            os.truncate(self._file, _size(self._file))
+        self._size = _size(self._file)
+        self._state: dict[str, Any] = folder.record().get("mlflow", {})
         self._sent = min(int(self._state.get("sent", 0)), self._size)
         lines = _lines(self._file, 0, self._size)
         self._seen = {(entry["step"], key) for entry, _ in lines for key in entry["values"]}
@@ -309,6 +305,8 @@ class Journal:
 
         Takes at most END_SECONDS and one request.
         """
+        if not self._connect:
+            return None
         self._over = True
         self._wake.set()
         if self._thread.ident:
@@ -319,7 +317,7 @@ class Journal:
             self._send()
             assert self._run
             end(self._run)
-            self._keep(ended=status)
+            self.keep(ended=status)
         except Exception as error:
             run, steps = self._file.parent.name, sum(1 for _ in _lines(self._file, self._sent, self._size))
             what = f"{steps} steps of its log" if steps else "its end"
@@ -361,46 +359,38 @@ class Journal:
     def _send(self) -> None:
         """Send the lines that are on disk."""
         if self._run is None:
+            assert self._connect
             self._run = self._connect()
-            self._keep(run_id=self._run.run_id, ended=None)
+            self.keep(run_id=self._run.run_id, ended=None)
         while self._sent < (size := self._size):
             batch = list(islice(_lines(self._file, self._sent, size), _LINES))
             self._run.send([(entry["step"], entry["time"], entry["values"]) for entry, _ in batch])
             self._sent = batch[-1][1]
-            self._keep(sent=self._sent)
+            self.keep(sent=self._sent)
 
-    def _keep(self, **state: Any) -> None:
+    def keep(self, **state: Any) -> None:
+        """Record the state of what has been sent."""
         self._state |= state
-        write_json(self._state_file, self._state)
+        self._folder.update(mlflow=self._state)
 
 
 def curve(folder: Path, metric: str = "loss") -> list[tuple[int, float]]:
     """A metric of a run by step, from its journal; empty if the folder has none."""
-    path, found = folder / JOURNAL, {}
-    # a process that was killed may leave half a line at the end
-    with suppress(ValueError):
-        for entry, _ in _lines(path, 0, path.stat().st_size) if path.exists() else ():
-            if metric in entry["values"]:
-                found[entry["step"]] = entry["values"][metric]
-    return sorted(found.items())
+    path = folder / METRICS
+    entries = [entry for entry, _ in _lines(path, 0, _size(path))]
+    return sorted((entry["step"], entry["values"][metric]) for entry in entries if metric in entry["values"])
 
 
-def unsent(folder: Path) -> bool:
+def unsent(folder: RunFolder) -> bool:
     """Whether MLflow lacks part of a run's log. The run must not be held by a process."""
-    if (state := read_json(folder / STATE)) is None:
+    if (state := folder.record().get("mlflow")) is None:
         return False
-    path = folder / JOURNAL
-    size = path.stat().st_size if path.exists() else 0
-    return state.get("sent", 0) < size or state.get("ended") is None
+    return state.get("sent", 0) < _size(folder.path / METRICS) or state.get("ended") is None
 
 
-def _cut_to_lines(path: Path) -> int:
-    """Truncate the partial line that a killed process left. Returns the size."""
-    if not path.exists():
-        return 0
-    size = path.read_bytes().rfind(b"\n") + 1
-    os.truncate(path, size)
-    return size
+def _size(path: Path) -> int:
+    """Bytes of the whole lines of a file, without the partial one that a killed process may have left."""
+    return path.read_bytes().rfind(b"\n") + 1 if path.exists() else 0
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[tuple[dict[str, Any], int]]:

@@ -6,13 +6,16 @@ import os
 import platform
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
+from titans_platform.files import file_lock, write_json
 from titans_platform.loading import (
     apply_override,
     complete,
@@ -23,11 +26,16 @@ from titans_platform.loading import (
     read_yaml,
     validate,
 )
-from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.spec import Resources
-from titans_platform.study.folder import FOUND, CellRecord, SearchState, StudyFolder, StudyRecord
+from titans_platform.runs.folder import Result, RunFolder
+from titans_platform.runs.spec import Resources, Tracking
+from titans_platform.study.search import FOUND, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick, read_paper
 
+STUDIES = "studies"
+"""Folder under the root with a folder for each study."""
+RECORD, LOCK = "cells.json", "lock"
+EXPERIMENT = "study.yaml"
+"""The study of an experiment: `experiments/NAME/study.yaml`, whose name is NAME."""
 UNNAMED = ".unnamed"
 """Name of a run's folder that never exists."""
 
@@ -48,7 +56,11 @@ class Cell:
 
 @dataclass(frozen=True)
 class StudyRun:
-    """One study at one scale under one storage root, and its cells. `plan.open_study` makes it."""
+    """One study at one scale under one storage root: its cells, and how they are run.
+
+    `plan.open_study` makes it, `plan.place` adds the concurrency. Its folder, ``root/studies/<label>``, holds
+    ``cells.json``, ``search.json``, ``timings.json``, logs and the report.
+    """
 
     study: Study
     scale_name: str
@@ -60,9 +72,13 @@ class StudyRun:
     """The requested cells."""
     whole: tuple[Cell, ...] = ()
     """All cells of the table: the scale's, the requested ones, and started ones of other seeds."""
-
     search: SearchState | None = None
     """The search and its trials when the study was opened; None for a study without one."""
+    concurrency: int = 0
+    """Concurrent cells; 0 before they are placed."""
+    rerun_stale: bool = False
+    tracking: Tracking | None = None
+    """Its run in MLflow, below which those of the cells are logged, while it is open."""
 
     @property
     def label(self) -> str:
@@ -73,9 +89,9 @@ class StudyRun:
         return f"{self.study.name}-{self.scale_name}{changed}"
 
     @property
-    def folder(self) -> StudyFolder:
-        """The folder of its record, logs and report."""
-        return StudyFolder(self.root, self.label)
+    def path(self) -> Path:
+        """Its folder, which need not exist."""
+        return self.root / STUDIES / self.label
 
     @property
     def resources(self) -> Resources:
@@ -92,6 +108,27 @@ class StudyRun:
         """The columns of its table."""
         return self.study.columns_at(self.scale_name)
 
+    @cached_property
+    def results(self) -> list[tuple[Cell, Result | None]]:
+        """The requested cells with their results, read once."""
+        return [(cell, cell.folder(self.root).result()) for cell in self.cells]
+
+    @property
+    def stale(self) -> list[Cell]:
+        """Finished cells of another commit."""
+        return [cell for cell, result in self.results if result and result.commit != self.commit]
+
+    @property
+    def todo(self) -> list[Cell]:
+        """The cells to run: those without a result, with ``rerun_stale`` also the stale ones."""
+        again = self.stale if self.rerun_stale else []
+        return [cell for cell, result in self.results if result is None or cell in again]
+
+    @property
+    def searching(self) -> bool:
+        """Whether the search must be run or resumed before the cells."""
+        return self.search is not None and not self.search.over
+
     def config(self, row: Row) -> RunConfig:
         """The config of a row, which need not be one of the table's. Raises UsageError."""
         return resolve(self.study, self.scale_name, row, self.overrides)
@@ -101,7 +138,7 @@ class StudyRun:
         if (search := self.study.search_at(self.scale_name)) is None:
             return self
         config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
-        state = SearchState(self.folder, search, higher, config.tokens_per_step, config.optim.steps)
+        state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps)
         return replace(self, search=state.read())
 
     def with_found(self) -> StudyRun:
@@ -109,8 +146,8 @@ class StudyRun:
         if self.search is None or (best := self.search.best) is None:
             return self
         rows = [row for row in self.study.rows if row.name != FOUND]
-        found = self.study.model_copy(update={"rows": (*rows, self.trial_row(best.params))})
-        return replace(self, study=found)
+        file = self.study.model_copy(update={"rows": (*rows, self.trial_row(best.params))})
+        return replace(self, study=file)
 
     def trial_row(self, params: Mapping[str, Any]) -> Row:
         """The study's first row, overridden by a trial's parameters."""
@@ -121,24 +158,38 @@ class StudyRun:
         assert self.search
         return self.config(self.trial_row(params)).model_copy(update={"seed": self.search.search.seed})
 
-    def record(self) -> StudyRecord:
-        """The study as stored in ``cells.json``."""
-        return StudyRecord(
-            study=self.study.name,
-            scale=self.scale_name,
-            set=self.overrides,
-            commit=self.commit,
-            host=platform.node(),
-            mlflow=os.environ.get("TITANS_MLFLOW"),
-            cells=tuple(
-                CellRecord(cell=c.name, row=c.row, seed=c.seed, config=c.config.model_dump(mode="json"))
-                for c in self.whole
-            ),
-        )
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Hold the study's lock, which is released when the process dies. Raises UsageError."""
+        # longer than `sweep status` holds it to see whether it is taken
+        with file_lock(self.path / LOCK, timeout=2) as got:
+            if not got:
+                busy = f"another sweep run works on this study under {self.root}"
+                raise UsageError(f"{self.label}: {busy}; wait for it, or look at titans sweep status")
+            yield
+
+    def write(self) -> None:
+        """Write ``cells.json`` and ``search.json`` for status and reports."""
+        cells = [
+            {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
+            for c in self.whole
+        ]
+        record = {
+            "study": self.study.model_dump(mode="json"), "scale": self.scale_name, "set": self.overrides,
+            "commit": self.commit, "host": platform.node(), "mlflow": os.environ.get("TITANS_MLFLOW"),
+            "cells": cells,
+        }  # fmt: skip
+        write_json(self.path / RECORD, record)
+        if self.search:
+            write_json(self.path / "search.json", self.search.record())
 
 
 def find_study(name: str) -> Path:
-    """The file of a study, by name or path. Raises UsageError."""
+    """The file of a study, by name, path, or the folder of an experiment. Raises UsageError."""
+    if (folder := Path(name)).is_dir() and os.sep in name:
+        if not (folder / EXPERIMENT).is_file():
+            raise UsageError(f"study: {name} is a folder without {EXPERIMENT}")
+        return folder / EXPERIMENT
     if path := file_at(name, "study"):
         return path
     found = known_studies()
@@ -146,26 +197,35 @@ def find_study(name: str) -> Path:
 
 
 def known_studies() -> dict[str, Path]:
-    """All studies that can be given by name, with their files."""
-    return known_files("sweeps")
+    """Files of the studies that can be given by name: of sweeps/, then of the working tree's experiments/."""
+    studies = known_files("sweeps")
+    own = known_files("experiments", f"*/{EXPERIMENT}")
+    return studies | {name: path for name, path in own.items() if name not in studies}
+
+
+def place_of(study: Path) -> Path:
+    """The relative path at which a study's file is found by its name."""
+    own = study.name == EXPERIMENT
+    return Path("experiments", study.parent.name, EXPERIMENT) if own else Path("sweeps", f"{study.stem}.yaml")
 
 
 def load_study(name: str) -> Study:
     """Read and check a study by name or path. Raises UsageError."""
     path = find_study(name)
-    study = validate(Study, _read(path), path.name)
+    where = f"{path.parent.name}/{path.name}" if path.name == EXPERIMENT else path.name
+    study = validate(Study, _read(path), where)
     for table in study.paper:
-        pick(table, read_paper().tables, "table of the paper", path.name)
+        pick(table, read_paper().tables, "table of the paper", where)
     for scale_name, scale in study.scales.items():
         for axis in scale.axes:
-            pick(axis, study.axes, f"axis (scale {scale_name})", path.name)
+            pick(axis, study.axes, f"axis (scale {scale_name})", where)
         for row in scale.rows:
-            pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", path.name)
+            pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", where)
         study.search_at(scale_name)
         columns = study.columns_at(scale_name)
-        _check_rows(columns, study.rows_at(scale_name), path.name)
+        _check_rows(columns, study.rows_at(scale_name), where)
         if study.search:
-            pick(study.search.metric, columns, "column (search.metric)", path.name)
+            pick(study.search.metric, columns, "column (search.metric)", where)
     return study
 
 

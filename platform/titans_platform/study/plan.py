@@ -1,20 +1,18 @@
-"""`open_study` reads and checks a study, `make_plan` decides what to run, `estimate` predicts the time."""
+"""`open_study` reads and checks a study, `place` decides how many cells run at once, `estimate` the time."""
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
-from titans_platform.objectives import Data, build_objective
+from titans_platform.files import read_json
+from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
     check_batch,
@@ -23,13 +21,12 @@ from titans_platform.runs.check import (
     machine_memory,
     seconds_per_token,
     sizes,
-    training_flops,
 )
-from titans_platform.runs.folder import Result, RunFolder
+from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import Machine, concurrency
-from titans_platform.study.grid import Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
+from titans_platform.study.grid import RECORD, Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
 
 TIMING_SECONDS = 20.0
 """Maximum seconds spent timing rows; the remaining rows get the mean."""
@@ -70,13 +67,13 @@ def open_study(
 
 def _of_other_seeds(study: StudyRun, configs: dict[str, RunConfig]) -> list[Cell]:
     """Cells that earlier runs of the study requested and started, of any seed."""
-    record, found = study.folder.record(), []
-    for entry in record.cells if record else ():
-        # under this name or an older one
-        if entry.cell and RunFolder(study.root, entry.cell).state() != "missing" and entry.row in configs:
-            config = configs[entry.row].model_copy(update={"seed": entry.seed})
-            found.append(Cell(entry.row, entry.seed, config))
-    return found
+    listed = (read_json(study.path / RECORD) or {}).get("cells", [])
+    started = [entry for entry in listed if entry["cell"] and entry["row"] in configs]
+    return [
+        Cell(entry["row"], entry["seed"], configs[entry["row"]].model_copy(update={"seed": entry["seed"]}))
+        for entry in started
+        if RunFolder(study.root, entry["cell"]).state() != "missing"
+    ]
 
 
 def check_space(study: StudyRun) -> list[RunConfig]:
@@ -140,7 +137,7 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
-        name = build_objective(config).run_name(known[key].fingerprint, study.resources.hashed_workers)
+        name = run_name(config, known[key].fingerprint, study.resources.hashed_workers)
         return replace(cell, config=config, name=name)
 
     def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:
@@ -155,97 +152,49 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
     return replace(study, cells=cells, whole=tuple(named_if_prepared(cell, at_hand) for cell in study.whole))
 
 
-@dataclass(frozen=True)
-class Plan:
-    """A study and how to run it."""
-
-    study: StudyRun
-    concurrency: int
-    """Concurrent cells; 0 if they cannot be placed."""
-    rerun_stale: bool = False
-    warning: str = ""
-    """One line for the user, or empty."""
-
-    @property
-    def cpus(self) -> int:
-        """CPUs of all concurrent cells."""
-        return math.ceil(self.study.resources.cpus * self.concurrency)
-
-    @property
-    def gpus(self) -> float:
-        """GPUs of all concurrent cells."""
-        return self.study.resources.gpus * self.concurrency
-
-    @cached_property
-    def results(self) -> list[tuple[Cell, Result | None]]:
-        """The requested cells with their results."""
-        return [(cell, cell.folder(self.study.root).result()) for cell in self.study.cells]
-
-    @cached_property
-    def stale(self) -> tuple[Cell, ...]:
-        """Finished cells of another commit."""
-        return tuple(cell for cell, found in self.results if found and found.commit != self.study.commit)
-
-    @cached_property
-    def todo(self) -> tuple[Cell, ...]:
-        """The cells to run: those without a result, with ``rerun_stale`` also the stale ones."""
-        again = self.stale if self.rerun_stale else ()
-        return tuple(cell for cell, found in self.results if found is None or cell in again)
-
-
-def make_plan(
+def place(
     study: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
-) -> Plan:
-    """Place the study on ``machine``: by default this one, or the cluster of the job.
+) -> tuple[StudyRun, str]:
+    """The study with its concurrency on ``machine``, by default this one or the cluster of the job.
 
-    ``requested`` cells run concurrently, by default as many as fit; fewer if the peak memory of finished
-    cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not even one cell
-    fits, or fewer than requested.
+    ``requested`` cells run concurrently, by default as many as fit; fewer, with a warning, if the peak memory
+    of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
+    even one cell fits, or fewer than requested.
     """
     machine = machine or available(study.resources)
-    plan = Plan(study, concurrency(study.resources, machine, requested), rerun_stale)
-    return plan if machine.nodes else _within_memory(plan, requested, machine_memory())
-
-
-def _within_memory(plan: Plan, requested: int | None, memory: int) -> Plan:
-    """The plan with as many concurrent cells as fit into ``memory`` bytes, by the peak of finished cells."""
-    peaks = [found.peak_rss_bytes or 0 for _, found in plan.results if found]
-    cell = max(peaks, default=0) * plan.study.resources.max_workers
-    if plan.concurrency * cell <= memory:
-        return plan
-    fit = max(1, memory // cell)
+    fit, memory = concurrency(study.resources, machine, requested), machine_memory()
+    placed = replace(study, concurrency=fit, rerun_stale=rerun_stale)
+    peaks = [result.peak_rss_bytes or 0 for _, result in placed.results if result]
+    cell = max(peaks, default=0) * study.resources.max_workers
+    if machine.nodes or fit * cell <= memory:
+        return placed, ""
+    fewer = max(1, memory // cell)
     text = (
-        f"{plan.concurrency} cells at once need {plan.concurrency * cell / GIB:.1f} GiB of memory "
+        f"{fit} cells at once need {fit * cell / GIB:.1f} GiB of memory "
         f"({cell / GIB:.1f} GiB each, measured), this machine has {memory / GIB:.1f}"
     )
     if requested:
-        raise UsageError(f"--concurrency {requested}: {text}; give {fit}")
-    return replace(plan, concurrency=fit, warning=f"{text}; {fit} at a time")
+        raise UsageError(f"--concurrency {requested}: {text}; give {fewer}")
+    return replace(placed, concurrency=fewer), f"{text}; {fewer} at a time"
 
 
-class Estimate(NamedTuple):
-    """Estimated wall-clock seconds of a plan, or None, and the basis of the estimate."""
+def estimate(study: StudyRun) -> tuple[float | None, str]:
+    """Estimated wall-clock seconds, None if unknown, and the basis of the estimate.
 
-    seconds: float | None
-    basis: str
-
-
-def estimate(plan: Plan) -> Estimate:
-    """From finished cells of this study and scale; without any, from optimiser steps timed now.
-
-    A search before the cells is included.
+    From finished cells of this study and scale; without any, from optimiser steps timed now. A search before
+    the cells is included.
     """
-    if not plan.todo:
-        return Estimate(0.0, "nothing to run")
-    found = _from_finished(plan) or _from_timed_steps(plan)
-    search = plan.study.search
-    if found.seconds is None or search is None or search.over:
-        return found
+    todo, search = study.todo, study.search
+    if not todo:
+        return 0.0, "nothing to run"
+    seconds, basis = _from_finished(study, todo) or _from_timed_steps(study, todo)
+    if seconds is None or search is None or search.over:
+        return seconds, basis
     # a rung trains about as long as the first one; the best trial becomes a row with all seeds
     run = search.search.rungs * search.milestones[0] / search.steps
     trials = (search.search.trials - search.finished) * run
-    cells = len(plan.todo) + len({cell.seed for cell in plan.study.cells})
-    return found._replace(seconds=found.seconds * (trials + cells) / len(plan.todo))
+    cells = len(todo) + len({cell.seed for cell in study.cells})
+    return seconds * (trials + cells) / len(todo), basis
 
 
 def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
@@ -257,47 +206,37 @@ def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
     return STARTUP + max(sum(loads) / concurrency, max(loads))
 
 
-def _from_finished(plan: Plan) -> Estimate | None:
+def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
     """From the mean seconds of each row's finished cells; None without any."""
     known: dict[str, list[float]] = {}
-    for cell in plan.study.cells:
-        if (result := cell.folder(plan.study.root).shown_result()) and result.train_seconds:
+    for cell in study.cells:
+        if (result := cell.folder(study.root).shown_result()) and result.train_seconds:
             known.setdefault(cell.row, []).append(result.seconds)
     if not known:
         return None
     overall = statistics.fmean(statistics.fmean(times) for times in known.values())
-    each = [statistics.fmean(known.get(cell.row, [overall])) for cell in plan.todo]
-    done = sum(len(times) for times in known.values())
-    return Estimate(wall_seconds(each, plan.concurrency), f"{done} finished cells")
+    each = [statistics.fmean(known.get(cell.row, [overall])) for cell in todo]
+    return wall_seconds(each, study.concurrency), f"{sum(map(len, known.values()))} finished cells"
 
 
-def _from_timed_steps(plan: Plan) -> Estimate:
+def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | None, str]:
     """Time a step of each row's own model: a deep memory takes several times as long as a Transformer."""
-    rows = {cell.row: cell.config for cell in plan.todo}
+    rows = {cell.row: cell.config for cell in todo}
     timed: dict[str, float] = {}
     began, stride = time.monotonic(), -(-len(rows) // 5)
     # an order in which every prefix is spread over all rows
     for row in (row for first in range(stride) for row in list(rows)[first::stride]):
         if (per_token := seconds_per_token(rows[row])) is None:
-            return Estimate(None, _without_timing(plan, rows))
+            return None, "no cell is finished yet, and a step of its rows is too large to be timed here"
         timed[row] = per_token
         if time.monotonic() - began > TIMING_SECONDS:
             break
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
-    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in plan.todo]
+    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
     each = [timed.get(row, mean) * count for row, count in tokens]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
-    return Estimate(wall_seconds(each, plan.concurrency), f"optimiser steps of {of} timed now")
-
-
-def _without_timing(plan: Plan, rows: dict[str, RunConfig]) -> str:
-    flops = {row: training_flops(config) for row, config in rows.items()}
-    if None in flops.values():
-        return "no cell is finished yet, and the objective has no sample rows to time"
-    steps = [(cell.row, cell.config.optim) for cell in plan.todo]
-    total = sum((flops[row] or 0) * optim.steps * optim.global_batch_size for row, optim in steps)
-    return f"no cell is finished yet; {total:.1e} FLOP of training in all"
+    return wall_seconds(each, study.concurrency), f"optimiser steps of {of} timed now"
 
 
 def eval_tokens(config: RunConfig) -> float:

@@ -1,22 +1,24 @@
-"""`run_plan`: prepare a study's data, run its search and its missing cells as trials of Ray Tune.
+"""Run a study: prepare its data, run its search and its missing cells as trials of Ray Tune.
 
 The study is a parent run in MLflow; its cells and trials are logged below it.
 """
 
 from __future__ import annotations
 
+import math
 import shutil
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from dataclasses import replace
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 from titans_core.config import ModelConfig
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
-from titans_platform.objectives import build_objective
+from titans_platform.files import write_json
+from titans_platform.objectives import build_objective, run_name
+from titans_platform.provenance import note_command
 from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, Result, RunFolder
 from titans_platform.runs.load import located
@@ -24,13 +26,14 @@ from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
-from titans_platform.study.folder import FOUND, SearchState, number_trial, tune_sampler
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
-from titans_platform.study.plan import Plan, check_with_data, name_cells
+from titans_platform.study.plan import check_with_data, name_cells
+from titans_platform.study.search import FOUND, TRIALS, number_trial, tune_sampler
 from titans_platform.study.spec import Row
-from titans_platform.study.status import timings
+from titans_platform.study.status import TIMINGS, timings
 from titans_platform.text import flatten
 
+LOG = "ray.log"
 MAX_FAILURES = 3
 """How often Tune restarts a trial whose process died without writing a new checkpoint."""
 MEMORY = "model.memory."
@@ -47,105 +50,110 @@ ALWAYS = {
 }
 
 
-class Display(Protocol):
-    """Displays the progress of a study."""
+def prepare(study: StudyRun, progress: Progress) -> StudyRun:
+    """Prepare the data, name the cells, check them, and write the study's record.
 
-    def preparing(self) -> AbstractContextManager[Progress]:
-        """Display while data are prepared; the callable takes a source and how far it is."""
-        ...
-
-    def searching(self, plan: Plan, state: SearchState) -> AbstractContextManager[None]:
-        """Display while a search runs."""
-        ...
-
-    def running(self, plan: Plan) -> AbstractContextManager[None]:
-        """Display while cells run."""
-        ...
-
-
-def run_plan(plan: Plan, display: Display) -> Plan:
-    """Prepare the data, run the search, then the cells that have no result.
-
-    The study's lock must be held. A cell that fails is recorded and does not stop the others. Returns the
-    plan that was run: its cells have names, and the best trial of the search is a row. Raises
-    UsageError, ClusterError, StorageError.
+    The study's lock must be held. ``progress`` is called with a source and how far it is. Raises UsageError,
+    StorageError.
     """
-    root = plan.study.root
-    with display.preparing() as progress:
-        study = name_cells(plan.study, lambda config: build_objective(config).prepare(root, progress))
+    study = name_cells(study, lambda config: build_objective(config).prepare(study.root, progress))
     check_with_data(study)
-    plan, search = replace(plan, study=study), study.search
-    with ExitStack() as stack:
-        if search and not search.over:
-            plan = _search(plan, search, display, stack)
-        _write_record(plan)
-        if plan.todo:
-            with display.running(plan):
-                _run_missing(plan)
-    return plan
+    note_command(study.path)
+    study.write()
+    return study
 
 
-def _search(plan: Plan, search: SearchState, display: Display, stack: ExitStack) -> Plan:
-    """Run the search. Returns the plan with its best trial as another row, with the seeds of the others."""
-    _write_record(plan)
-    study = plan.study
-    # stays open for the cells that run after the search
-    stack.enter_context(ray_session(plan.cpus, plan.gpus))
-    with display.searching(plan, search), study.folder.output("search.log"), tracked(study) as tracker:
-        _run_search(plan, tracker)
-    ended = search.read()
+@contextmanager
+def session(study: StudyRun) -> Iterator[StudyRun]:
+    """Ray for the cells, and the study's parent run in MLflow, opened before any worker writes to the store.
+
+    What Ray prints goes to ``ray.log``. MLflow runs of cells that a killed driver left open are ended, before
+    and after. Raises UsageError, ClusterError.
+    """
+    from titans_platform.tracking import open_store
+
+    resources, store = study.resources, open_store(study.root)
+    tags = {"titans.scale": study.scale_name, "titans.commit": study.commit}
+    seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
+    columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
+    cpus, gpus = math.ceil(resources.cpus * study.concurrency), resources.gpus * study.concurrency
+    with (study.path / LOG).open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+        parent = store.study_run(study.label, tags, columns)
+        end_orphaned_runs(store, parent, study.root)
+        try:
+            with ray_session(cpus, gpus):
+                yield replace(study, tracking=Tracking(store.uri, study.label, parent))
+        except BaseException:
+            # a study that is done is closed with its table; this one would stay RUNNING
+            store.end(parent, "KILLED")
+            raise
+        finally:
+            end_orphaned_runs(store, parent, study.root)
+
+
+def run_search(study: StudyRun) -> StudyRun:
+    """Run the trials that the search still needs, in a `session`.
+
+    Returns the study with the best trial as another row, with the seeds of the others. Raises TitansError: no
+    trial was trained to the end.
+    """
+    from ray.tune.schedulers import ASHAScheduler
+
+    state = study.search
+    assert state
+    mode, factor = "max" if state.higher_is_better else "min", state.search.reduction
+    first, last = state.milestones[0], state.milestones[-1]
+    asha = ASHAScheduler(
+        time_attr="steps", metric="value", mode=mode, grace_period=first, max_t=last, reduction_factor=factor
+    )
+    fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
+    _run_trials(
+        study,
+        _run_trial,
+        {"study": study, "fingerprint": fingerprint},
+        lambda: [RunFolder(study.root, path.stem) for path in study.path.glob(f"{TRIALS}/*.json")],
+        search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
+        scheduler=asha,
+        num_samples=state.search.trials,
+    )
+    ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
     study = replace(study, search=ended).with_found()
     seeds = [cell.seed for cell in study.cells]
     new = tuple(chosen_cells({FOUND: study.config(study.study.rows[-1])}, (), seeds))
-    return replace(plan, study=name_cells(replace(study, cells=study.cells + new, whole=study.whole + new)))
+    study = name_cells(replace(study, cells=study.cells + new, whole=study.whole + new))
+    study.write()
+    return study
 
 
-def _write_record(plan: Plan) -> None:
-    study = plan.study
-    study.folder.write_record(study.record(), study.study.model_dump(mode="json"))
-    if study.search:
-        study.folder.write_search(study.search.record())
+def run_cells(study: StudyRun, began: float) -> None:
+    """Run the missing cells in a `session`, and record where the time since ``began`` went.
 
-
-def _run_missing(plan: Plan) -> None:
-    """Run the plan's cells, log them to MLflow, and record where the time went."""
-    study, began = plan.study, time.time()
-    for cell in plan.todo:
-        cell.folder(study.root).forget_failure()
-    with study.folder.output("ray.log"), tracked(study) as tracker:
-        specs = [tracker.spec(cell, f"{cell.row} · seed {cell.seed}", study.rows) for cell in plan.todo]
-        for cell in plan.todo:
-            if cell in plan.stale:
-                cell.folder(study.root).set_aside()
-        # reuses the session that the search opened
-        with ray_session(plan.cpus, plan.gpus):
-            _run_cells(plan, specs)
-    study.folder.write_timings(timings(began, plan.todo, study.root, plan.concurrency))
-
-
-def _run_cells(plan: Plan, specs: Sequence[RunSpec]) -> None:
-    """Run each spec as a trial, first come first served. A cell that fails does not stop the others.
-
-    A cell whose process keeps dying is restarted for as long as it writes new checkpoints in between.
+    A cell that fails is recorded and does not stop the others. A cell whose process keeps dying is restarted
+    for as long as it writes new checkpoints in between.
     """
     from ray import tune
 
-    left = list(specs)
+    for cell in study.todo:
+        cell.folder(study.root).forget_failure()
+        if cell in study.stale:
+            cell.folder(study.root).set_aside()
+    left = [spec_of(study, cell, f"{cell.row} · seed {cell.seed}", study.rows) for cell in study.todo]
     while left:
-        space = {"spec": tune.grid_search(left)}
         folders = [spec.folder for spec in left]
         kept = {spec.name: last_checkpoint_step(spec) for spec in left}
-        results = _run_trials(plan, _run_cell, space, lambda folders=folders: folders)
+        space = {"spec": tune.grid_search(left)}
+        results = _run_trials(study, _run_cell, space, lambda folders=folders: folders)
         died = [result.config["spec"] for result in results if result.error is not None]
         left = [spec for spec in died if last_checkpoint_step(spec) > kept[spec.name]]
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
                 why = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
-                error = TitansError(f"{why}; see {plan.study.folder.path / 'ray.log'}")
-                spec.folder.record_failure(error, plan.study.commit)
+                spec.folder.record_failure(TitansError(f"{why}; see {study.path / LOG}"), study.commit)
+    record = timings(began, study.todo, study.root, study.concurrency)
+    write_json(study.path / TIMINGS, record)
 
 
 def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
@@ -156,38 +164,15 @@ def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
     return {"ended": True}
 
 
-def _run_search(plan: Plan, tracker: Tracker) -> None:
-    """Run the trials that the search still needs; the data must be prepared and a Ray session open."""
-    from ray.tune.schedulers import ASHAScheduler
-
-    study, state = plan.study, plan.study.search
-    assert state
-    mode, factor = "max" if state.higher_is_better else "min", state.search.reduction
-    first, last = state.milestones[0], state.milestones[-1]
-    asha = ASHAScheduler(
-        time_attr="steps", metric="value", mode=mode, grace_period=first, max_t=last, reduction_factor=factor
-    )
-    fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
-    _run_trials(
-        plan,
-        _run_trial,
-        {"tracker": tracker, "fingerprint": fingerprint},
-        lambda: [RunFolder(study.root, path.stem) for path in study.folder.trials.glob("*.json")],
-        search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
-        scheduler=asha,
-        num_samples=state.search.trials,
-    )
-
-
 def _run_trial(space: dict[str, Any]) -> None:
     """Train the parameters in ``space`` on a worker, from rung to rung; report the metric to ASHA."""
     from ray import tune
 
     die_with_parent()
     params = dict(space)
-    tracker = params.pop("tracker")
-    spec = _trial_spec(tracker, params.pop("fingerprint"), params)
-    search = tracker.study.search.search
+    study = params.pop("study")
+    spec = _trial_spec(study, params.pop("fingerprint"), params)
+    search = study.search.search
     try:
         for step in search.milestones(spec.config.optim.steps):
             if (value := _measure(spec, Rung(step, search.metric))) is None:
@@ -200,15 +185,14 @@ def _run_trial(space: dict[str, Any]) -> None:
         raise
 
 
-def _trial_spec(tracker: Tracker, fingerprint: str, params: dict[str, Any]) -> RunSpec:
-    study = tracker.study
+def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> RunSpec:
     assert study.search
     config = located(study.trial_config(params), study.root)
-    name = build_objective(config).run_name(fingerprint, study.resources.hashed_workers)
-    title = f"trial {number_trial(study.folder, name, params)}"
+    name = run_name(config, fingerprint, study.resources.hashed_workers)
+    title = f"trial {number_trial(study.path, name, params)}"
     # the fields that the search varies are columns in MLflow
     varied = study.trial_row(next(iter(study.search.search.corners())))
-    return tracker.spec(Cell(title, config.seed, config, name), title, [varied])
+    return spec_of(study, Cell(title, config.seed, config, name), title, [varied])
 
 
 def _measure(spec: RunSpec, rung: Rung) -> float | None:
@@ -231,7 +215,7 @@ def _measure(spec: RunSpec, rung: Rung) -> float | None:
 
 
 def _run_trials(
-    plan: Plan,
+    study: StudyRun,
     trainable: Callable[[dict[str, Any]], Any],
     space: dict[str, Any],
     folders: Callable[[], Sequence[RunFolder]],
@@ -244,7 +228,8 @@ def _run_trials(
     """
     from ray import tune
 
-    resources, storage = plan.study.resources, plan.study.folder.tune
+    # Ray Tune's own files
+    resources, storage = study.resources, study.path / "tune"
     needed = {"CPU": DRIVER_CPU}
     if not resources.several:
         share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
@@ -254,7 +239,7 @@ def _run_trials(
         tune.with_resources(trainable, needed),
         param_space=space,
         tune_config=tune.TuneConfig(
-            max_concurrent_trials=plan.concurrency,
+            max_concurrent_trials=study.concurrency,
             # so that the next cell reuses a process with torch imported
             reuse_actors=True,
             # by default the name holds every value of the grid, here a whole config
@@ -278,47 +263,14 @@ def _run_trials(
     return results
 
 
-@dataclass(frozen=True)
-class Tracker:
-    """The study's parent run in MLflow; cells are logged below it."""
-
-    study: StudyRun
-    uri: str
-    parent: str
-    """Its run id."""
-
-    def spec(self, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
-        """The spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are params."""
-        study = self.study
-        assert cell.name is not None
-        tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
-        tracking = Tracking(self.uri, title, self.parent, params(cell, rows), tags)
-        labels = {"study": study.study.name, "row": cell.row}
-        return RunSpec(cell.config, study.root, cell.name, study.commit, study.resources, tracking, labels)
-
-
-@contextmanager
-def tracked(study: StudyRun) -> Iterator[Tracker]:
-    """Open the study's parent run before any worker writes to the store.
-
-    MLflow runs of cells that a killed driver left open are ended, before and after. Raises UsageError.
-    """
-    from titans_platform.tracking import open_store
-
-    store = open_store(study.root)
-    tags = {"titans.scale": study.scale_name, "titans.commit": study.commit}
-    seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
-    columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
-    parent = store.study_run(study.label, tags, columns)
-    end_orphaned_runs(store, parent, study.root)
-    try:
-        yield Tracker(study, store.uri, parent)
-    except BaseException:
-        # a study that is done is closed with its table; this one would stay RUNNING
-        store.end(parent, "KILLED")
-        raise
-    finally:
-        end_orphaned_runs(store, parent, study.root)
+def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
+    """The spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are params."""
+    assert cell.name is not None
+    assert study.tracking
+    tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
+    tracking = replace(study.tracking, title=title, params=params(cell, rows), tags=tags)
+    labels = {"study": study.study.name, "row": cell.row}
+    return RunSpec(cell.config, study.root, cell.name, study.commit, study.resources, tracking, labels)
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:

@@ -1,52 +1,44 @@
 """What has been run, from the files under a root alone, whether or not a driver is alive.
 
 The state of a study and of its cells, where their time went, and how much of the paper's tables has been run.
-`read_request`: what `sweep run` printed of a complete study is printed again while nothing behind it has
-changed, since running nothing takes seconds of imports, most of them torch. Here none of them is needed.
 """
 
 from __future__ import annotations
 
-import glob
-import os
 import platform
-import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from rich.console import Console
-
-from titans_kernels.registry import source_file
-from titans_platform.config import RunConfig, digest
+from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.files import file_times, read_json, write_json
+from titans_platform.files import is_locked, read_json
 from titans_platform.loading import validate
-from titans_platform.provenance import code_times, commit
-from titans_platform.runs.folder import RESULT, TIME, RunFolder
-from titans_platform.study.folder import StudyFolder, StudyRecord
-from titans_platform.study.grid import Cell, StudyRun, known_studies, load_study
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.grid import LOCK, RECORD, STUDIES, Cell, StudyRun, known_studies, load_study
 from titans_platform.study.spec import Printed, Study, read_paper
-from titans_platform.text import texts
 
+TIMINGS = "timings.json"
 TRAINING_SHARE = 0.9
 """Assumed fraction of a cell's time spent in training; the rest is evaluation."""
 
 
-@dataclass(frozen=True)
-class CellStatus:
+class CellStatus(NamedTuple):
     """The state of one cell."""
 
-    cell: Cell
+    cell: str | None
+    """Name of its folder; None while its data are not prepared."""
+    row: str
+    seed: int
     state: str
     """done, running, failed, interrupted or missing: see `RunFolder.state`."""
     progress: dict[str, Any]
     """The run's progress.json, with its ``age`` in seconds; empty for a cell that does not train."""
     reason: str = ""
-    """Why the cell failed."""
+    """The cause of a failure."""
 
     @property
     def fraction(self) -> float:
@@ -65,7 +57,8 @@ def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
         state = folder.state()
         failure = folder.failure() if state == "failed" else None
         progress = folder.progress() if state in ("running", "interrupted") else None
-        statuses.append(CellStatus(cell, state, progress or {}, str((failure or {}).get("reason", ""))))
+        reason = str((failure or {}).get("reason", ""))
+        statuses.append(CellStatus(cell.name, cell.row, cell.seed, state, progress or {}, reason))
     return statuses
 
 
@@ -80,72 +73,36 @@ def counted(counts: Mapping[str, int]) -> str:
     return ", ".join(f"{n} {state}" for state, n in counts.items() if n or state == "done")
 
 
-@dataclass(frozen=True)
-class StudyStatus:
-    """The state of a study."""
-
-    folder: StudyFolder
-    host: str
-    """The machine of its last driver."""
-    running: bool
-    """Whether a driver works on it."""
-    cells: list[CellStatus]
-    search: dict[str, Any] | None
-    timings: dict[str, Any] | None
-
-    def record(self) -> dict[str, Any]:
-        """The status as a JSON value."""
-        return {
-            "study": self.folder.label,
-            "running": self.running,
-            "host": self.host,
-            "counts": counts(self.cells),
-            "overhead": self.timings,
-            "search": self.search,
-            "cells": [
-                {
-                    "cell": item.cell.name,
-                    "row": item.cell.row,
-                    "seed": item.cell.seed,
-                    "state": item.state,
-                    "reason": item.reason or None,
-                    "progress": item.progress or None,
-                }
-                for item in self.cells
-            ],
-        }
+def labels_of(root: Path) -> list[str]:
+    """The studies that have run under a root, as their folders are named."""
+    return sorted(path.parent.name for path in root.glob(f"{STUDIES}/*/{RECORD}"))
 
 
-def read_status(study: str, scale: str, root: Path) -> StudyStatus:
-    """The status of a study by name and scale; the study's own file is only needed if it has not run.
+def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
+    """The status of a study by name and scale, or by the name of its folder; as `sweep status --json` has it.
 
-    Raises UsageError.
+    Its ``cells`` are `CellStatus`. The study's own file is only needed if it has not run. Raises UsageError.
     """
-    known = {folder.label.casefold(): folder for folder in StudyFolder.all(root)}
-    if (folder := known.get(f"{study}-{scale}".casefold())) is None:
+    known = {label.casefold(): label for label in labels_of(root)}
+    if (label := known.get(f"{study}-{scale}".rstrip("-").casefold())) is None:
         file = load_study(study)
-        folder = StudyFolder(root, f"{file.name}-{file.scale_name(scale)}")
-    return status_of(folder)
-
-
-def status_of(folder: StudyFolder) -> StudyStatus:
-    """The status of the study in a folder. Raises UsageError."""
-    if (record := folder.record()) is None:
-        raise UsageError(f"{folder.label}: nothing has run under {folder.root}; start with titans sweep run")
-    cells = [Cell(each.row, each.seed, validate(RunConfig, each.config), each.cell) for each in record.cells]
-    statuses = cell_statuses(cells, folder.root)
+        label = f"{file.name}-{file.scale_name(scale)}"
+    path = root / STUDIES / label
+    if (record := read_json(path / RECORD)) is None:
+        raise UsageError(f"{label}: nothing has run under {root}; start with titans sweep run")
+    cells = [
+        Cell(cell["row"], cell["seed"], validate(RunConfig, cell["config"]), cell["cell"])
+        for cell in record["cells"]
+    ]
+    statuses, file = cell_statuses(cells, root), validate(Study, record["study"], str(path / RECORD))
+    run = StudyRun(file, record["scale"], root, record["commit"], tuple(record["set"])).with_search()
     # locks may not be visible across machines; the files that cells write are
-    running = folder.is_locked() or (record.host != platform.node() and counts(statuses)["running"] > 0)
-    return StudyStatus(folder, record.host, running, statuses, _search(folder, record), folder.timings())
-
-
-def _search(folder: StudyFolder, record: StudyRecord) -> dict[str, Any] | None:
-    """The record of the study's search, with the current state of its trials."""
-    if (file := folder.study_file()) is None:
-        return None
-    study = validate(Study, file, str(folder.path / "study.json"))
-    search = StudyRun(study, record.scale, folder.root, record.commit, record.set).with_search().search
-    return search.record() if search else None
+    elsewhere = record["host"] != platform.node() and counts(statuses)["running"] > 0
+    return {
+        "study": label, "running": is_locked(path / LOCK) or elsewhere, "host": record["host"],
+        "counts": counts(statuses), "overhead": read_json(path / TIMINGS),
+        "search": run.search.record() if run.search else None, "cells": statuses,
+    }  # fmt: skip
 
 
 def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
@@ -155,7 +112,7 @@ def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict
     overhead; it has a part for each phase of a cell, one for the start of a cell's process, and one for the
     time in which a slot ran no cell.
     """
-    recorded = (read_json(cell.folder(root).path / TIME) for cell in cells)
+    recorded = (cell.folder(root).attempt() for cell in cells)
     spans = [span for span in recorded if span and span["began"] >= began]
     phases: Counter[str] = Counter()
     for span in spans:
@@ -241,9 +198,9 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
         names, printed = zip(*found, strict=True)
         study, ran = studies.get(name), {}
         for scale in study.scales if study else ():
-            if record := StudyFolder(root, f"{name}-{scale}").record():
-                states = [RunFolder(root, cell.cell).state() for cell in record.cells if cell.cell]
-                ran[scale] = states.count("done"), len(record.cells)
+            if record := read_json(root / STUDIES / f"{name}-{scale}" / RECORD):
+                states = [RunFolder(root, cell["cell"]).state() for cell in record["cells"] if cell["cell"]]
+                ran[scale] = states.count("done"), len(record["cells"])
         items.append(Item(names, printed, study, ran))
     return items
 
@@ -252,68 +209,3 @@ def studies_of_the_paper() -> dict[str, Study]:
     """The studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
     wanted = {each.study for each in read_paper().items.values()}
     return {name: load_study(name) for name in known_studies() if name in wanted}
-
-
-SHOWN = "shown.json"
-
-
-@dataclass(frozen=True)
-class Request:
-    """What a command was asked for."""
-
-    path: Path
-    """The file in the study's folder that keeps what was printed."""
-    key: str
-    """Hash of everything that decides what is printed, files under the root and inputs of the runs apart."""
-
-    def shown(self) -> dict[str, Any] | None:
-        """What was printed for the same request, if no file behind it has changed since; else None."""
-        kept = read_json(self.path)
-        if not kept or kept["key"] != self.key or kept["files"] != file_times(kept["files"]):
-            return None
-        return kept["shown"]
-
-    def keep(self, run: StudyRun, shown: dict[str, Any]) -> None:
-        """Keep what was printed of a complete study, with the times and sizes of the files behind it."""
-        if (files := _files(run)) is not None:
-            write_json(self.path, {"key": self.key, "files": file_times(map(str, files)), "shown": shown})
-
-
-def read_request(
-    console: Console, study: str, scale: str, root: Path, overrides: tuple[str, ...], **options: Any
-) -> Request | None:
-    """The request that the options of `sweep run` make; None for a study that searches. Raises UsageError."""
-    file, root = load_study(study), root.resolve()
-    if file.search_at(scale := file.scale_name(scale)):
-        return None
-    code = [commit(), sys.version, code_times()]
-    terminal = [console.width, console.color_system, os.getcwd()]
-    asked = [file.model_dump(mode="json"), scale, str(root), overrides, options]
-    folder = StudyRun(file, scale, root, commit(), overrides).folder
-    return Request(folder.path / SHOWN, digest([code, terminal, asked]))
-
-
-def _files(run: StudyRun) -> list[Path] | None:
-    """The report, and the files that it depends on: results, and inputs of the runs.
-
-    None if the inputs may change elsewhere: a bucket, or another run's checkpoint to start from.
-    """
-    configs = {cell.row: cell.config for cell in run.whole}.values()
-    found = {text for config in configs for text in texts(config.model_dump(mode="json"))}
-    if any("://" in text for text in found) or any(config.start_from for config in configs):
-        return None
-    folder = run.folder.path
-    return [
-        *(cell.folder(run.root).path / RESULT for cell in run.whole),
-        *(path for path in folder.iterdir() if path.suffix in (".html", ".md", ".tex", ".csv")),
-        *(folder / "cells.json", *(folder / "figures").glob("*")),
-        *filter(None, map(source_file, found)),
-        *(path for text in found for path in _at(text)),
-    ]
-
-
-def _at(text: str) -> Iterator[Path]:
-    """Files and folders at a path or pattern; a folder's time changes with the files in it."""
-    for name in glob.glob(os.path.expanduser(text)):
-        yield Path(name)
-        yield from Path(name).rglob("*")

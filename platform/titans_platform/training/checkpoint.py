@@ -7,6 +7,7 @@ checkpoint before it is used.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import os
@@ -18,12 +19,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
@@ -36,11 +39,11 @@ from titans_core.state import ModelState
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
 from titans_platform.training.loop import Phases, Progress, Trainer
-from titans_platform.training.manifest import MANIFEST, find_corruption, read_manifest, write_manifest
 from titans_platform.training.parallel import rank
 
 log = logging.getLogger(__name__)
 
+MANIFEST = "manifest.json"
 TRIES = 3
 """Minimum number of consecutive failed writes before a run stops."""
 
@@ -48,8 +51,8 @@ TRIES = 3
 class Saver:
     """Writes a trainer's checkpoints to ``folder`` asynchronously, and keeps the last ``keep``.
 
-    Only steps that are a multiple of ``every`` count towards ``keep``. In addition it keeps the checkpoint of
-    step ``pinned``, the one with the lowest validation loss (if the trainer saves it) and the newest one.
+    It also keeps the checkpoint of step ``pinned`` and, if the trainer saves it, the one with the lowest
+    validation loss.
 
     Every worker creates one and calls `save` and `finish` at the same steps; a ``with`` block calls `finish`
     at its end. ``phases`` records how long training was blocked: "checkpoint" for the copy of the state to
@@ -65,12 +68,11 @@ class Saver:
         trainer: Trainer,
         *,
         keep: int = 2,
-        every: int = 1,
         pinned: int | None = None,
         phases: Phases | None = None,
         patience: float = PATIENCE,
     ):
-        self.folder, self.trainer, self.keep, self.every = folder, trainer, keep, every
+        self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
         # the write runs in a thread during training: its collectives must not mix with those of the steps,
@@ -181,7 +183,7 @@ class _Writer(FileSystemWriter):
         self.partial = _partial(final)
         super().__init__(self.partial)
         self.final, self.progress = final, progress
-        self.keep, self.every, self.before_commit = saver.keep, saver.every, saver._before_commit
+        self.keep, self.before_commit = saver.keep, saver._before_commit
         self.pinned = at_step(final.parent, saver.pinned) if saver.pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
@@ -195,9 +197,8 @@ class _Writer(FileSystemWriter):
         os.replace(self.partial, self.final)
         # later ones are corrupt and will be rewritten; they must not count towards keep
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
-        due = [path for path in written if step_of(path) % self.every == 0]
         best = at_step(self.final.parent, self.progress.best_step or 0)
-        kept = [self.final, self.pinned, best, *due[: self.keep]]
+        kept = [self.final, self.pinned, best, *written[: self.keep]]
         for old in written:
             if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
@@ -213,12 +214,9 @@ def _partial(final: Path) -> Path:
     return final.with_name(f".partial-{final.name}")
 
 
-def newest(folder: Path, among: Callable[[int], bool] = lambda step: True) -> Path | None:
-    """The newest intact checkpoint, or None; a corrupt one is logged and skipped.
-
-    ``among`` selects the steps to consider. Raises StorageError.
-    """
-    for path in filter(lambda path: among(step_of(path)), saved(folder)):
+def newest(folder: Path) -> Path | None:
+    """The newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises StorageError."""
+    for path in saved(folder):
         if (wrong := find_corruption(path)) is None:
             return path
         log.warning("checkpoint %s is not whole (%s); using the one before", path, wrong)
@@ -236,18 +234,6 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     elif latest := next(iter(saved(folder)), None):
         why = f"{find_corruption(latest)}, and no checkpoint before it is whole"
         raise UsageError(f"{latest}: {why}; delete {folder} to train from the start")
-    return path
-
-
-def rewind(folder: Path, trainer: Trainer, every: int) -> Path | None:
-    """Restore the trainer from the last intact periodic checkpoint, i.e. at a multiple of ``every`` steps.
-
-    Other checkpoints are ignored, so that the result does not depend on whether the run was interrupted.
-    Returns the path, or None, without a change to the trainer, if there is none.
-    """
-    step = trainer.progress.step
-    if path := _chosen(lambda: newest(folder, lambda at: at <= step and at % every == 0)):
-        _restore(path, trainer)
     return path
 
 
@@ -442,3 +428,65 @@ def set_rng_state(state: dict[str, Any]) -> None:
 
 def _as_tuple(value: Any) -> Any:
     return tuple(_as_tuple(v) for v in value) if isinstance(value, list | tuple) else value
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The content of ``manifest.json``, except for the hash of the manifest itself."""
+
+    progress: Progress
+    files: dict[str, str]
+    """BLAKE2b hash of every other file in the folder, by name."""
+
+
+def write_manifest(folder: Path, progress: Progress) -> None:
+    """Hash every file of ``folder`` and write its manifest."""
+    files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
+    content = asdict(Manifest(progress, files))
+    (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
+    try:
+        content = json.loads((folder / MANIFEST).read_bytes())
+        if content.pop("hash") != _hash_of(content):
+            raise ValueError("it does not have the hash it was written with")
+        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"{MANIFEST} is not that of a checkpoint: {one_line(error, 160)}") from None
+
+
+def find_corruption(folder: Path) -> str | None:
+    """What is wrong with the checkpoint in ``folder``; None if every file has the hash it was written with.
+
+    Transient storage errors are retried. Raises StorageError.
+    """
+
+    def find() -> str | None:
+        try:
+            for name, expected in read_manifest(folder).files.items():
+                if _hash(folder / name) != expected:
+                    return f"{name} does not have the hash it was written with"
+        except FileNotFoundError as error:
+            return f"{Path(error.filename).name} is missing"
+        except (OSError, ValueError) as error:
+            if is_transient(error):
+                raise
+            return str(error)
+        return None
+
+    return retry_transient(find)
+
+
+def _hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, _blake).hexdigest()
+
+
+def _hash_of(content: dict[str, object]) -> str:
+    return _blake(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _blake(data: bytes = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=16)

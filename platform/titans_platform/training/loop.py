@@ -21,12 +21,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from titans_core.backbone import Model
+from titans_core.interventions import Intervention, intervene
 from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
 from titans_platform.training.optim import (
-    REWINDS,
     SKIPS,
     WINDOW,
     Diverged,
@@ -34,7 +34,6 @@ from titans_platform.training.optim import (
     drawn_window,
     judge,
     learning_rate,
-    passes,
 )
 from titans_platform.training.parallel import (
     clip_gradients,
@@ -125,15 +124,13 @@ class Hooks:
     with the lowest loss so far. Training stops early after ``patience`` validations without improvement.
     ``validate()`` returns the validation loss, which is passed to ``on_step``. ``phases`` records the time
     spent waiting for batches ("data wait") and in validation ("validate"). ``on_divergence(batch, error)``
-    saves the batch and returns a message with its path; ``rewind()`` restores a checkpoint and returns False
-    if there is none.
+    saves the batch and returns a message with its path.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
     on_checkpoint: Callable[[], object] = lambda: None
     validate: Callable[[], float] = lambda: math.nan
     on_divergence: Callable[[Any, Diverged], str] = lambda batch, error: ""
-    rewind: Callable[[], bool] = lambda: False
     checkpoint_every: int = 0
     checkpoint_at: int | None = None
     checkpoint_best: bool = False
@@ -152,7 +149,6 @@ class Progress:
     offset: int = 0
     """Number of batches skipped by on_divergence; ``step + offset`` is the position in the data."""
     skipped_in_a_row: int = 0
-    rewinds: int = 0
     worlds: list[list[int]] = field(default_factory=list)
     """[step, workers] for each change of the world size."""
     recent: list[float] = field(default_factory=list)
@@ -268,22 +264,14 @@ class Trainer:
                         break
 
     def _leave_out(self, batch: Any, error: Diverged, hooks: Hooks) -> None:
-        """Apply ``on_divergence``: skip the batch, rewind to a checkpoint and skip past it, or raise."""
-        before, policy = self.progress, self.cfg.on_divergence
+        """Apply ``on_divergence``: skip the batch, or raise."""
+        progress, skips = self.progress, self.cfg.on_divergence == "skip"
         message = "; ".join(filter(None, (str(error), hooks.on_divergence(batch, error))))
-        if policy == "skip" and before.skipped_in_a_row < SKIPS:
-            before.skipped_in_a_row += 1
-            before.offset += 1
-        elif policy == "rewind" and before.rewinds < REWINDS:
-            self.optimizer.zero_grad(set_to_none=True)
-            if not hooks.rewind():
-                raise Diverged(f"{message}; there is no checkpoint to go back to yet") from error
-            # skip all batches since the checkpoint, including the one at fault
-            self.progress.offset = before.position + 1 - self.progress.step
-            self.progress.rewinds, self.progress.seconds = before.rewinds + 1, before.seconds
-        else:
-            tried = {"skip": f"{SKIPS} batches in a row were left out; ", "rewind": f"{REWINDS} rewinds; "}
-            raise Diverged(tried.get(policy, "") + message) from error
+        if not skips or progress.skipped_in_a_row == SKIPS:
+            tried = f"{SKIPS} batches in a row were left out; " if skips else ""
+            raise Diverged(tried + message) from error
+        progress.skipped_in_a_row += 1
+        progress.offset += 1
         log.warning("%s; continuing with batch %d", message, self.progress.position)
 
     def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
@@ -341,20 +329,18 @@ class Trainer:
         total = torch.zeros((), device=self.device, dtype=torch.float64)
         window = drawn_window(self.cfg, self.seed, self.progress.step)
         for i, (part, state) in enumerate(zip(parts, states, strict=True)):
-            last, rounds = i == len(parts) - 1, passes(self.model, self.cfg, window)
-            for which, (weight, shortened) in enumerate(rounds):
-                main, final = which == 0, last and which == len(rounds) - 1
-                watched = record(self.model) if telemetry and last and main else nullcontext()
-                with gradient_sync(self._forward, final), shortened, watched as recorded:
-                    losses_B, ended = self._losses(part, state)
-                    loss = losses_B.sum() / rows
-                    # DDP and FSDP average gradients over ranks, but the sum is needed
-                    (loss * (weight * self.world_size)).backward()
-                if main:
-                    total += loss.detach()
-                    after += [ended.detach()] if ended else []
-                if recorded is not None:
-                    seen = recorded.summary()
+            last = i == len(parts) - 1
+            shortened = intervene(self.model, Intervention(window=window)) if window else nullcontext()
+            watched = record(self.model) if telemetry and last else nullcontext()
+            with gradient_sync(self._forward, last), shortened, watched as recorded:
+                losses_B, ended = self._losses(part, state)
+                loss = losses_B.sum() / rows
+                # DDP and FSDP average gradients over ranks, but the sum is needed
+                (loss * self.world_size).backward()
+            total += loss.detach()
+            after += [ended.detach()] if ended else []
+            if recorded is not None:
+                seen = recorded.summary()
         return self._over_workers(total).item(), ModelState.cat(after) if after else None, seen
 
     def _losses(self, part: Any, state: ModelState | None) -> tuple[Tensor, ModelState | None]:

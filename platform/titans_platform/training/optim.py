@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -74,8 +73,6 @@ JUDGED_FROM = 16
 """Minimum number of recent losses to detect a spike: the loss falls steeply in the first steps."""
 SKIPS = 10
 """Maximum number of consecutive batches to skip; beyond it the batch is not the cause."""
-REWINDS = 3
-"""Maximum number of rewinds to a checkpoint before a run stops."""
 
 
 class Diverged(TitansError):
@@ -127,30 +124,13 @@ def drawn_window(cfg: OptimConfig, seed: int, step: int) -> int | None:
     return cfg.windows[int(uniform(1, f"{seed}/window/{step}")[0] * len(cfg.windows))]
 
 
-def passes(
-    model: nn.Module, cfg: OptimConfig, window: int | None
-) -> list[tuple[float, AbstractContextManager[None]]]:
-    """The forward and backward passes of a step: the weight of each one's loss, and its window as a context.
-
-    With ``cfg.auxiliary_window`` there is a second pass with that window, where it is shorter than the
-    first's (arXiv 2610.06750).
-    """
-    main = intervene(model, Intervention(window=window)) if window else nullcontext()
-    short = cfg.auxiliary_window
-    if not short or (window and window <= short):
-        return [(1.0, main)]
-    return [(1.0, main), (cfg.auxiliary_weight, intervene(model, Intervention(window=short)))]
-
-
 def check_windows(model: nn.Module, cfg: OptimConfig) -> None:
     """Reject windows that the model cannot take. Raises UsageError."""
-    asked = [("windows", window) for window in cfg.windows]
-    asked += [("auxiliary_window", cfg.auxiliary_window)] if cfg.auxiliary_window else []
     own = longest_window(model)
-    for key, window in asked:
+    for window in cfg.windows:
         if own is None:
-            raise UsageError(f"optim.{key}: the model has no attention window; set model.attention.window")
-        with within(f"optim.{key}", ValueError, ": "), intervene(model, Intervention(window=window)):
+            raise UsageError("optim.windows: the model has no attention window; set model.attention.window")
+        with within("optim.windows", ValueError, ": "), intervene(model, Intervention(window=window)):
             pass
     if cfg.windows and max(cfg.windows) != own:
         used = f"the longest is {max(cfg.windows)}, but the model is evaluated with {own}"

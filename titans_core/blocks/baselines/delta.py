@@ -9,7 +9,7 @@ from titans_core.config import ModelConfig
 
 COMMON: dict[str, Any] = {
     "momentum": False, "value_norm": False, "surprise_bound": None, "theta_bias": 0.0,
-    "gates_per": "token", "qk_norm": True, "rule": "paper", "rule_options": {}, "write_budget": None,
+    "gates_per": "token", "qk_norm": True, "rule": "paper", "write_budget": None,
 }  # fmt: skip
 """Common to all: no momentum, no bound on the surprise, no write budget, values not normalised."""
 LINEAR = COMMON | {"depth": 1}

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms.reference import squared_error, surprise
+from titans_kernels.memory.forms.reference import surprise
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate
 from titans_kernels.memory.parts.gates import decay_products
 from titans_kernels.memory.parts.layout import Layout, Span, layout_of
@@ -140,9 +140,7 @@ def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Opti
     depth, f = len(state) // 2, ACTIVATIONS[options.activation]
     weights, momentum = state[:depth], state[depth:]
     chunk = Chunk.of(inputs.alpha, inputs.eta, inputs.theta)
-    keys, errors = surprise(
-        tuple(weights), inputs.k, inputs.v, f, options.surprise_bound, squared_error, options.residual
-    )
+    keys, errors = surprise(tuple(weights), inputs.k, inputs.v, options, options.rule.error)
     x, outputs = inputs.q, []
     for l, (W, S, X, d) in enumerate(zip(weights, momentum, keys, errors, strict=True)):
         x = x if l == 0 else f.value(x)

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
+from titans_kernels.memory.forms import channels
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import Gates, coefficients, coefficients_backward
 from titans_kernels.memory.parts.layout import Layout, Span, layout_of
@@ -39,7 +40,7 @@ from titans_kernels.memory.parts.passes import (
     read_pass,
     step_backward,
 )
-from titans_kernels.memory.residual import Curve, Norm, OutputActivation
+from titans_kernels.memory.residual import Norm
 
 KEEP_BYTES = 32 * 2**20
 """Chunk-start states up to this size are all saved for the backward; beyond it, one per block."""
@@ -51,8 +52,15 @@ BLOCK_BYTES = 2 * 2**20
 """Bytes of states of a block per thread: larger blocks make fewer calls, but do not stay in the cache."""
 
 
+def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+    """Why the parallel form does not support a call, or None if it does."""
+    return options.refusal(inputs)
+
+
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does."""
+    if inputs.forgets_by_column:
+        return channels.write_and_read(inputs, weights, momentum, options)
     call = Call.of(inputs, options)
     arguments = (*_tokens(inputs), *weights, *momentum, *call.base, *call.norm)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
@@ -70,6 +78,8 @@ def gradients(
 
     Recomputes the forward pass.
     """
+    if inputs.forgets_by_column:
+        return channels.gradients(inputs, weights, momentum, options, doutputs)
     call, tokens = Call.of(inputs, options), _tokens(inputs)
     _, kept = call.forward(tokens, (*weights, *momentum), keep=True)
     dq, dk, dv, dgates, *before = call.backward(tokens, kept, doutputs)
@@ -152,17 +162,13 @@ class Call(NamedTuple):
     """LN's weight and bias [H, D]; empty without LN."""
     base: Layers = ()
     """Base of the decay, [H, D, F] per layer; empty for zero."""
-    curve: Curve | None = None
-    """The activation of the output, if any."""
 
     @staticmethod
     def of(inputs: Inputs, options: Options) -> Call:
         """From a call's arguments; the layout is cached per cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
         f = ACTIVATIONS[options.activation]
-        output = options.residual
-        curve = Curve(ACTIVATIONS[output.name]) if isinstance(output, OutputActivation) else None
-        return Call(layout, f, options.surprise_bound, options.norm, options.base, curve)
+        return Call(layout, f, options.surprise_bound, options.norm, options.base)
 
     def forward(
         self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
@@ -174,7 +180,7 @@ class Call(NamedTuple):
         y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
             base = [B[heads].repeat(len(after[0]), 1, 1) for B in self.base]
-            current, norm = State.of(_stack(state, heads), base), self.curve or Norm.of(self.norm, heads)
+            current, norm = State.of(_stack(state, heads), base), Norm.of(self.norm, heads)
             for steps in plan.steps:
                 block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, norm)
                 states, keys = block.run(current)
@@ -196,7 +202,7 @@ class Call(NamedTuple):
         for heads in reversed(plan.heads):
             stacks = _stack(dstate, heads)
             carry = State.of(stacks, [torch.zeros_like(x.chunk(2, 1)[0]) for x in stacks[: len(dbase)]])
-            norm = self.curve or Norm.of(self.norm, heads, dnorm)
+            norm = Norm.of(self.norm, heads, dnorm)
             for steps in reversed(plan.steps):
                 own = next(saved)
                 span = Span(steps[0], steps[1], heads)
@@ -247,7 +253,7 @@ class _Block:
 
     def __init__(
         self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
-        norm: Norm | Curve | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
+        norm: Norm | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
     ):  # fmt: skip
         self.index, self.f, self.bound, self.norm = layout.index(span), f, bound, norm
         self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)

@@ -1,4 +1,4 @@
-"""The paper's rule, also with the losses of `rules.robust`, in C++ for a CPU: `native/memory.cpp`.
+"""The paper's rule in C++ for a CPU: `native/memory.cpp`.
 
 Parallel over documents and heads, whose state and temporaries stay in the cache if the memory is small. On
 one thread it is about three times as fast as `chunked` with heads of width 64, and 1.1 to 1.3 times with one
@@ -20,9 +20,6 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, distances, whole
 from titans_kernels.memory.parts.layout import document_borders
-from titans_kernels.memory.residual import Output, OutputActivation
-from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.rules.robust import Huber, Yaad
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 24 * 2**20
@@ -30,11 +27,12 @@ KEEP_BYTES = 24 * 2**20
 backward recomputes the others. That is no slower: allocations above 32 MB get new pages in every call."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 PLAIN, NORM = -1, -2  # its `Output`
-LOSSES = (Rule, Huber, Yaad)  # its `Loss`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the library does not support a call of the paper's rule, or None if it does."""
+    """Why the library does not support a call, or None if it does."""
+    if reason := options.refusal(inputs, columns=False):
+        return reason
     if inputs.q.device.type != "cpu":
         return f"tensors are on {inputs.q.device.type}"
     return None if library(inputs.state_dtype) else "no C++ compiler, or it failed"
@@ -128,12 +126,9 @@ class Call(NamedTuple):
         most = max(KEEP_BYTES // (size * inputs.state_dtype.itemsize), isqrt(chunks), 1)
         every = max(-(-chunks // most), 1)
         arrays = numbers(widths), *tables(lengths, b * every)
-        # of a single layer the activation has no effect, and may be a gated one
-        activation = "identity" if len(weights) == 1 else options.activation
         spec = Spec(
-            heads, len(weights), b, ACTIVATIONS.index(activation), _output(options.residual),
+            heads, len(weights), b, ACTIVATIONS.index(options.activation), NORM if options.norm else PLAIN,
             options.surprise_bound or 0.0, 3 if options.base else 2, every, *map(ctypes.addressof, arrays),
-            LOSSES.index(type(options.rule)), getattr(options.rule, "delta", 0.0),
         )  # fmt: skip
         return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * size)
 
@@ -215,13 +210,6 @@ class _Memory(torch.autograd.Function):
         tokens, (kept, *fixed) = saved[:6], saved[6:]
         dy = torch.zeros_like(tokens[2]) if doutputs[0] is None else doutputs[0]
         return None, *ctx.call.backward(tokens, fixed, kept, dy, doutputs[1:])
-
-
-def _output(residual: Output | None) -> int:
-    """What follows the last layer; `op` folds ``x + f(x)`` into the value."""
-    if isinstance(residual, OutputActivation):
-        return ACTIVATIONS.index(residual.name)
-    return NORM if residual is not None and residual.norm else PLAIN
 
 
 def _lengths(q: Tensor, cu_seqlens: Tensor | None) -> tuple[int, ...]:

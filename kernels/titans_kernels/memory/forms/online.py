@@ -7,8 +7,7 @@ decay:
 
     S_t = eta_t S_{t-1} + k_t^T u_t,    W_t = (1 - alpha_t) W_{t-1} + S_t,    u_t = 2 theta_t (v_t - k_t P_t)
 
-with P_t = W_{t-1} for the paper's rule and (1 - alpha_t) W_{t-1} for `GatedDelta`; `MomentumDelta` adds
-b_t S_t to the weights. In a block that starts
+with P_t = W_{t-1} for the paper's rule and (1 - alpha_t) W_{t-1} for `GatedDelta`. In a block that starts
 from W, S the coefficients of `gates` give ``P_t = c_t W + n_t S + sum_{s<t} D[t, s] k_s^T u_s``, and so
 
     (I + L) U = diag(2 theta) (V - diag(c) K W - diag(n) K S),    L[t, s] = 2 theta_t D[t, s] k_t k_s^T.
@@ -34,14 +33,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_kernels import ran
-from titans_kernels.memory.activations import ACTIVATIONS
-from titans_kernels.memory.forms.reference import each_document
+from titans_kernels.memory.forms.documents import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import coefficients
-from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.rules.delta_ttt import DeltaTTT
-from titans_kernels.memory.rules.gated_delta import GatedDelta
-from titans_kernels.memory.rules.momentum_delta import MomentumDelta
+from titans_kernels.memory.rules import GatedDelta, Rule
 from titans_kernels.native import compiled, parallel_for, pointer, serves
 
 BLOCK = 32
@@ -56,45 +51,31 @@ SMALL = 1024
 """Rows of all states (R times 2 D) from which one block is enough work for a step."""
 
 
+def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+    """Why the online form does not support a call, or None if it does."""
+    if reason := options.refusal(inputs, (Rule, GatedDelta), norm=False, columns=False):
+        return reason
+    if len(weights) > 1:
+        return f"it supports 1 layer, not {len(weights)}"
+    if options.chunk_size != 1:
+        return f"it supports chunk_size 1, not {options.chunk_size}"
+    return None if options.surprise_bound is None else "it does not support surprise_bound"
+
+
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write every token and read it, as `reference.write_and_read` does."""
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
 
 
-def layerwise(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """`DeltaTTT`, one scan after the other: a layer's queries and keys are what the one below reads."""
-    return each_document(_layers, inputs.to_state_dtype(), weights, momentum, options)
-
-
-def _layers(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    rule, f, y, W_after, S_after = options.rule, ACTIVATIONS[options.activation], inputs.v, [], []
-    assert isinstance(rule, DeltaTTT)
-    at_keys, theta = "after" if rule.post else "before", rule.later_theta(inputs.extra)
-    for l, (W, S) in enumerate(zip(weights, momentum, strict=True)):
-        # the offset from a base B has the loss of the value v - x B
-        base = options.base[l : l + 1]
-        of_base = [torch.einsum("bthd,hdf->bthf", x, B) for B in base for x in (inputs.q, inputs.k)]
-        here = inputs._replace(v=inputs.v - of_base[1]) if base else inputs
-        W = W - base[0] if base else W
-        reads, W, S = _memory(here, W, S, rule, at_keys if l < len(weights) - 1 else None)
-        if base:
-            reads, W = [x + part for x, part in zip(reads, of_base, strict=False)], W + base[0]
-        y, *keys = reads
-        inputs = inputs._replace(q=f.value(y), k=f.value(keys[0]) if keys else inputs.k, theta=theta)
-        W_after.append(W)
-        S_after.append(S)
-    return y, tuple(W_after), tuple(S_after)
-
-
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     W, S = weights[0], momentum[0]
-    if type(options.rule) in (Rule, GatedDelta) and W[0, 0].numel() <= COMPILED and serves(*inputs[:6], W, S):
-        gated = isinstance(options.rule, GatedDelta)
+    gated = isinstance(options.rule, GatedDelta)
+    if W[0, 0].numel() <= COMPILED and serves(*inputs[:6], W, S):
         y, state = _Tokens.apply(gated, *inputs[:6], torch.stack([W, S], 2))  # pyright: ignore[reportGeneralTypeIssues]
         # copies: a view would keep both in memory
         W, S = (x.clone() for x in state.unbind(2))
         return y, (W,), (S,)
-    (y,), W, S = _memory(inputs, weights[0], momentum[0], options.rule)
+    y, W, S = _memory(inputs, W, S, gated)
     return y, (W,), (S,)
 
 
@@ -125,43 +106,32 @@ class _Tokens(torch.autograd.Function):
         return None, *after
 
 
-def _memory(
-    inputs: Inputs, W: Tensor, S: Tensor, rule: Rule, at_keys: str | None = None
-) -> tuple[list[Tensor], Tensor, Tensor]:
-    """Reads [B, T, H, F] at the queries, and at the keys if asked for; the state after the last token.
-
-    ``at_keys``: "before" or "after" a token's own write, or None.
-    """
+def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Reads [B, T, H, F] and the state after the last token; ``gated``: of `GatedDelta`."""
     B, T, H, _ = inputs.q.shape
     W, S = W.flatten(0, 1), S.flatten(0, 1)
     whole, outputs = T // BLOCK * BLOCK, []
     for start, end, b in ((0, whole, BLOCK), (whole, T, T - whole)):
         if start < end:
             part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
-            reads, W, S = _blocks(part, W, S, b, rule, at_keys)
-            outputs.append(reads)
-    reads = [torch.cat(x, 1).unflatten(0, (B, H)).transpose(1, 2) for x in zip(*outputs, strict=True)]
-    return reads, W.unflatten(0, (B, H)), S.unflatten(0, (B, H))
+            y, W, S = _blocks(part, W, S, b, gated)
+            outputs.append(y)
+    y = torch.cat(outputs, 1).unflatten(0, (B, H)).transpose(1, 2)
+    return y, W.unflatten(0, (B, H)), S.unflatten(0, (B, H))
 
 
-def _blocks(
-    inputs: Inputs, W: Tensor, S: Tensor, b: int, rule: Rule, at_keys: str | None
-) -> tuple[list[Tensor], Tensor, Tensor]:
+def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b, of [R, T, ...]."""
-    q, k, v, alpha, eta, theta, extra = (x.unflatten(1, (-1, b)) for x in inputs)
-    alpha, eta, theta = rule.gates(alpha, eta, theta)
+    q, k, v, alpha, eta, theta = (x.unflatten(1, (-1, b)) for x in inputs[:6])
     rows, flat = alpha.shape[:2], [alpha, eta, torch.ones_like(theta)]
-    if isinstance(rule, MomentumDelta):
-        flat.append(rule.write_gate(alpha, theta, *extra.unbind(-1)))
     gates = coefficients(*(x.flatten(0, 1) for x in flat))
     C, N, m, beta, h = (x.unflatten(0, rows) for x in (gates.C, gates.N, gates.m, gates.beta, gates.h))
     # coefficients of the weights at which each token's gradient is taken
     D, c, n = _before(C, 0.0), _before(beta, 1.0), _before(m, 0.0)
-    if isinstance(rule, GatedDelta):
+    if gated:
         D, c, n = D * (1 - alpha)[..., None], c * (1 - alpha), n * (1 - alpha)
     step = 2 * theta[..., None]
-    alike = k @ k.mT
-    L = (step * D * alike).tril(-1)
+    L = (step * D * (k @ k.mT)).tril(-1)
     known = step * torch.cat([v, c[..., None] * k, n[..., None] * k], -1)
     solved = torch.linalg.solve_triangular(L, known, upper=False, unitriangular=True)
     X, Y, Z = solved.split([v.shape[-1], k.shape[-1], k.shape[-1]], -1)
@@ -183,13 +153,9 @@ def _blocks(
         states = _states(_Blocks(keeps, m[:, :, -1, None, None], writes, seen, writes @ X), start)
         starts = states[:, :-1]
         written = X - seen @ starts
-    reads = [reads @ starts + among @ written]
-    if at_keys:
-        kept, moved, by = (c, n, D) if at_keys == "before" else (beta, m, C)
-        scaled = torch.cat([kept[..., None] * k, moved[..., None] * k], -1)
-        reads.append(scaled @ starts + (by * alike) @ written)
+    y = (reads @ starts + among @ written).flatten(1, 2)
     # copies: a view would keep the states of all blocks in memory
-    return [x.flatten(1, 2) for x in reads], states[:, -1, :width].clone(), states[:, -1, width:].clone()
+    return y, states[:, -1, :width].clone(), states[:, -1, width:].clone()
 
 
 def _by_kernel(k: Tensor, v: Tensor) -> bool:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx, once_differentiable
 
 
 class Gates(NamedTuple):
@@ -62,14 +61,13 @@ def _kept_not_later(b: int, device: torch.device) -> Tensor:
         return _not_later(b, device)
 
 
-def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor, write: Tensor | None = None) -> Gates:
-    """Gates of each chunk from alpha, eta, theta [R, b]; ``write`` is a factor of the added momentum."""
+def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:
+    """Gates of each chunk from alpha, eta, theta [R, b]."""
     r = torch.stack([1 - alpha, eta])
     products, starts = decay_products(r), r.cumprod(-1)
     A, E = products
     N = E * theta[:, None]
-    added, h = (N, starts[1]) if write is None else (write[..., None] * N, write * starts[1])
-    return Gates(products, starts, N, torch.bmm(A, added), _times(A, h))
+    return Gates(products, starts, N, torch.bmm(A, N), _times(A, starts[1]))
 
 
 def coefficients_backward(
@@ -101,61 +99,3 @@ def _products_backward(P: Tensor, starts: Tensor, dP: Tensor, dstarts: Tensor) -
 def _times(P: Tensor, x: Tensor) -> Tensor:
     """[R, b, b] times [R, b]."""
     return torch.bmm(P, x[..., None])[..., 0]
-
-
-class Coefficients(torch.autograd.Function):
-    """`coefficients` as a differentiable call: C, the last row of N, beta, m and h."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
-        gates = coefficients(alpha, eta, theta)
-        ctx.save_for_backward(theta, gates.products, gates.starts, gates.N, gates.C, gates.m)
-        return gates.C, gates.N[:, -1].clone(), gates.beta.clone(), gates.m.clone(), gates.h.clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        dC, dn, dbeta, dm, dh = doutputs
-        theta, *gates = ctx.saved_tensors
-        gates = Gates(*gates)
-        dN = torch.zeros_like(gates.N)
-        dN[:, -1] = dn
-        return coefficients_backward(theta, gates, dC, dN, dbeta, dm, dh)
-
-
-class LastCoefficients(torch.autograd.Function):
-    """`Coefficients` of the last token alone, in O(b): c, n [R, b], beta, m and h [R].
-
-    With A, E the products of 1 - alpha and eta after token i, c_i = theta_i e_i and n_i = theta_i E_i, where
-    ``e_{i-1} = A_{i-1} + eta_i e_i`` and e = A = E = 1 for the last token. One step further, before the first
-    token, A is beta, E is h and e is beta + m.
-    """
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, alpha: Tensor, eta: Tensor, theta: Tensor) -> tuple[Tensor, ...]:
-        keep, b = 1 - alpha.mT, alpha.shape[-1]
-        eta = eta.mT.contiguous()
-        A, E, e = kept = eta.new_ones(3, b + 1, eta.shape[1])
-        for i in reversed(range(b)):
-            torch.mul(keep[i], A[i + 1], out=A[i])
-            torch.mul(eta[i], E[i + 1], out=E[i])
-            torch.addcmul(A[i], eta[i], e[i + 1], out=e[i])
-        ctx.save_for_backward(keep, eta, theta, kept)
-        return theta * e[1:].mT, theta * E[1:].mT, A[0].clone(), e[0] - A[0], E[0].clone()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *doutputs):  # pyright: ignore[reportIncompatibleMethodOverride]
-        dc, dn, dbeta, dm, dh = doutputs
-        keep, eta, theta, kept = ctx.saved_tensors
-        (A, E, e), b = kept, keep.shape[0]
-        dA, dE, de = torch.zeros_like(kept)
-        dA[0], dE[0], de[0] = dbeta - dm, dh, dm
-        dE[1:], de[1:] = (theta * dn).mT, (theta * dc).mT
-        for i in range(b):
-            dA[i].add_(de[i])
-            dA[i + 1].addcmul_(keep[i], dA[i])
-            dE[i + 1].addcmul_(eta[i], dE[i])
-            de[i + 1].addcmul_(eta[i], de[i])
-        dkeep, deta = A[1:] * dA[:-1], E[1:] * dE[:-1] + e[1:] * de[:-1]
-        return -dkeep.mT, deta.mT, dc * e[1:].mT + dn * E[1:].mT

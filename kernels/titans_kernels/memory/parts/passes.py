@@ -20,7 +20,7 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
 from titans_kernels.memory.parts.gates import Gates
-from titans_kernels.memory.residual import Curve, Norm
+from titans_kernels.memory.residual import Norm
 
 
 class State(NamedTuple):
@@ -62,7 +62,7 @@ class Keys(NamedTuple):
     top: list[Tensor]  # output of the last layer with LN [R, b, F]; else empty
 
     @staticmethod
-    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None, norm: Norm | Curve | None = None) -> Keys:
+    def empty(k: Tensor, W: Sequence[Tensor], bound: float | None, norm: Norm | None = None) -> Keys:
         """Uninitialised tensors for keys k [R, b, D]; `keys_pass` fills them."""
         widths = [x.shape[-1] for x in W]
         empty = lambda sizes: [k.new_empty(*k.shape[:2], n) for n in sizes]  # noqa: E731
@@ -93,7 +93,7 @@ class Last(NamedTuple):
 
 def keys_pass(
     keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False,
-    norm: Norm | Curve | None = None,
+    norm: Norm | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward of the keys through the memory: fills ``keys`` with the factors of the gradients.
 
@@ -135,7 +135,7 @@ def read_pass(
     gates: Gates,
     f: Activation,
     known: list[Tensor] | None = None,
-    norm: Norm | Curve | None = None,
+    norm: Norm | None = None,
 ) -> tuple[Tensor, Reads]:
     """Forward of the queries through the per-token weights: y [R, b, F] and the activations.
 
@@ -215,7 +215,7 @@ class Step(NamedTuple):
 
 def read_backward(
     dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation,
-    norm: Norm | Curve | None = None,
+    norm: Norm | None = None,
 ) -> ReadGrads:  # fmt: skip
     """Backward of `read_pass`, from the last layer to the first; dy [R, b, F] is the gradient of y."""
     depth = len(WS)
@@ -238,12 +238,12 @@ def read_backward(
             dx.addcmul_(part, factor)
         if l:
             dz[l - 1] = f.through(dx, reads.u[l - 1])
-    if norm and norm.adds_input:
+    if norm:
         dx.add_(dy)
     return ReadGrads(dx, dd, dX, dz, dC, dstarts)
 
 
-def step_backward(step: Step, carry: State, norm: Norm | Curve | None = None) -> None:
+def step_backward(step: Step, carry: State, norm: Norm | None = None) -> None:
     """Backward of one chunk: updates ``carry``, the gradient of the state, from its end to its start."""
     update_backward(step, carry)
     keys_backward(step, carry, norm)
@@ -270,7 +270,7 @@ def update_backward(step: Step, carry: State) -> None:
         dafter.baddbmm_(scaled[..., :both].mT, step.read_dz[l])
 
 
-def keys_backward(step: Step, carry: State, norm: Norm | Curve | None) -> None:
+def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
     """Backward of `keys_pass`: first through its backward pass (the errors), then through its forward pass.
 
     Leaves dd of the last layer as -1/2 times the gradient of v.
@@ -293,19 +293,17 @@ def keys_backward(step: Step, carry: State, norm: Norm | Curve | None) -> None:
             dz[l - 1].addcmul_(step.dX[l], step.slope[l - 1])
 
 
-def _error_backward(step: Step, norm: Norm | Curve) -> Tensor:
+def _error_backward(step: Step, norm: Norm) -> Tensor:
     """Gradient of the last layer's output; the keys' gradient comes through the prediction."""
     z, v = step.top
     dz, dp = norm.surprise_backward(step.dd[-1], z, step.X[0], v)
-    if norm.adds_input:
-        step.dX[0].add_(dp)
+    step.dX[0].add_(dp)
     torch.mul(dp, 0.5, out=step.dd[-1])
     return dz
 
 
 def curves(keys: Keys, f: Activation) -> tuple[list[Tensor], list[Tensor]]:
     """f'(z) and f''(z) E of each hidden layer."""
-    assert f.slopes is not None  # `op.FORMS` gives gated activations to other forms
     pairs = [f.slopes(z, value) for z, value in zip(keys.z, keys.X[1:], strict=True)]
     return [p[0] for p in pairs], [p[1].mul_(E) for p, E in zip(pairs, keys.E, strict=True)]
 

@@ -175,7 +175,7 @@ class ByPositionTask(Task):
         Raises:
             UsageError: the held-out text is shorter than one text, or a text than `from_row` or `to_row`.
         """
-        texts = self.check(context.prepared, context.length, context.config.perplexity_tokens)
+        texts = self.texts(context.prepared, context.length, context.config.perplexity_tokens)
         row, wanted = context.prepared.config.sequence_length, self.options.measure
         ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(wanted, (wanted,))
         windows = self.options.windows if wanted in ("gain", WINDOW) else ()
@@ -195,7 +195,12 @@ class ByPositionTask(Task):
         chance = float(context.scorer.tokenizer.vocab_size)
         return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
 
-    def check(self, prepared: Any, length: int, budget: int = 1) -> list[LongText]:
+    def check(self, objective: Any, length: int, data: Any) -> None:
+        """Also read a text of that length."""
+        if data is not None:
+            self.texts(data, length)
+
+    def texts(self, prepared: Any, length: int, budget: int = 1) -> list[LongText]:
         """Texts of ``length`` tokens; called before training, so that errors come early.
 
         Raises:

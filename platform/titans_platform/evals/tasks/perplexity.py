@@ -10,7 +10,7 @@ from statistics import fmean, median, pvariance
 from typing import Annotated, Any, Literal, NamedTuple
 
 import torch
-from pydantic import Field, model_validator
+from pydantic import Field
 from torch import Tensor, nn
 
 from titans_core.config import Frozen, PositiveInt
@@ -28,34 +28,10 @@ class _Row(NamedTuple):
     buckets: dict[int, tuple[float, int]]
 
 
-class PerplexityOptions(Frozen):
-    """Which predictions count, by the tokens of their document that they see."""
-
-    seen_from: PositiveInt = 1
-    """Fewest tokens of its document that a prediction must see to count."""
-    seen_to: PositiveInt | None = None
-    """Most tokens that it may see; None: no limit."""
-
-    @model_validator(mode="after")
-    def _in_order(self) -> PerplexityOptions:
-        if self.seen_to is not None and self.seen_to < self.seen_from:
-            raise ValueError(f"seen_to: {self.seen_to} is below seen_from {self.seen_from}")
-        return self
-
-
 class Perplexity(Task):
     """exp of the mean negative log-likelihood per token on the validation rows; lower is better."""
 
     name = "perplexity"
-    Options = PerplexityOptions
-
-    @property
-    def label(self) -> str:
-        """Name and range of context, if restricted: `perplexity-1024-2047`, `perplexity-from-9`."""
-        first, last = self.options.seen_from, self.options.seen_to
-        if last is None:
-            return self.name if first == 1 else f"{self.name}-from-{first}"
-        return f"{self.name}-{first}-{last}"
 
     @property
     def chance(self) -> float:
@@ -66,15 +42,11 @@ class Perplexity(Task):
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 
         Raises:
-            UsageError: there are no validation rows, they are shorter than `context.length`, or no
-                prediction in them sees `seen_from` tokens.
+            UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
-        measured = measure_distributed(_batches(context), partial(_rows, context, self.options))
+        measured = measure_distributed(_batches(context), partial(_rows, context))
         rows = [row for batch in measured for row in batch]
         tokens = sum(row.tokens for row in rows)
-        if not tokens and rows and (wanted := self.options.seen_from) > 1:
-            here = f"no prediction in rows of {context.length} tokens sees {wanted}"
-            raise UsageError(f"seen_from: {here}; ask for longer rows")
         if not tokens:
             raise UsageError("perplexity: no validation rows; raise a text source's validation_fraction")
         mean = sum(row.nll for row in rows) / tokens
@@ -110,7 +82,7 @@ def _batches(context: Context) -> Iterator[Any]:
             return
 
 
-def _rows(context: Context, options: PerplexityOptions, batch: Any) -> list[_Row]:
+def _rows(context: Context, batch: Any) -> list[_Row]:
     length, have = context.length, batch.tokens.shape[1] - 1
     if have < length:
         raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
@@ -118,7 +90,7 @@ def _rows(context: Context, options: PerplexityOptions, batch: Any) -> list[_Row
     positions = torch.arange(length).expand_as(starts)
     # tokens of its document up to each position, itself included
     seen = positions - torch.where(starts, positions, 0).cummax(1).values + 1
-    counts = batch.loss[:, :length] & (seen >= options.seen_from) & (seen <= (options.seen_to or length))
+    counts = batch.loss[:, :length]
     logits = context.scorer.logits(tokens[:, :-1], starts)
     return [_row(row, tokens[b, 1:], seen[b], counts[b]) for b, row in enumerate(logits)]
 

@@ -262,8 +262,9 @@ def _write_backward(
     return dstart
 
 
-KEEP_BYTES = 512 * 2**20
-"""`keep_bytes` without a GPU."""
+KEEP_BYTES: int | None = None
+"""Maximum bytes that the forward saves for its backward; None for a fraction of the GPU's memory. A call that
+needs more recomputes in the backward, with the same result."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -287,7 +288,7 @@ def _in_parts(
     each = H * _chunk_bytes(widths, b, tokens.q.element_size())
     total = each * chunk_count(B * T, document_count(B, options.cu_seqlens), b, packed)
     rule = (widths, b, options.activation, options.surprise_bound or 0.0)
-    most = keep_bytes(tokens.q.device) if options.keep_bytes is None else options.keep_bytes
+    most = keep_bytes(tokens.q.device)
     if torch.is_grad_enabled() or packed or total <= most:
         keep = torch.is_grad_enabled() and total <= most
         found = torch.ops.titans.memory_triton(
@@ -303,13 +304,15 @@ def _in_parts(
 
 
 def keep_bytes(device: torch.device) -> int:
-    """Maximum bytes that the forward saves for its backward; beyond it the backward recomputes.
+    """`KEEP_BYTES`, or its default.
 
     A fraction of the GPU's total memory, not of its free memory, so that results do not depend on other
     processes.
     """
-    if device.type != "cuda":
+    if KEEP_BYTES is not None:
         return KEEP_BYTES
+    if device.type != "cuda":
+        return 512 * 2**20
     return torch.cuda.get_device_properties(device).total_memory // 64
 
 

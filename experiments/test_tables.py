@@ -1,0 +1,55 @@
+"""Every table of an experiment is that of its cells; the index has every experiment, and counts its cells."""
+
+import csv
+import re
+
+import pytest
+
+from experiments.tables import HERE, check_table, section, table
+
+HEADINGS = {
+    "carried/cells.csv": "Streams that take turns",
+    "carried/cells-every-step.csv": "Streams that are all read at every step",
+    "hybrids/cells.csv": "Ten reporting seeds",
+    "long_ablation/cells.csv": "Ten seeds",
+}
+"""The heading above a table, where the page has several."""
+FILES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("*/cells*.csv"))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_table_of_a_page_equals_its_cells(name):
+    page = HERE / name.partition("/")[0] / "README.md"
+    text = section(page, HEADINGS[name]) if name in HEADINGS else page.read_text("utf-8")
+    check_table(text, HERE / name)
+
+
+def test_table_of_fixed_pairs_equals_its_file():
+    names = ["linear", "depth 2", "depth 3", "last layer, hidden x2", "depth 2, delta_ttt"]
+    with (HERE / "depth" / "fit.csv").open() as file:
+        stored = {
+            (f"{row['kind']} {row['pairs']}", row["memory"], row["passes"]): float(row["stored"])
+            for row in csv.DictReader(file) if row["chunk"] == "1"
+        }  # fmt: skip
+    text = (HERE / "depth" / "README.md").read_text("utf-8").partition("### Fixed pairs, no training\n")[2]
+    settings = dict.fromkeys(setting for setting, _, _ in stored)
+    assert len(settings) == 9
+    for setting in settings:
+        (line,) = re.findall(rf"^\| {setting} \|(.*)\|$", text, re.M)
+        cells = [" / ".join(f"{stored[setting, name, number]:.3f}" for number in "18") for name in names]
+        assert [cell.strip() for cell in line.split("|")] == cells
+
+
+def test_index_lists_every_experiment_with_the_count_of_its_cells():
+    rows = table((HERE / "README.md").read_text("utf-8"))
+    listed = {name: cells[-1] for row, cells in rows.items() for name in re.findall(r"\]\((\w+)/README", row)}
+    assert set(listed) == {path.parent.name for path in HERE.glob("*/README.md")} - {"log"}
+    for name in {path.parent.name for path in HERE.glob("*/cells*.csv")}:
+        cells = sum(len(path.read_text().splitlines()) - 1 for path in (HERE / name).glob("cells*.csv"))
+        assert listed[name] == str(cells), name
+
+
+def test_index_of_the_log_lists_every_entry_once():
+    folder = HERE / "log"
+    listed = set(re.findall(r"\]\((\d[^)#]+\.md)\)", (folder / "README.md").read_text("utf-8")))
+    assert listed == {path.name for path in folder.glob("2*.md")}

@@ -1,0 +1,113 @@
+"""TNT against its equations token by token, and its speed against fine chunks."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from experiments.tnt.tnt import TNT
+from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_core.audit import audit
+from titans_core.audit.variants import variant_factory
+from titans_core.blocks import Positions
+from titans_core.memory import NeuralMemory, Writes
+
+VARIANT = "experiments.tnt.tnt:TNT"
+
+
+def config(options: dict, **memory) -> ModelConfig:
+    small = {"heads": 2, "chunk_size": 4, **TNT.preset_memory, **memory}
+    return ModelConfig(
+        variant=VARIANT, options=options, vocab_size=17, d_model=16, n_layers=2, persistent_tokens=3,
+        memory=MemoryConfig(**small), attention=AttentionConfig(heads=2),
+    )  # fmt: skip
+
+
+def block(**options) -> TNT:
+    torch.manual_seed(0)
+    options = {"global_chunk": 6, "local_chunks": [2, 4], "shard": 12} | options
+    found = LanguageModel(config(options, surprise_bound=None)).double().blocks[0]
+    with torch.no_grad():
+        for p in found.parameters():
+            p += 0.1 * torch.randn_like(p)
+    assert isinstance(found, TNT)
+    return found
+
+
+def naive(block: TNT, x: Tensor) -> Tensor:
+    """Eqs. 5 to 7 for one row [1, T, D], a token and a head at a time."""
+    z = block.norm(x)
+    q, projected, _ = block.shared._project_tokens(z, block.shared.zero_conv_state())
+    reads = torch.zeros_like(q)
+    for memory in (block.shared, *block.local):
+        assert isinstance(memory, NeuralMemory)
+        shared, size = memory is block.shared, memory.config.chunk_size
+        writes = Writes(projected.k, projected.v, *memory.gates(z))
+        for h in range(memory.heads):
+            fresh = [W[h] for W in memory.initial_weights]
+            weights = start = fresh
+            keys = torch.zeros(memory.head_dim, memory.head_dim, dtype=x.dtype)
+            for t in range(x.shape[1]):
+                if not shared and t % block.options.shard == 0:
+                    weights, keys = fresh, torch.zeros_like(keys)
+                position = t if shared else t % block.options.shard
+                if position % size == 0:
+                    start = weights
+                k, v, theta = writes.k[0, t, h], writes.v[0, t, h], writes.theta[0, t, h]
+                keys = keys + torch.outer(k, k)
+                a = k @ start[0]
+                error = 2 * (F.silu(a) @ start[1] - v)
+                sigmoid = a.sigmoid()
+                slope = sigmoid * (1 + a * (1 - sigmoid))
+                gradient = [torch.outer(k, (error @ start[1].T) * slope), torch.outer(F.silu(a), error)]
+                weights = [W - theta * g for W, g in zip(weights, gradient, strict=True)]
+                query, at = q[0, t, h], start if shared else weights
+                if not shared and block.options.projection != "none":
+                    query = query @ keys
+                    norm = query.norm().clamp(min=1) if block.options.projection == "clipped" else 1
+                    query = query / norm
+                reads[0, t, h] += F.silu(query @ at[0]) @ at[1]
+    return x + block.shared.output(reads, z)
+
+
+@pytest.mark.parametrize("projection", ["clipped", "keys", "none"])
+def test_it_is_the_published_recurrence(projection):
+    tnt = block(projection=projection)
+    x = torch.randn(1, 29, 16, dtype=torch.float64, requires_grad=True)
+    y, _ = tnt.mix(x, None, Positions(torch.arange(29)[None]))
+    expected, weight = naive(tnt, x), torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    inputs = [x, *(p for name, p in tnt.named_parameters() if not name.startswith("mlp"))]
+    grads, wanted = (torch.autograd.grad((each * weight).sum(), inputs) for each in (y, expected))
+    for found, right in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-9)
+
+
+def test_local_memories_do_not_reach_beyond_their_shard():
+    tnt = block(local_chunks=[4])
+    x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
+    for W in tnt.shared.initial_weights:
+        torch.nn.init.zeros_(W)
+    y, _ = tnt.mix(x, None, Positions(torch.arange(24)[None]))
+    reach = torch.autograd.grad(y[0, 20].sum(), x)[0][0].abs().sum(-1)
+    # the convolution of the shard's first key sees three tokens more
+    assert reach[:9].max() == 0
+    assert reach[12:21].min() > 0
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"options": {"local_chunks": [5], "shard": 12}},
+     r"options\.shard: 12 is not a multiple of the local chunk 5"),
+    ({"options": {}, "feature_degree": 2}, r"^memory.feature_degree: 2 is not supported by variant tnt"),
+])  # fmt: skip
+def test_what_does_not_fit_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        LanguageModel(config(**fields))
+
+
+@pytest.mark.slow
+def test_it_passes_the_audit():
+    report = audit(
+        variant_factory(VARIANT, options={"global_chunk": 8, "local_chunks": [2, 4], "shard": 8}), length=40
+    )
+    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []

@@ -1,0 +1,186 @@
+"""Data of the figures: the rows with their axis values and, for each seed, every measure.
+
+A row's axis values are those of its ``axes``; of a row without axes, the fields that it sets.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import takewhile
+from typing import Any
+
+from titans_platform.report.table import Table, TableRow, task_of
+from titans_platform.runs.folder import Result
+from titans_platform.study.spec import Axis, Column, Row
+from titans_platform.text import flatten
+
+Value = float | str
+Curve = Sequence[tuple[int, float]]
+Split = Mapping[str, Mapping[float, str]]
+"""Tasks with a column for each length: by task, the column at each length."""
+THROUGHPUT = "throughput"
+LENGTH_FIELDS = ("sequence_length", "length", "tokens")
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """A field that the rows of a study vary."""
+
+    key: str
+    values: tuple[Value, ...]
+    title: str
+
+    @property
+    def numeric(self) -> bool:
+        """Whether all values are numbers."""
+        return all(isinstance(value, int | float) for value in self.values)
+
+    @property
+    def is_length(self) -> bool:
+        """Whether it is a context length in tokens, the natural x axis."""
+        return self.numeric and self.key.rpartition(".")[2] in LENGTH_FIELDS
+
+
+@dataclass(frozen=True)
+class Series:
+    """The data of one row."""
+
+    name: str
+    axes: Mapping[str, Value]
+    values: Mapping[str, tuple[float, ...]]
+    """By measure, a number for each finished seed."""
+    lengths: Mapping[str, Mapping[float, tuple[float, ...]]]
+    """By column or task that was measured at several lengths: the numbers at each length."""
+    paper: Mapping[str, float | None] = field(default_factory=dict)
+    printed: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
+    """The paper's numbers at each of these lengths, where the scale is comparable with the paper."""
+    curves: Sequence[Curve] = ()
+    """Training loss by step, for each seed."""
+    reference: bool = False
+    failed: bool = False
+
+    @property
+    def means(self) -> dict[str, float]:
+        """The mean over seeds of every measure that has numbers."""
+        return {key: statistics.fmean(found) for key, found in self.values.items() if found}
+
+
+@dataclass(frozen=True)
+class FigureData:
+    """The data of all figures of a study."""
+
+    table: Table
+    rows: tuple[Series, ...]
+    axes: tuple[Dimension, ...]
+    measures: Mapping[str, Column]
+    """The columns of the table, and training throughput."""
+    lengths: Mapping[str, Column]
+    """Columns and tasks that were measured at several lengths."""
+    trials: Sequence[Mapping[str, Any]] = ()
+    """Trials of a search: params, steps and value of each."""
+
+
+def figure_data(
+    table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None
+) -> FigureData:
+    """The figure data of a table.
+
+    ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
+    search: its trials with their params, steps and value.
+    """
+    split = _split_tasks(table)
+    rows = tuple(_series(table, row, curves or {}, split) for row in table.rows)
+    measures = dict(table.columns)
+    if any(row.values.get(THROUGHPUT) for row in rows):
+        measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
+    lengths = _at_lengths(table.columns, rows, split)
+    trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
+    return FigureData(table, rows, _axes(rows, table.axes), measures, lengths, trials)
+
+
+def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Split) -> Series:
+    values = {key: entry.values for key, entry in row.entries.items()}
+    lengths = {key: at for key, c in table.columns.items() if (at := _by_length(key, c.factor, row.results))}
+    printed: dict[str, dict[float, float]] = {}
+    for task, places in split.items():
+        lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
+        paper = {length: row.row.paper.get(key) for length, key in places.items() if table.comparable}
+        printed[task] = {length: number for length, number in paper.items() if number is not None}
+    speeds = [(result.tokens, result.train_seconds) for result in row.results]
+    throughput = tuple(tokens / seconds for tokens, seconds in speeds if tokens and seconds)
+    kept = [curves[run] for each in row.results if (run := each.mlflow_run_id) and curves.get(run)]
+    return Series(
+        row.row.name, axis_values(row.row), {THROUGHPUT: throughput} | values, lengths, row.row.paper,
+        printed, kept, row.row.reference, bool(row.failures),
+    )  # fmt: skip
+
+
+def _split_tasks(table: Table) -> Split:
+    """Tasks with a column for each length, from the results: `pk_1/passkey@64` and `pk_2/passkey@128`."""
+    places: dict[str, dict[float, str]] = {}
+    crowded: set[str] = set()
+    for result in table.results:
+        parts = [task_of(key) for key in result.tasks]
+        crowded |= {owner for owner, n in Counter(owner for owner, _, _ in parts).items() if n > 1}
+        for owner, task, length in parts:
+            if length is not None and owner in table.columns:
+                places.setdefault(task, {})[float(length)] = owner
+    owners = {task: set(at.values()) for task, at in places.items()}
+    split = [t for t, owned in owners.items() if len(places[t]) == len(owned) > 1 and not crowded & owned]
+    return {task: dict(sorted(places[task].items())) for task in split}
+
+
+def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], split: Split) -> dict[str, Column]:
+    """The columns and tasks that are plotted against length, with their titles and units."""
+    taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
+    order = list(columns)
+    for task, places in sorted(split.items(), key=lambda item: min(map(order.index, item[1].values()))):
+        shown = [columns[key] for key in places.values()]
+        words = zip(*(column.title.split() for column in shown), strict=False)
+        shared = " ".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, words))
+        taken[task] = shown[0].model_copy(update={"title": shared or task})
+    return taken
+
+
+def axis_values(row: Row) -> dict[str, Value]:
+    """A row's value on each axis of the study; without axes, the fields that it sets."""
+    return {key: axis_value(value) for key, value in (row.axes or flatten(row.set)).items()}
+
+
+def axis_value(value: Any) -> Value:
+    """A setting as an axis value: a number, or a string."""
+    return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
+
+
+def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension, ...]:
+    """The fields that every row sets, with at least two different values."""
+    places = [row.axes for row in rows if not row.reference]
+    axes = []
+    for key in places[0] if places else ():
+        values = tuple({at[key]: None for at in places if key in at})
+        if len(values) > 1 and all(key in at for at in places):
+            # the study's title, or the last part of the field's dotted name
+            title = (given[key].title if key in given else "") or key.rpartition(".")[2].replace("_", " ")
+            axis = Dimension(key, values, title)
+            axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
+    return tuple(axes)
+
+
+def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[float, tuple[float, ...]]:
+    """A column's value at each length: the mean of its tasks that were measured at several lengths."""
+    found: dict[float, list[float]] = {}
+    for result in results:
+        by_task: dict[str, dict[float, float]] = {}
+        for key, measured in result.tasks.items():
+            owner, task, length = task_of(key)
+            if owner == column and length is not None and math.isfinite(float(measured.value)):
+                by_task.setdefault(task, {})[length] = float(measured.value)
+        several = [values for values in by_task.values() if len(values) > 1]
+        for length in set.intersection(*map(set, several)) if several else ():
+            mean = statistics.fmean(values[length] for values in several)
+            found.setdefault(length, []).append(factor * mean)
+    return {length: tuple(values) for length, values in sorted(found.items())}

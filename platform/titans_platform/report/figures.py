@@ -1,0 +1,346 @@
+"""Figures by rules on a study's axes and on what was measured.
+
+A rule looks at the data and yields pictures, none where it does not apply; ``RULES`` lists all rules. A new
+kind of figure is one function and its line there; no study names its figures.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+
+from matplotlib.axes import Axes
+
+from titans_platform.evals.tasks.by_position import CARRIED, FRESH, WINDOW, ByPosition
+from titans_platform.report import plot
+from titans_platform.report.figure_data import (
+    THROUGHPUT,
+    Curve,
+    Dimension,
+    FigureData,
+    Series,
+    Value,
+    axis_value,
+)
+from titans_platform.report.picture import (
+    KINDS,
+    LIGHT,
+    MANY,
+    MARKERS,
+    NARROW,
+    STEPS,
+    Line,
+    Picture,
+    coloured,
+    ordered,
+    panel,
+)
+from titans_platform.report.table import TableRow, task_of
+from titans_platform.text import NONE
+
+ROWS = 24
+"""Maximum rows with a panel or a dot each; of more, the first ones."""
+MIN_LOG_RATIO = 4.0
+"""Ratio of largest to smallest value from which a scale is logarithmic."""
+ALONE = (4.2, 3.0)
+"""Width and height in inches of a single panel."""
+GREY = f"; of more than {MANY} rows, the highest and lowest at the end are coloured."
+LOOKS = {
+    CARRIED: ("state carried from the start", "a", "o"),
+    FRESH: ("new state every row", "b", "s"),
+    WINDOW: ("best window", "c", "^"),
+}
+POSITION = "position (tokens read)"
+READ = (
+    "Held-out texts read on the state carried from their start, on a new state every row and, where "
+    "measured, on a new state every row after a window of rows before it. Dotted: the end of the first row."
+)
+GAIN = (
+    "Loss on a new state every row less loss on the carried state, from the second row on: above 0 what the "
+    "state holds of earlier rows helps, below 0 it harms."
+)
+Places = Mapping[str, Mapping[float, tuple[float, ...]]]
+"""By way of reading (carried, fresh, window) and position: a number for each seed."""
+
+
+def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
+    """No axes: for each column a panel with a dot per row, and the paper's numbers."""
+    columns, chance = data.table.columns, data.table.chance
+    if data.axes or len(data.rows) > ROWS or len(columns) > MANY:
+        return
+    panels = []
+    for key, column in columns.items():
+        of = {"rows": data.rows, "key": key, "column": column, "chance": chance.get(key)}
+        panels.append(panel(column.heading, plot.dots, comparable=data.table.comparable, **of))
+    caption = "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
+    caption += "dotted line: chance."
+    if any(row.paper.get(key) is not None for row in data.rows for key in columns):
+        where = "on the same scale" if data.table.comparable else "on a scale of their own, at the top"
+        caption += f" Diamonds: the paper's numbers, {where}."
+    yield Picture("columns", "The columns of the table", caption, panels, (3.7, 0.9 + 0.2 * len(data.rows)))
+
+
+def heat_maps(data: FigureData) -> Iterator[Picture]:
+    """Two numeric axes: a heat map for each value of the other axes."""
+    grid = [axis for axis in data.axes if axis.numeric and not axis.is_length]
+    if len(grid) != 2 or any(axis.is_length for axis in data.axes):
+        return
+    down, across = grid
+    groups = groups_of(data, [axis for axis in data.axes if axis not in grid])
+    size = (0.6 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
+    for key, column in data.measures.items():
+        means = [row.means[key] for row in data.rows if key in row.means]
+        scale, panels = plot.heat_scale(means, column, data.table.chance.get(key)), []
+        for name, rows in groups:
+            at = {}
+            for row in rows:
+                missing = "failed" if row.failed else NONE
+                at[row.axes[across.key], row.axes[down.key]] = row.means.get(key, missing)
+            tiles = [[at.get((x, y), "") for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
+            panels.append(panel(name, draw, across.title, down.title, across=across, down=down))
+        caption = (
+            f"Mean over seeds; stronger colour is better, on one scale over all panels ({column.better}); "
+            f"what is no better than chance is palest. Hatched: no number.{_timing(data, [key])}"
+        )
+        title = f"{column.titled()} over {down.title} and {across.title}"
+        yield Picture(f"grid-{key}", title, caption, panels, size)
+
+
+def against_a_field(data: FigureData) -> Iterator[Picture]:
+    """One numeric axis, or a length among others: every measure as lines against it."""
+    lengths = [axis for axis in data.axes if axis.is_length]
+    numeric = [axis for axis in data.axes if axis.numeric]
+    if not lengths and len(numeric) != 1:
+        return
+    x = (lengths or numeric)[0]
+    rest = [axis for axis in data.axes if axis is not x]
+    groups = groups_of(data, rest)
+    shaded = len(rest) == 1 and rest[0].numeric and len(groups) <= len(STEPS)
+    names = ordered(len(groups)) if shaded else KINDS
+    looks = list(zip(itertools.cycle(names), itertools.cycle(MARKERS), groups, strict=False))
+    low, high = float(x.values[0]), float(x.values[-1])
+    draw = partial(plot.lines, logarithmic=x.is_length or (low > 0 and high / low >= MIN_LOG_RATIO))
+    panels, shown = [], []
+    for key, column in data.measures.items():
+        shown = []
+        for colour, marker, (name, rows) in looks:
+            points = {float(row.axes[x.key]): row.values[key] for row in rows if row.values.get(key)}
+            shown.append(Line(name or column.title, points, colour, marker))
+        panels.append(panel(column.heading, draw, x.title, shown=shown))
+    caption = f"Mean over seeds; bars: one standard deviation.{_timing(data, data.measures)}"
+    key = f"against-{x.key.rpartition('.')[2]}"
+    legend = shown if len(shown) > 1 else ()
+    yield Picture(key, f"Every measure against {x.title}", caption, panels, legend=legend)
+
+
+def against_measured_length(data: FigureData) -> Iterator[Picture]:
+    """Measures at several lengths against tokens, a panel for each."""
+    for key, column in data.lengths.items():
+        rows = [row for row in data.rows if row.lengths.get(key)]
+        lines = [Line(row.name, row.lengths[key], printed=row.printed.get(key, {})) for row in rows]
+        shown, grey = coloured(lines)
+        caption = f"Measured at each length in tokens; {column.better}; bars: one standard deviation{GREY}"
+        caption += " Dashed: the paper's." * any(line.printed for line in shown)
+        drawn = panel(column.heading, plot.lines, "tokens", logarithmic=True, shown=shown, grey=grey)
+        title = f"{column.titled()} against the length that is read"
+        yield Picture(f"length-{key}", title, caption, [drawn], ALONE, shown)
+
+
+def depth_maps(data: FigureData) -> Iterator[Picture]:
+    """A heat map of depth against length for each task that has buckets of depth."""
+    keys = {key for result in data.table.results for key in result.buckets}
+    by_row = {row.row.name: depths(row) for row in data.table.rows}
+    for task in dict.fromkeys(task for by_task in by_row.values() for task in by_task):
+        names = [name for name, by_task in by_row.items() if task in by_task]
+        places = {place for name in names for place in by_row[name][task]}
+        across = Dimension("length", tuple(sorted({length for length, _ in places})), "tokens")
+        order = sorted({depth for _, depth in places}, key=lambda depth: int(depth.partition("-")[0]))
+        down = Dimension("depth", tuple(order), "depth")
+        owners = {task_of(key)[0] for key in keys if task_of(key)[1] == task}
+        column = next(column for key, column in data.table.columns.items() if key in owners)
+        scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
+        for name in names[:ROWS]:
+            means = {
+                at: column.factor * statistics.fmean(values) for at, values in by_row[name][task].items()
+            }
+            tiles = [[means.get((float(x), str(y)), "") for x in across.values] for y in down.values]
+            draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
+            panels.append(panel(name, draw, across.title, down.title, across=across, down=down))
+        caption = "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in "
+        caption += "tokens; mean over seeds."
+        size = (0.9 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
+        yield Picture(f"depth-{task}", f"{task} over depth and length", caption, panels, size)
+
+
+def depths(row: TableRow) -> dict[str, dict[tuple[float, str], list[float]]]:
+    """By task, accuracy at (tokens, depth), a number for each seed."""
+    by_task: dict[str, dict[tuple[float, str], list[float]]] = {}
+    for result in row.results:
+        for key, buckets in result.buckets.items():
+            _, task, length = task_of(key)
+            for depth, value in buckets.items():
+                if depth.endswith("%"):
+                    at = float(length or 0), depth
+                    by_task.setdefault(task, {}).setdefault(at, []).append(float(value))
+    return by_task
+
+
+def against_position(data: FigureData) -> Iterator[Picture]:
+    """For each column with the task `by_position`: perplexity, a panel a row, and what memory brings."""
+    for key, column in data.table.columns.items():
+        measured = [(row, places) for row in data.table.rows if (places := perplexities(row, key))]
+        # without a second way of reading there is nothing to compare
+        if not any(len(places) > 1 for _, places in measured):
+            continue
+        panels, gains, legend = [], [], []
+        for row, places in measured:
+            length = int(row.results[0].config["data"]["sequence_length"])
+            lines = ways(places)
+            legend = max(legend, lines, key=len)
+            panels.append(
+                panel(row.row.name, plot.by_position, POSITION, "perplexity", shown=lines, row=length)
+            )
+            if FRESH in places:
+                pairs = {x: zip(places[FRESH][x], places[CARRIED][x], strict=True) for x in places[CARRIED]}
+                gain = {x: tuple(math.log(f / c) for f, c in pairs[x]) for x in sorted(pairs) if x > length}
+                gains.append(Line(row.row.name, gain))
+        caption, title = f"{READ} Mean over seeds.", f"{column.title}: by position"
+        yield Picture(f"position-{key}", title, caption, panels[:ROWS], NARROW, legend)
+        if gains:
+            shown, grey = coloured(gains)
+            drawn = panel("", plot.by_position, POSITION, "nats a token", shown=shown, grey=grey)
+            caption = f"{GAIN} Mean over seeds; bars: one standard deviation{GREY}"
+            yield Picture(f"gain-{key}", "What memory brings, by position", caption, [drawn], ALONE, shown)
+
+
+def perplexities(row: TableRow, column: str) -> Places:
+    """The perplexities of a row by way of reading and position, from the longest texts of the column."""
+    by_length: dict[int, dict[str, dict[float, tuple[float, ...]]]] = {}
+    for result in row.results:
+        for key, buckets in result.buckets.items():
+            owner, task, length = task_of(key)
+            if owner != column or not task.startswith("by_position"):
+                continue
+            for name, value in buckets.items():
+                way, _, place = name.partition(" ")
+                at = by_length.setdefault(length or 0, {}).setdefault(way.partition("-")[0], {})
+                x = middle(*map(int, place.split("-")))
+                at[x] = (*at.get(x, ()), float(value))
+    return by_length[max(by_length)] if by_length else {}
+
+
+def middle(first: int, last: int) -> float:
+    """Centre of a bucket of positions on a logarithmic scale."""
+    return math.sqrt(first * last)
+
+
+def ways(places: Places) -> list[Line]:
+    """A line for each way of reading, without bars: seeds differ more than the ways do."""
+    return [
+        Line(label, places[way], c, m, spread=False) for way, (label, c, m) in LOOKS.items() if way in places
+    ]
+
+
+def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
+    """Loss by position of one run, and the gain of its carried state."""
+    buckets = {middle(*bucket): bucket for bucket in found.buckets()}
+    places = {}
+    for way in found.shown:
+        places[way.partition("-")[0]] = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
+    gain = Line("gain", {x: (found.gain(*bucket)[0],) for x, bucket in buckets.items() if x > found.row})
+    lines, unit = ways(places), "nats a token"
+    panels = [
+        panel("Loss", plot.by_position, POSITION, unit, shown=lines, row=found.row),
+        panel("What memory brings", plot.by_position, POSITION, unit, shown=[gain]),
+    ]
+    return Picture(key, title, f"{READ} {GAIN}", panels, ALONE, lines)
+
+
+def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
+    """The trials of a search: the objective against each searched field."""
+    given = {key: value for trial in data.trials for key, value in trial["params"].items()}
+    numeric = [key for key, value in given.items() if not isinstance(axis_value(value), str)]
+    if not numeric:
+        return
+    panels = [panel(key.rpartition(".")[2], _trials, trials=data.trials, key=key) for key in numeric]
+    caption = "The objective of the search at each trial's last step, against each searched field; "
+    caption += "dark: trained to the end, pale: stopped early."
+    yield Picture("search", "The trials of the search", caption, panels, NARROW)
+
+
+def _trials(axis: Axes, trials: Sequence[Mapping], key: str) -> None:
+    whole, shown = max(trial["steps"] for trial in trials), [t for t in trials if key in t["params"]]
+    colours = [LIGHT["accent" if trial["steps"] == whole else "ghost"] for trial in shown]
+    xs = [float(trial["params"][key]) for trial in shown]
+    axis.scatter(xs, [trial["value"] for trial in shown], s=10, color=colours, linewidths=0)
+    if min(xs) > 0 and max(xs) / min(xs) > 10:
+        axis.set_xscale("log")
+
+
+def learning_curves(data: FigureData) -> Iterator[Picture]:
+    """Training loss by step, a line for each row."""
+    lines = []
+    for row in (row for row in data.rows if row.curves):
+        by_step: dict[float, list[float]] = {}
+        for step, loss in itertools.chain.from_iterable(map(smoothed, row.curves)):
+            by_step.setdefault(step, []).append(loss)
+        whole = {step: tuple(values) for step, values in by_step.items() if len(values) == len(row.curves)}
+        lines.append(Line(row.name, whole, spread=False))
+    if lines:
+        shown, grey = coloured(lines)
+        caption = f"Training loss (nats), a running mean over a twentieth of the steps, mean over seeds{GREY}"
+        drawn = panel("", plot.lines, "step", log_y=True, shown=shown, grey=grey)
+        yield Picture("curves", "Learning curves", caption, [drawn], (6.0, 3.2), shown)
+
+
+def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
+    """A running mean over a twentieth of the points, thinned to ``points``."""
+    values, half = [loss for _, loss in curve], max(1, len(curve) // 40)
+    around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
+    means = [(float(step), statistics.fmean(near)) for (step, _), near in zip(curve, around, strict=True)]
+    # the last point, the final loss, is always kept
+    return means[:-1][:: max(1, len(means) // points)] + means[-1:]
+
+
+RULES = (
+    rows_side_by_side,
+    heat_maps,
+    against_a_field,
+    against_measured_length,
+    depth_maps,
+    against_position,
+    trials_of_a_search,
+    learning_curves,
+)
+
+
+def pictures(data: FigureData) -> list[Picture]:
+    """Every figure of a study, in the order of the report."""
+    return [picture for rule in RULES for picture in rule(data)]
+
+
+def groups_of(data: FigureData, axes: Sequence[Dimension]) -> list[tuple[str, list[Series]]]:
+    """The rows grouped by their values on these axes; reference rows are left out."""
+    groups = []
+    for values in itertools.product(*(axis.values for axis in axes)):
+        wanted = dict(zip((axis.key for axis in axes), values, strict=True))
+        rows = [row for row in data.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
+        if rows:
+            groups.append((", ".join(map(_named, axes, values)), rows))
+    return groups
+
+
+def _named(axis: Dimension, value: Value) -> str:
+    """An axis value as text, after the axis' title where it is a number."""
+    return str(value) if isinstance(value, str) else f"{axis.title} {value:g}"
+
+
+def _timing(data: FigureData, keys: Iterable[str]) -> str:
+    """Caption's note on throughput that was timed while other cells ran."""
+    beside = [THROUGHPUT, *data.table.timed] if data.table.side_by_side else []
+    timed = [data.measures[key].title for key in keys if key in beside]
+    return f" {', '.join(timed)}: timed while other cells ran on the same machine." if timed else ""

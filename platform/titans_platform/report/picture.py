@@ -1,0 +1,190 @@
+"""Figures of a report: panels, lines and colours; SVG for the page, PNG and PDF beside it."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import re
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from matplotlib import style
+from matplotlib.axes import Axes
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap, to_hex
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+
+COLOURS = {
+    "page": ("#ffffff", "#14171b"), "ink": ("#1f2328", "#e4e7ea"), "muted": ("#57606a", "#9da7b2"),
+    "faint": ("#dbe0e6", "#343b44"), "ghost": ("#c3cad2", "#4a535e"), "accent": ("#1a5fb4", "#7db8ff"),
+    "paper": ("#8f5f00", "#dba63c"), "reference": ("#79828d", "#8b949f"), "heat": ("#0b4f9e", "#8cc4ff"),
+    "a": ("#1b69c8", "#6cb0fe"), "b": ("#c2410d", "#ff9b6b"), "c": ("#0e7a5e", "#4cc9a3"),
+    "d": ("#8a3eb4", "#cf9bf1"), "e": ("#996600", "#e0b041"), "f": ("#bf257d", "#ff8ac5"),
+    "s1": ("#4a8fce", "#3d7fc1"), "s2": ("#2e77c3", "#66a7e5"), "s3": ("#1b549b", "#9ccbf6"),
+    "s4": ("#0d3165", "#dbeefe"),
+}  # fmt: skip
+LIGHT, DARK = ({name: pair[i] for name, pair in COLOURS.items()} for i in (0, 1))
+KINDS, STEPS = ("a", "b", "c", "d", "e", "f"), ("s1", "s2", "s3", "s4")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+SMALL, TEXT = 7.0, 7.6
+MANY = 6
+"""Maximum coloured lines in one panel."""
+
+PERCENT = range(5, 93)
+"""Percentages of the heat colour in a tile, from worst to best."""
+_MIXED = LinearSegmentedColormap.from_list("mixed", [LIGHT["page"], LIGHT["heat"]], 101)(PERCENT)
+HEAT = ListedColormap(_MIXED, "heat")
+NAMES = {
+    to_hex(colour): f"color-mix(in srgb, var(--heat) {percent}%, var(--page))"
+    for colour, percent in zip(_MIXED, PERCENT, strict=True)
+} | {value: f"var(--{name})" for name, value in LIGHT.items()}
+"""CSS variable of each drawn colour; the page has another value for it in dark mode."""
+
+STYLE: list[Any] = [
+    Path(__file__).with_name("report.mplstyle"),
+    {"text.color": LIGHT["ink"], "axes.edgecolor": LIGHT["ghost"], "grid.color": LIGHT["faint"]},
+    dict.fromkeys(("axes.labelcolor", "xtick.labelcolor", "ytick.labelcolor"), LIGHT["muted"]),
+]
+"""Style sheet and colours of every panel."""
+
+WIDE, NARROW = (3.5, 2.3), (1.9, 1.4)
+"""Width and height of a panel in inches."""
+ACROSS_WIDE, ACROSS_NARROW = 3, 5
+"""Panels side by side."""
+Draw = Callable[[Axes], None]
+"""Draws one panel."""
+
+
+def ordered(count: int) -> tuple[str, ...]:
+    """``count`` (at most four) colour names for ordered values, light to dark."""
+    picks = {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4))
+    return tuple(STEPS[i] for i in picks)
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a panel: its values for each seed, and its style."""
+
+    label: str
+    points: Mapping[float, tuple[float, ...]]
+    colour: str = "accent"
+    marker: str = "o"
+    printed: Mapping[float, float] = field(default_factory=dict)
+    """The paper's numbers by x, drawn dashed."""
+    spread: bool = True
+    """Whether the standard deviation over seeds is shown."""
+
+    @property
+    def means(self) -> dict[float, float]:
+        """The mean over seeds by x, sorted."""
+        return {x: statistics.fmean(self.points[x]) for x in sorted(self.points)}
+
+
+def coloured(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
+    """The lines in colours of their own, and those left grey.
+
+    Of more than ``MANY`` lines, the highest and the lowest at their last points are coloured.
+    """
+    shown, half = [line for line in lines if line.points], MANY // 2
+    if len(shown) > MANY:
+        shown.sort(key=lambda line: -next(reversed(line.means.values())))
+        shown = shown[:half] + shown[-half:]
+    grey = [line for line in lines if line not in shown]
+    looks = zip(shown, KINDS, MARKERS, strict=False)
+    return [replace(line, colour=colour, marker=marker) for line, colour, marker in looks], grey
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure of the report: panels of equal size under one caption."""
+
+    key: str
+    title: str
+    caption: str
+    panels: Sequence[Draw]
+    size: tuple[float, float] = WIDE
+    """Width and height of a panel in inches."""
+    legend: Sequence[Line] = ()
+
+    @property
+    def across(self) -> int:
+        """Panels side by side."""
+        return min(len(self.panels), ACROSS_NARROW if self.size[0] < 3 else ACROSS_WIDE)
+
+    @property
+    def width(self) -> float:
+        """Width of the whole figure in inches."""
+        return self.size[0] * self.across
+
+    def draw(self) -> Figure:
+        """The figure, in the colours of print."""
+        # inches of the longest entry of the legend: its mark, and letters of 7.5 points
+        entry = 0.5 + 0.065 * max((len(line.label) for line in self.legend), default=0)
+        columns = max(1, min(6, int(self.width / entry)))
+        down, below = math.ceil(len(self.panels) / self.across), 0.3 * math.ceil(len(self.legend) / columns)
+        with style.context(STYLE):
+            figure = Figure(figsize=(self.width, self.size[1] * down + below), layout="constrained")
+            axes = figure.subplots(down, self.across, squeeze=False).flatten()
+            for axis in axes[len(self.panels) :]:
+                axis.remove()
+            for axis, draw in zip(axes, self.panels, strict=False):
+                draw(axis)
+            if self.legend:
+                handles = [
+                    Line2D([], [], color=LIGHT[line.colour], marker=line.marker, label=line.label)
+                    for line in self.legend
+                ]
+                figure.legend(handles=handles, loc="outside lower left", ncols=columns)
+        return figure
+
+
+def panel(title: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Draw:
+    """A panel with its labels; calls ``draw(axis, **drawn)``."""
+
+    def paint(axis: Axes) -> None:
+        draw(axis, **drawn)
+        # 13 characters of a title fit into an inch; a longer one would run into the next panel's
+        inches = axis.get_window_extent().width / axis.figure.get_dpi()
+        axis.set(title=fill(title, max(10, round(13 * inches))), xlabel=x, ylabel=y)
+
+    return paint
+
+
+def svg(picture: Picture) -> str:
+    """The figure as inline SVG with the page's font, its CSS colour variables and a title."""
+    out, ident = io.StringIO(), f"figure-{picture.key}"
+    # ids come from the salt: unique on a page, the same in every run
+    with style.context([*STYLE, {"svg.hashsalt": ident}]):
+        picture.draw().savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    head, _, body = out.getvalue().partition("<svg")[2].partition(">")
+    view = re.findall(r'viewBox="[^"]+"', head)[0]
+    body = re.sub(r"<metadata>.*?</metadata>|font-family: [^;\"]*; ?", "", body, flags=re.S)
+    # ids of groups are the same in every drawing, so they are removed
+    for pattern, new in ((r'<g id="[^"]*"', "<g"), (r"xlink:href=", "href="), (r">\s+<", "><")):
+        body = re.sub(pattern, new, body)
+    body = re.sub("#[0-9a-f]{6}", lambda match: NAMES.get(match[0], match[0]), body).strip()
+    title = f'<title id="{ident}-title">{escape(picture.title)}</title>'
+    return f'<svg {view} role="img" aria-labelledby="{ident}-title">{title}{body}'
+
+
+def save(picture: Picture, folder: Path) -> list[Path]:
+    """Write the figure as PNG and PDF, named by its key, atomically; returns the paths."""
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [folder / f"{picture.key}.{kind}" for kind in ("png", "pdf")]
+    with style.context(STYLE):
+        figure = picture.draw()
+        for path in paths:
+            temporary = path.with_name(f".{os.getpid()}.{path.name}")
+            # no date, so that the same table gives the same bytes
+            metadata: dict[str, Any] = {"CreationDate": None} if path.suffix == ".pdf" else {}
+            figure.savefig(temporary, dpi=140, facecolor="white", metadata=metadata)
+            os.replace(temporary, path)
+            # the layout is computed once for both formats
+            figure.set_layout_engine("none")
+    return paths

@@ -1,0 +1,162 @@
+"""A study's search: Optuna proposes, ASHA stops trials early, and no trial is run twice.
+
+A trial is a run like any other. Its folder keeps the metric at each rung and whether ASHA stopped it, so a
+search that is resumed replays these numbers to the sampler and to ASHA, and trains only what is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from titans_platform.files import file_lock, read_json, write_json
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study.spec import Search
+
+FOUND = "found"
+"""The row that the best trial becomes."""
+TRIALS = "trials"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A proposed configuration and its progress."""
+
+    cell: str
+    number: int
+    params: dict[str, Any]
+    state: str
+    """A run's state, or `stopped` if ASHA ended it at a rung."""
+    steps: int
+    value: float | None
+    """The metric at the last rung it reached; at the end of training if it is done."""
+
+
+@dataclass(frozen=True)
+class SearchState:
+    """A search and its trials so far, in the order they were proposed."""
+
+    folder: Path
+    """The study's folder; its subfolder `trials` has a JSON file for each trial, named by its cell."""
+    search: Search
+    higher_is_better: bool
+    tokens_per_step: int
+    steps: int
+    """Optimiser steps of a trial that is not stopped."""
+    trials: tuple[Trial, ...] = ()
+
+    def read(self) -> SearchState:
+        """The search with its trials reloaded from their files."""
+        listed = [entry for path in self.folder.glob(f"{TRIALS}/*.json") if (entry := read_json(path))]
+        listed.sort(key=lambda entry: entry["began"])
+        return replace(self, trials=tuple(self._trial(entry) for entry in listed))
+
+    def _trial(self, entry: dict[str, Any]) -> Trial:
+        folder = RunFolder(self.folder.parents[1], entry["cell"])
+        rungs, result = folder.rungs(), folder.result()
+        if result:
+            rungs[result.steps] = result.columns[self.search.metric]
+        last = max(rungs, default=0)
+        steps = last or int((folder.progress() or {}).get("step", 0))
+        state = "done" if result else "stopped" if folder.was_stopped() else folder.state()
+        return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
+
+    @property
+    def milestones(self) -> list[int]:
+        """The optimiser steps of the rungs, the last step included."""
+        return self.search.milestones(self.steps)
+
+    @property
+    def finished(self) -> int:
+        """Number of trials that were trained to the end or stopped at a rung."""
+        return sum(trial.state in ("done", "stopped") for trial in self.trials)
+
+    @property
+    def over(self) -> bool:
+        """Whether all trials of the search have finished."""
+        return self.finished >= self.search.trials
+
+    @property
+    def best(self) -> Trial | None:
+        """The best of the trials that were trained to the end."""
+        done = [trial for trial in self.trials if trial.state == "done" and trial.value is not None]
+        sign = -1 if self.higher_is_better else 1
+        return min(done, key=lambda trial: sign * float(trial.value or 0), default=None)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all trials together."""
+        return self.tokens_per_step * sum(trial.steps for trial in self.trials)
+
+    @property
+    def tokens_of_grid(self) -> int:
+        """Tokens of a grid search: the same number of trials, each trained to the end."""
+        return self.tokens_per_step * self.steps * max(len(self.trials), self.search.trials)
+
+    @property
+    def line(self) -> str:
+        """The state in one sentence."""
+        states = Counter(trial.state for trial in self.trials)
+        ended = [f"{states[s]} {s}" for s in ("done", "stopped", "running", "failed") if states[s]]
+        best, share = self.best, self.tokens / self.tokens_of_grid
+        shown = f"; best {self.search.metric} {best.value:.4g} (trial {best.number})" if best else ""
+        return (
+            f"Search: {len(self.trials)} of {self.search.trials} trials ({', '.join(ended) or 'none ended'})"
+            f"{shown}; {self.tokens:,} tokens, {share:.0%} of all trials to their end"
+        )
+
+    def record(self) -> dict[str, Any]:
+        """The state as a JSON value; ``set`` is the best configuration for a command line."""
+        best = self.best
+        return {
+            "line": self.line,
+            "over": self.over,
+            "trials": [asdict(trial) for trial in self.trials],
+            "tokens": self.tokens,
+            "tokens_of_grid": self.tokens_of_grid,
+            "best": asdict(best) if best else None,
+            "set": set_line(best.params) if best else None,
+        }
+
+
+def set_line(params: dict[str, Any]) -> str:
+    """Parameters as options of the command line."""
+    # floats with all digits: the config must be the trial's own
+    values = [repr(v) if isinstance(v, float) else json.dumps(v).strip('"') for v in params.values()]
+    return " ".join(f"--set {key}={value}" for key, value in zip(params, values, strict=True))
+
+
+def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
+    """The number of the trial in run ``name``; a new trial is added to the list in the study's ``folder``."""
+    trials = folder / TRIALS
+    path = trials / f"{name}.json"
+    # two trials that start together must not get the same number
+    with file_lock(trials / ".lock", timeout=30):
+        if (known := read_json(path)) is not None:
+            return int(known["number"])
+        number = len(list(trials.glob("*.json")))
+        write_json(path, {"cell": name, "number": number, "began": time.time(), "params": params})
+    return number
+
+
+def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:
+    """Optuna's tree-structured Parzen estimator; the known trials are replayed to it first."""
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # a resumed sampler must not propose again what it proposed the first time
+    seed, startup = search.seed + len(known), min(8, search.trials)
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
+    space = {
+        key: CategoricalDistribution(of.choices) if of.choices else FloatDistribution(*of.ends(), log=of.log)
+        for key, of in search.space.items()
+    }
+    points = [dict(params) for params in known[: search.trials] if params.keys() == space.keys()]
+    return OptunaSearch(space, metric="value", mode=mode, sampler=sampler, points_to_evaluate=points)

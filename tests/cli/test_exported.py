@@ -1,0 +1,181 @@
+"""An exported model in transformers' Trainer and pipeline, in lm-evaluation-harness and in peft."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.small import RUN, trained
+from titans_core.pretrained import load_folder
+from titans_platform.cli import run
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("titans_core.huggingface")
+
+# their own dependencies warn
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+LENGTHS = [64, 9, 33, 50, 2, 17, 64, 28]
+DIVISIONS = [(8, 1), (4, 2), (1, 8)]
+TEXTS = ["Call me Ishmael", "Some years ago - never mind how long", "I", "went to sea." * 6]
+
+
+@pytest.fixture(scope="module", params=["lmm", "mac"])
+def folder(request, tmp_path_factory) -> Path:
+    model = RUN["model"] | {"variant": request.param, "attention": {"heads": 2, "segment_size": 16}}
+    cell = trained(tmp_path_factory.mktemp("root"), model=model, optim=RUN["optim"] | {"steps": 4})
+    out = tmp_path_factory.mktemp("exported") / "out"
+    assert run(["export", str(cell), str(out)]) == 0
+    return out
+
+
+@pytest.fixture
+def tokenizer(folder):
+    return transformers.AutoTokenizer.from_pretrained(folder)
+
+
+def load(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def llama(folder):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=260, **sizes))
+
+
+def rows(ragged):
+    lengths = LENGTHS if ragged else [64] * 8
+    generator = torch.Generator().manual_seed(0)
+    return [{"input_ids": torch.randint(0, 256, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def one_step(model, tokenizer, micro, accumulated, ragged, tmp_path, **options):
+    """Loss and gradient norm of a step of Trainer on the same eight rows."""
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_train_batch_size=micro, gradient_accumulation_steps=accumulated,
+        max_steps=1, logging_steps=1, report_to=[], use_cpu=True, max_grad_norm=1e9, save_strategy="no",
+        disable_tqdm=True, **options,
+    )  # fmt: skip
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    trainer = transformers.Trainer(model, args, train_dataset=rows(ragged), data_collator=collator)
+    trainer.train()
+    log = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
+    return [log["loss"], log["grad_norm"]]
+
+
+@pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
+@pytest.mark.parametrize("make", [load, llama])
+def test_a_step_of_trainer_does_not_depend_on_how_its_rows_are_divided(
+    make, ragged, folder, tokenizer, tmp_path
+):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    whole, *divided = (one_step(make(folder), tokenizer, *d, ragged, tmp_path) for d in DIVISIONS)
+    batch = tokenizer.pad(rows(ragged), return_tensors="pt")
+    labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+    (model := make(folder))(**batch, labels=labels).loss.backward()
+    norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
+    assert whole == pytest.approx([model(**batch, labels=labels).loss.item(), norm], rel=1e-4)
+    for other in divided:
+        assert other == pytest.approx(whole, rel=1e-4)
+
+
+def test_trainer_recomputes_activations_with_the_same_result(folder, tokenizer, tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    plain = one_step(load(folder), tokenizer, 4, 2, True, tmp_path)
+    assert one_step(load(folder), tokenizer, 4, 2, True, tmp_path, gradient_checkpointing=True) == plain
+
+
+def test_trainer_evaluates_padded_batches_token_by_token(folder, tokenizer, tmp_path):
+    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=3, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    collator = transformers.DataCollatorForLanguageModeling(tokenizer, mlm=False)
+    seen = {}
+
+    def count(result):
+        seen["shape"], seen["labels"] = result.predictions.shape, result.label_ids
+        return {}
+
+    trainer = transformers.Trainer(
+        load(folder), args, eval_dataset=rows(True), data_collator=collator, compute_metrics=count
+    )
+    assert trainer.evaluate()["eval_loss"] > 0
+    assert seen["shape"] == (8, 64, 260)
+    assert (seen["labels"] != -100).sum() == sum(LENGTHS)
+
+
+def test_pipeline_writes_the_same_for_a_batch_as_for_each_text(folder, tokenizer):
+    writer = transformers.pipeline("text-generation", model=load(folder), tokenizer=tokenizer, device="cpu")
+    options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
+    alone = [writer(text, **options)[0]["generated_text"] for text in TEXTS]
+    assert [out[0]["generated_text"] for out in writer(TEXTS, batch_size=4, **options)] == alone
+    ours = load_folder(folder).generate(
+        [tokenizer(text)["input_ids"] for text in TEXTS], 8, stop=[tokenizer.eos_token_id]
+    )
+    assert [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ours] == alone
+
+
+def test_the_harness_scores_and_writes_as_each_text_alone(folder, tokenizer):
+    harness = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval")
+    instance = pytest.importorskip("lm_eval.api.instance").Instance
+    lm = harness.HFLM(pretrained=load(folder), tokenizer=tokenizer, batch_size=3)
+    model = load_folder(folder)
+    pairs = [(text, " to sea") for text in TEXTS]
+    scores = lm.loglikelihood([instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
+    for (text, more), (score, greedy) in zip(pairs, scores, strict=True):
+        context, whole = (tokenizer(x)["input_ids"] for x in (text, text + more))
+        logits = model(torch.tensor([whole[:-1]])).logits[0].log_softmax(-1)
+        target = torch.tensor(whole[len(context) :])
+        taken = logits[-len(target) :]
+        assert score == pytest.approx(taken.gather(-1, target[:, None]).sum().item(), rel=1e-4)
+        assert greedy == bool((taken.argmax(-1) == target).all())
+    asked = [(text, {"until": ["."], "max_gen_toks": 6}) for text in TEXTS]
+    written = lm.generate_until([instance("generate_until", {}, each, i) for i, each in enumerate(asked)])
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    expected = model.generate(prompts, 6, stop=[tokenizer.eos_token_id])
+    assert written == [tokenizer.decode(x, skip_special_tokens=True).partition(".")[0] for x in expected]
+
+
+def test_peft_trains_saves_and_merges_an_adapter(folder, tokenizer, tmp_path):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    torch.manual_seed(0)
+    net = peft.get_peft_model(
+        load(folder), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    )
+    before = {name: p.clone() for name, p in net.named_parameters()}
+    one_step(net, tokenizer, 4, 2, True, tmp_path / "t", gradient_checkpointing=True, learning_rate=0.1)
+    moved = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
+    assert moved
+    assert all("lora_" in name for name in moved)
+    batch = tokenizer.pad(rows(True), return_tensors="pt")
+    expected = net.eval()(**batch).logits
+    net.save_pretrained(tmp_path / "adapter")
+    again = peft.PeftModel.from_pretrained(load(folder), tmp_path / "adapter").eval()
+    torch.testing.assert_close(again(**batch).logits, expected)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-3, atol=1e-3)
+    merged.save_pretrained(tmp_path / "merged")
+    torch.testing.assert_close(
+        load_folder(tmp_path / "merged")(batch["input_ids"][:1]).logits, expected[:1], rtol=1e-3, atol=1e-3
+    )
+
+
+@pytest.mark.parametrize(("kind", "options"), [
+    ("PromptTuningConfig", {"num_virtual_tokens": 3, "num_attention_heads": 2}),
+    ("IA3Config", {"target_modules": ["mlp.up"], "feedforward_modules": []}),
+])  # fmt: skip
+def test_other_adapters_of_peft_are_trained(kind, options, folder, tokenizer):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    net = peft.get_peft_model(load(folder), getattr(peft, kind)(task_type="CAUSAL_LM", **options))
+    batch = tokenizer.pad(rows(True), return_tensors="pt")
+    net(**batch, labels=batch["input_ids"]).loss.backward()
+    assert all(p.grad.norm() > 0 for p in net.parameters() if p.requires_grad)
+
+
+def test_prefixes_of_keys_and_values_are_refused(folder, tokenizer):
+    peft = pytest.importorskip("peft", reason="pip install peft")
+    options = {"num_virtual_tokens": 3, "num_attention_heads": 2}
+    net = peft.get_peft_model(load(folder), peft.PrefixTuningConfig(task_type="CAUSAL_LM", **options))
+    with pytest.raises(ValueError, match="past_key_values: a DynamicCache, not the state"):
+        net(**tokenizer("Call me", return_tensors="pt"))

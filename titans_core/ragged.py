@@ -1,0 +1,158 @@
+"""Batches as transformers gives them: padded rows, packed documents, and states of rows of different lengths.
+
+Shapes: B rows, T tokens of a call.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from titans_core.state import ModelState
+
+IGNORED = -100
+"""The label of a token without a loss."""
+
+
+class Group(NamedTuple):
+    """Rows of a batch that have read equally many tokens, and their state; None before the first token."""
+
+    rows: list[int]
+    state: ModelState | None
+
+    @property
+    def position(self) -> int:
+        """Tokens that each row has read."""
+        return self.state.position if self.state else 0
+
+    def take(self, rows: list[int]) -> Group:
+        """The group of these rows alone, which may repeat."""
+        if rows == self.rows or self.state is None:
+            return Group(rows, self.state)
+        return Group(rows, self.state.take([self.rows.index(row) for row in rows]))
+
+
+class State:
+    """The states of a batch in the place of transformers' KV cache."""
+
+    is_compileable = False
+
+    def __init__(self, groups: list[Group], columns: int):
+        self.groups, self.columns = groups, columns
+
+    def get_seq_length(self, *_: Any) -> int:
+        """Tokens given so far, masked ones included."""
+        return self.columns
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Select the rows that a beam search continues."""
+        beams, groups = beam_idx.tolist(), []
+        for group in self.groups:
+            if new := [row for row, old in enumerate(beams) if old in group.rows]:
+                groups.append(Group(new, group.take([beams[row] for row in new]).state))
+        self.groups = groups
+
+    def positions(self) -> list[int]:
+        """Tokens that each row has read."""
+        read = {row: group.position for group in self.groups for row in group.rows}
+        return [read[row] for row in sorted(read)]
+
+
+def check_labels(labels: Tensor | None, B: int, T: int) -> None:
+    """Raise ValueError unless ``labels`` are tokens [B, T]."""
+    if labels is None:
+        return
+    if labels.shape != (B, T):
+        raise ValueError(f"labels: {list(labels.shape)}, not [{B}, {T}], a label for each token")
+    if labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(f"labels: {labels.dtype}, not tokens")
+
+
+def unmasked(mask: Tensor | None, past: State | None, B: int, T: int) -> Tensor | None:
+    """[B, T] bool, the tokens of this call that are read; None for all."""
+    if mask is None:
+        return None
+    before = past.columns if past else 0
+    if mask.shape not in {(B, T), (B, before + T)}:
+        raise ValueError(
+            f"attention_mask: {list(mask.shape)}, not [{B}, {before + T}]; only padding can be masked"
+        )
+    if not ((mask == 0) | (mask == 1)).all():
+        raise ValueError(
+            "attention_mask: has values that are neither 0 nor 1; give packed documents by position_ids"
+        )
+    if past and mask.shape[1] > T and mask[:, :before].sum(1).tolist() != past.positions():
+        raise ValueError("attention_mask: of earlier tokens it masks others than when they were read")
+    read_BT = mask[:, -T:].bool()
+    return None if read_BT.all() else read_BT
+
+
+def front(x: Tensor, order_BT: Tensor | None) -> Tensor:
+    """``x`` [B, T, ...] with the unmasked tokens of each row first."""
+    return x if order_BT is None else x.take_along_dim(order_BT.view(*order_BT.shape, *[1] * (x.ndim - 2)), 1)
+
+
+def documents(
+    cu_seq_lens_q: Tensor | None, cu_seq_lens_k: Tensor | None, seq_idx: Tensor | None, B: int, T: int,
+    device: torch.device,
+) -> Tensor | None:  # fmt: skip
+    """[B, T], the packed document of each token as given by borders or indices; None if by neither."""
+    if cu_seq_lens_k is not None and (cu_seq_lens_q is None or not torch.equal(cu_seq_lens_q, cu_seq_lens_k)):
+        raise ValueError("cu_seq_lens_k: differs from cu_seq_lens_q; a document reads itself alone")
+    if seq_idx is not None and seq_idx.shape != (B, T):
+        raise ValueError(f"seq_idx: {list(seq_idx.shape)}, not [{B}, {T}]")
+    if cu_seq_lens_q is None:
+        return seq_idx
+    borders = cu_seq_lens_q.flatten()
+    if borders[0] != 0 or borders[-1] != B * T or (borders.diff() < 0).any():
+        raise ValueError(f"cu_seq_lens_q: {borders.tolist()} does not rise from 0 to {B * T}")
+    tokens = torch.arange(B * T, device=device)
+    document_BT = torch.searchsorted(borders.to(tokens), tokens, right=True).view(B, T)
+    if seq_idx is not None and not torch.equal(_changes(seq_idx), _changes(document_BT)):
+        raise ValueError("seq_idx: has other documents than cu_seq_lens_q")
+    return document_BT
+
+
+def _changes(document_BT: Tensor) -> Tensor:
+    return document_BT[:, 1:] != document_BT[:, :-1]
+
+
+def document_starts(
+    position_ids: Tensor | None, document_BT: Tensor | None, read_BT: Tensor | None, order_BT: Tensor | None,
+    past: State | None, B: int, T: int,
+) -> Tensor | None:  # fmt: skip
+    """[B, T] bool, where packed documents begin, unmasked tokens first; None if no row has several."""
+    starts = None if document_BT is None else _changes(front(document_BT, order_BT))
+    if position_ids is not None:
+        if position_ids.shape not in {(1, T), (B, T)}:
+            raise ValueError(f"position_ids: {list(position_ids.shape)}, not [{B}, {T}]")
+        position_BT = front(position_ids.expand(B, T), order_BT)
+        jumps = position_BT[:, 1:] != position_BT[:, :-1] + 1
+        if read_BT is not None:
+            jumps &= front(read_BT, order_BT)[:, 1:]
+        restarts = (position_BT == 0) | (position_BT == position_BT[:, :1])
+        if (jumps & ~(restarts[:, 1:] if starts is None else starts)).any():
+            raise ValueError(
+                "position_ids: do not rise by 1; they may restart where a packed document begins"
+            )
+        first, read = position_BT[:, 0].tolist(), past.positions() if past else []
+        if any(a != b for a, b in zip(first, read, strict=False)):
+            raise ValueError(f"position_ids: begin at {first}, and {read} tokens were read before")
+        starts = jumps if starts is None else starts
+    return F.pad(starts, (1, 0), value=True) if starts is not None and starts.any() else None
+
+
+def keep(x_BTD: Tensor, logits_to_keep: int | Tensor) -> Tensor:
+    """The last so many tokens of ``x_BTD``, 0 for all, or the given positions [N]."""
+    if isinstance(logits_to_keep, Tensor):
+        if logits_to_keep.ndim != 1 or logits_to_keep.is_floating_point():
+            raise ValueError(
+                f"logits_to_keep: {list(logits_to_keep.shape)}, neither a number nor positions [N]"
+            )
+        return x_BTD[:, logits_to_keep]
+    if logits_to_keep < 0:
+        raise ValueError(f"logits_to_keep: {logits_to_keep} is below 0")
+    return x_BTD[:, -logits_to_keep:]
