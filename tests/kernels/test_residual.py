@@ -261,7 +261,6 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
       for backend in ("online", "triton")),
     *((backend, {"groups": 4}, "it does not support alpha per column")
       for backend in ("native", "online", "triton")),
-    ("triton", {"base": True, "depth": 2}, "it supports a base with 1 layer, not 2"),
     ("online", {"base": True, "depth": 2}, "it supports 1 layer, not 2"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):

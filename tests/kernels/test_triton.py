@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_kernels import neural_memory, ran
+from titans_kernels import Extension, neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.memory.forms import native
 from titans_kernels.memory.forms.online import BLOCK
@@ -34,10 +34,12 @@ class Case:
     resets: bool = True
     """Whether some tokens forget all, the others much: too little is then left of a deep memory for operands
     of half precision."""
+    base: bool = False
+    """Whether the weights decay to a base; the initial weights are then offsets from it."""
 
     @property
     def name(self) -> str:
-        packed = "" if self.borders is None else " packed"
+        packed = ("" if self.borders is None else " packed") + self.base * " base"
         return f"{'-'.join(map(str, self.widths))} T{self.T} b{self.b} {self.bound} {self.activation}{packed}"
 
 
@@ -57,6 +59,11 @@ CASES = [
     # packed documents, one of one token and two of none
     Case(SHORT, 50, 16, borders=(0, 1, 18, 18, 50, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 18, 50, 50)),
     Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50)),
+    # decay towards a base, of every path
+    Case(SHORT, 50, 16, base=True), Case((16, 32, 16), 50, 16, B=2, H=2, base=True),
+    Case((16, 32, 64), 70, borders=(0, 1, 18, 18, 70, 70), base=True),
+    Case((16, 128, 16), 40, 32, bound=None, H=2, base=True), Case((16, 16, 16, 16, 32), 34, 16, base=True),
+    Case((16, 32, 32, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50), base=True),
 ]  # fmt: skip
 
 
@@ -85,16 +92,18 @@ class Call:
             self.tokens[3] *= 0.02
         self.weights = [normal(documents, H, a, b) / a**0.5 for a, b in pairs]
         self.momentum = [normal(documents, H, a, b) * 0.05 for a, b in pairs]
+        self.base = [0.5 * normal(H, a, b) / a**0.5 for a, b in pairs] if case.base else []
         self.seeds = [normal(B, T, H, V), *(normal(*x.shape) for x in (*self.weights, *self.momentum))]
 
     def results(self, backend: str, dtype: torch.dtype, operands=None) -> dict[str, Tensor]:
         """Outputs, final states and every gradient, by name."""
         depth, case = len(self.weights), self.case
-        kinds = [operands or dtype] * 3 + [dtype] * (3 + 2 * depth)
-        inputs = [*self.tokens, *self.weights, *self.momentum]
+        kinds = [operands or dtype] * 3 + [dtype] * (3 + 2 * depth + len(self.base))
+        inputs = [*self.tokens, *self.weights, *self.momentum, *self.base]
         leaves = [x.to(kind).requires_grad_() for x, kind in zip(inputs, kinds, strict=True)]
         y, state = neural_memory(
-            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth :]), chunk_size=case.b,
+            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth : 6 + 2 * depth]),
+            chunk_size=case.b, extension=Extension(base=tuple(leaves[6 + 2 * depth :]) or None),
             activation=case.activation, surprise_bound=case.bound, backend=backend,
             cu_seqlens=None if case.borders is None else torch.tensor(case.borders),
         )  # fmt: skip
@@ -102,7 +111,8 @@ class Call:
         seeds = [seed.to(x.dtype) for seed, x in zip(self.seeds, outputs, strict=True)]
         grads = torch.autograd.grad(outputs, leaves, seeds)
         layers = [f"{kind}{l}" for kind in ("W", "S") for l in range(depth)]
-        names = ["y", *layers, *(f"d{name}" for name in ("q", "k", "v", "alpha", "eta", "theta", *layers))]
+        inputs = ["q", "k", "v", "alpha", "eta", "theta", *layers, *(f"B{l}" for l in range(len(self.base)))]
+        names = ["y", *layers, *(f"d{name}" for name in inputs)]
         return dict(zip(names, (x.detach().double() for x in (*outputs, *grads)), strict=True))
 
 
@@ -113,8 +123,11 @@ def errors(case: Case, operands: torch.dtype = torch.float32) -> dict[str, float
     expected = call.results("reference", torch.float64)
     found = call.results("triton", torch.float32, operands)
     assert all(torch.isfinite(x).all() for x in found.values())
-    scale = {name: x.pow(2).mean().sqrt() + 1e-30 for name, x in expected.items()}
-    return {name: float((found[name] - x).pow(2).mean().sqrt() / scale[name]) for name, x in expected.items()}
+    size = lambda x: float(x.detach().pow(2).mean().sqrt()) + 1e-30  # noqa: E731
+    scale = {name: size(x) for name, x in expected.items()}
+    for l, B in enumerate(call.base):  # an offset W - B is as exact as W is
+        scale[f"W{l}"] += size(B)
+    return {name: size(found[name] - x) / scale[name] for name, x in expected.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -141,7 +154,7 @@ def test_kernels_equal_the_reference(case):
     assert max(found.values()) < 1e-5, found
 
 
-@pytest.mark.parametrize("case", [Case((32, 64), 50, 32, bound=None), Case(DEEP, 50, 32)], ids=str)
+@pytest.mark.parametrize("case", [Case((32, 64), 50, 32, bound=None), Case((64, 32), 50, 32)], ids=str)
 @pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     """The other form of the forward, and a backward that finds again what was not kept."""
@@ -160,8 +173,8 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
     """What training on packed documents wants: one start for all, and no state of each at the end."""
     call, seen, forward = Call(Case(widths, 50, 16, borders=(0, 1, 18, 18, 50))), [], triton_op.forward
 
-    def spied(shape, x, start, **options):
-        y, after, kept = forward(shape, x, start, **options)
+    def spied(shape, x, start, base, **options):
+        y, after, kept = forward(shape, x, start, base, **options)
         seen.append((start.shape[0], after.numel()))
         return y, after, kept
 
@@ -419,7 +432,8 @@ def test_the_operators_pass_torch_s_own_checks():
     call = Call(Case(DEEP, 20, 16))
     tokens = [x.float().requires_grad_() for x in call.tokens]
     start = torch.cat([x.float().flatten(2) for x in (*call.weights, *call.momentum)], -1).requires_grad_()
-    arguments = (*tokens, start, None, [16, 32, 16], 16, "silu", 0.5, True, True)
+    base = start[0, :, : start.shape[-1] // 2].detach().clone().requires_grad_()
+    arguments = (*tokens, start, base, None, [16, 32, 16], 16, "silu", 0.5, True, True)
     torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -26,7 +27,7 @@ from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, Shape
 from titans_kernels.memory.forms.online import BLOCK
-from titans_kernels.memory.forms.triton import assembler, delta
+from titans_kernels.memory.forms.triton import assembler, budget, delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
 from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
@@ -76,7 +77,10 @@ class Report(NamedTuple):
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
-    """Launches of the forward and backward of a shape, with and without saving for the backward."""
+    """Launches of the forward and backward of a shape, with and without saving for the backward.
+
+    A memory of several layers also with decay towards a base.
+    """
     B, T, H, widths = shape.batch, shape.length, shape.heads, shape.widths
     if shape.chunk_size == 1:
         return _delta_launches(B * H, T // BLOCK, *widths)
@@ -85,12 +89,16 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
         torch.empty(B, T, H, w, dtype=dtype, device="meta") for w in (widths[0], widths[0], widths[-1])
     )
     tokens = [q, k, v, *(torch.empty(B, T, H, device="meta") for _ in range(3))]
-    start = torch.empty(B, H, size, device="meta")
+    start, base = torch.empty(B, H, size, device="meta"), torch.empty(H, size // 2, device="meta")
     rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
     with record_launches() as found:
-        for keep in (True, False):
-            y, after, *kept = memory_triton._init_fn(*tokens, start, None, *rule, keep, True)
-            memory_triton_backward._init_fn(y, after, *tokens, start, None, kept, *rule)
+        for keep, towards in product((True, False), (None, base) if shape.depth > 1 else (None,)):
+            y, after, *kept = memory_triton._init_fn(*tokens, start, towards, None, *rule, keep, True)
+            memory_triton_backward._init_fn(y, after, *tokens, start, towards, None, kept, *rule)
+        if shape.budget:
+            k, eta, theta = tokens[1], *tokens[4:]
+            limited = budget.forward(k, eta, theta, shape.chunk_size, None, 0)
+            budget.backward([*limited, k, eta, theta, *limited], shape.chunk_size, None)
     return found
 
 
@@ -145,6 +153,8 @@ def name_of(launch: Launch) -> str:
     """Module and kernel, with the variant's extra tasks."""
     module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
     flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
+    given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+    flags += ["base"] if given.get("base") is not None else []
     return ".".join([module, kernel]) + ("+" + "+".join(flags) if flags else "")
 
 

@@ -45,7 +45,7 @@ class Inputs(NamedTuple):
         q, k, v, alpha, eta, theta = self.tokens
         y, state = neural_memory(
             q, k, v, alpha, eta, theta, self.weights, self.momentum or None, backend=backend,
-            chunk_size=self.shape.chunk_size, surprise_bound=self.shape.bound,
+            chunk_size=self.shape.chunk_size, surprise_bound=self.shape.bound, write_budget=self.shape.budget,
         )  # fmt: skip
         return [y, *state.weights, *state.momentum]
 

@@ -88,6 +88,7 @@ class Shape:
     chunk_size: int = 64
     heads: int = 16
     bound: float | None = None
+    budget: float | None = None
     small: tuple[int, int] = (1, 512)
     """Batch and length where there is no GPU."""
     targets: tuple[Target, ...] = ()
@@ -129,6 +130,7 @@ class Shape:
     def __str__(self) -> str:
         hidden = f", hidden {self.hidden}" if self.depth > 1 else ""
         bound = f", bound {self.bound:g}" if self.bound else ""
+        bound += f", budget {self.budget:g}" if self.budget else ""
         memory = f"depth {self.depth}, d {self.head_dim}{hidden}, chunk {self.chunk_size}{bound}"
         return f"{memory}; B {self.batch}, T {self.length}, {self.heads} heads"
 
@@ -143,6 +145,7 @@ _ALL = (
     Shape("l1-d128-online", 1, 128, 0, 1, 32768, chunk_size=1, small=(1, 256)),
     Shape("l2-d64-h64", 2, 64, 64, 8, 4096, targets=RESIDENT),
     Shape("l2-d64-h64-bound", 2, 64, 64, 8, 4096, bound=0.5),
+    Shape("l2-d64-h64-budget", 2, 64, 64, 16, 4096, bound=1.0, budget=2.0),  # the 340M preset
     Shape("l2-d64-h256", 2, 64, 256, 8, 4096, targets=WIDE),
     Shape("l2-d64-h256-c128", 2, 64, 256, 8, 4096, chunk_size=128),
     Shape("l2-d128-h128", 2, 128, 128, 8, 4096),

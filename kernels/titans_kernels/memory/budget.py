@@ -30,8 +30,8 @@ from titans_kernels.memory.options import state_dtype, without_autocast
 from titans_kernels.memory.parts.layout import document_borders, layout_of
 from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
-MAX_KERNEL_NUMEL = 2**14
-"""Maximum number of elements in a chunk's keys for the Triton kernel."""
+MAX_KEY_BYTES = 512
+"""Maximum size of a key for the Triton kernels."""
 Held = tuple[Tensor, Tensor]
 """Keys [B, H, p, D] and effective steps e [B, H, p] of the tokens already in the open chunk."""
 
@@ -104,7 +104,7 @@ def _steps(
     """theta' and e [B, T, H]; the first ``held`` tokens of each row have e = 2 theta, without a limit."""
     k, eta, theta = k.contiguous(), eta.contiguous(), theta.contiguous()
     if _has_kernel(k, chunk_size):
-        from titans_kernels.memory.forms.triton import gates as kernels
+        from titans_kernels.memory.forms.triton import budget as kernels
 
         return kernels.forward(k, eta, theta, chunk_size, cu_seqlens, held)
     if serves(keys := k.to(theta.dtype), eta, theta):
@@ -118,7 +118,7 @@ def _steps_backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor |
     tensors = [x.contiguous() for x in tensors]
     k = tensors[2]
     if _has_kernel(k, chunk_size):
-        from titans_kernels.memory.forms.triton import gates as kernels
+        from titans_kernels.memory.forms.triton import budget as kernels
 
         return kernels.backward(tensors, chunk_size, cu_seqlens)
     keys = tensors[2] = k.to(tensors[3].dtype)
@@ -193,8 +193,8 @@ budget_steps.register_autograd(_autograd, setup_context=_setup)
 
 
 def _has_kernel(k: Tensor, chunk_size: int) -> bool:
-    """Whether the Triton kernel supports it: a chunk's keys and gradients must fit a program's registers."""
-    return k.is_cuda and k.dtype != torch.float64 and chunk_size * k.shape[-1] <= MAX_KERNEL_NUMEL
+    """Whether the Triton kernels support it: keys of 16 tokens must fit a warp's registers."""
+    return k.is_cuda and k.dtype != torch.float64 and k.element_size() * k.shape[-1] <= MAX_KEY_BYTES
 
 
 def _forward(

@@ -67,8 +67,6 @@ def _triton_refusal(inputs: Inputs, weights: Layers, options: Options) -> str | 
 
     if reason := options.refusal(inputs, norm=False, columns=False):
         return reason
-    if options.base and len(weights) > 1:
-        return f"it supports a base with 1 layer, not {len(weights)}"
     return refusal(*inputs[:3], weights, options.chunk_size, options.operands)
 
 
@@ -172,7 +170,7 @@ def neural_memory(
             "chunked". For any other rule it picks "generic".
         extension: parts beyond the paper's equations: a residual connection, with or without LN, a base that
             weights decay to, another rule. "online" and "triton" support neither LN nor alpha per column,
-            "native" supports LN, and "triton" a base for linear memories only; "auto" skips them.
+            "native" supports LN; "auto" skips them.
 
     Returns:
         y [B, T, H, D_v] in q's dtype, and the state after the last token in float32 (float64 for float64

@@ -21,12 +21,20 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
+from titans_kernels.memory.forms.triton.base import base_layer_backward, partial_sums
 from titans_kernels.memory.forms.triton.gates import Gates, coefficients, coefficients_backward
 from titans_kernels.memory.forms.triton.launch import fake, float32_precision
 from titans_kernels.memory.forms.triton.reads import read_layer, read_layer_backward, update_layer_backward
-from titans_kernels.memory.forms.triton.shapes import Layer, Shape, flatten, layers_of, unflatten
+from titans_kernels.memory.forms.triton.shapes import (
+    Layer,
+    Shape,
+    flat_base,
+    flatten,
+    layers_of,
+    unflatten,
+)
 from titans_kernels.memory.forms.triton.tables import chunk_count, document_count, tables
-from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, whole
 
 
 class Tokens(NamedTuple):
@@ -83,11 +91,9 @@ def path(shape: Shape) -> str:
 
 def reads_ride_along(shape: Shape, processors: int) -> bool:
     """Whether the write programs also do the reads: they fill the GPU, both fit, scores are not repeated."""
-    if path(shape) == "streamed" or (shape.b == 128 and shape.layers[0].D > 64):
+    if path(shape) != "columns" or (shape.b == 128 and shape.layers[0].D > 64):
         return False  # queries, keys and scores would need 233 KB of shared memory, of 227
-    parts = 1
-    if path(shape) == "columns":
-        parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
+    parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
     return shape.N * shape.H * parts >= processors and parts <= 4
 
 
@@ -100,27 +106,27 @@ def processors(device: torch.device) -> int:
 
 
 def forward(
-    shape: Shape, x: Tokens, start: Tensor, *, keep: bool, final: bool
+    shape: Shape, x: Tokens, start: Tensor, base: Tensor | None, *, keep: bool, final: bool
 ) -> tuple[Tensor, Tensor, Kept]:
     """y [tokens, H, V], with ``final`` the final state [N, H, size], and what to save."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     along = reads_ride_along(shape, processors(x.q.device))
     kept = Kept.empty(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
     y, after = torch.empty_like(x.v), _state(shape, start, final)
-    _write(shape, x, start, gates, kept, y, after, read=along, keep=keep or not along)
+    _write(shape, x, start, base, gates, kept, y, after, read=along, keep=keep or not along)
     if not along:
-        _read(shape, shape.layers, x, gates, kept, y)
+        _read(shape, shape.layers, x, base, gates, kept, y)
     after = after if final else start.new_empty(0)
     return y, after, kept if keep else Kept.empty(shape, x.q, False)
 
 
-def recall(shape: Shape, x: Tokens, start: Tensor) -> Kept:
+def recall(shape: Shape, x: Tokens, start: Tensor, base: Tensor | None) -> Kept:
     """Recomputes what a forward without ``keep`` did not save."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
     kept = Kept.empty(shape, x.q, True)._replace(C=gates.C, gates=gates.tokens)
     nothing = x.q.new_empty(0)
-    _write(shape, x, start, gates, kept, nothing, _state(shape, start, False), read=False, keep=True)
-    _read(shape, shape.layers[:-1], x, gates, kept, nothing)
+    _write(shape, x, start, base, gates, kept, nothing, _state(shape, start, False), read=False, keep=True)
+    _read(shape, shape.layers[:-1], x, base, gates, kept, nothing)
     return kept
 
 
@@ -130,8 +136,8 @@ def _state(shape: Shape, start: Tensor, final: bool) -> Tensor:
 
 
 def _write(
-    shape: Shape, x: Tokens, start: Tensor, gates: Gates, kept: Kept, y: Tensor, after: Tensor,
-    *, read: bool, keep: bool,
+    shape: Shape, x: Tokens, start: Tensor, base: Tensor | None, gates: Gates, kept: Kept, y: Tensor,
+    after: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
     which = path(shape)
     if which == "columns":
@@ -142,21 +148,21 @@ def _write(
         )  # fmt: skip
     elif which == "resident":
         after.copy_(start)
-        resident.write(
-            shape, x.q, x.k, x.v, after, gates, kept.states, kept.z, kept.dh, kept.dt, kept.scale, kept.u, y,
-            read=read, keep=keep,
-        )  # fmt: skip
+        resident.write(shape, x.k, x.v, after, base, gates, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
     else:
         after.copy_(start)
-        streamed.write(shape, x.k, x.v, gates, after, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
+        streamed.write(shape, x.k, x.v, gates, after, base, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
 
 
-def _read(shape: Shape, layers: tuple[Layer, ...], x: Tokens, gates: Gates, kept: Kept, y: Tensor) -> None:
+def _read(
+    shape: Shape, layers: tuple[Layer, ...], x: Tokens, base: Tensor | None, gates: Gates, kept: Kept,
+    y: Tensor,
+) -> None:  # fmt: skip
     for layer in layers:
         below = layer.number - 1
         queries, keys = (kept.u[below], kept.z[below]) if layer.number else (x.q, x.k)
         out = kept.u[layer.number] if layer.number < shape.depth - 1 else y
-        read_layer(shape, layer, queries, keys, kept.d(layer), kept.states, gates, out)
+        read_layer(shape, layer, queries, keys, kept.d(layer), kept.states, base, gates, out)
 
 
 class _Grads(NamedTuple):
@@ -183,8 +189,10 @@ class _Grads(NamedTuple):
         )  # fmt: skip
 
 
-def backward(shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor) -> tuple[Tensor, ...]:
-    """Gradients of q, k, v, alpha, eta, theta and of the starting state."""
+def backward(
+    shape: Shape, x: Tokens, base: Tensor | None, kept: Kept, dy: Tensor, dafter: Tensor
+) -> tuple[Tensor, ...]:
+    """Gradients of q, k, v, alpha, eta, theta, of the starting state, and of the base if there is one."""
     gates = Gates(kept.C, kept.gates)
     BV = columns.columns_per_program(shape, processors(dy.device)) if path(shape) == "columns" else 0
     grads = _Grads.empty(shape, kept, shape.layers[0].F // BV if BV else 1)
@@ -201,19 +209,28 @@ def backward(shape: Shape, x: Tokens, kept: Kept, dy: Tensor, dafter: Tensor) ->
         )
         dz, dd = (dy, grads.ddt) if top else (grads.du[l], grads.ddh[l])
         read_layer_backward(
-            shape, layer, dz, queries, keys, kept.d(layer), kept.states, gates, dx, dX, dd, grads.dC,
+            shape, layer, dz, queries, keys, kept.d(layer), kept.states, base, gates, dx, dX, dd, grads.dC,
             grads.dtokens,
         )  # fmt: skip
     dstart = _write_backward(shape, BV, x, gates, kept, grads, dy, dafter, dv)
     dz, sign = (grads.dz[0], 1) if shape.depth > 1 else (dv, -1)
     for layer in reversed(shape.layers):
         update_layer_backward(
-            shape, layer, kept.states, grads.dstates, kept.d(layer), dz, sign, dkeys, gates, dk, grads.inner
-        )
+            shape, layer, kept.states, grads.dstates, base, kept.d(layer), dz, sign, dkeys, gates, dk,
+            grads.inner,
+        )  # fmt: skip
     dgates = coefficients_backward(
         x.alpha, x.eta, x.theta, gates, grads.dC, grads.dtokens, grads.inner, shape.tables
     )
-    return dq, dk, dv, *dgates, dstart.sum(0, keepdim=True) if shape.shared else dstart
+    found = dq, dk, dv, *dgates, dstart.sum(0, keepdim=True) if shape.shared else dstart
+    if base is None:
+        return found
+    dbase = partial_sums(shape, dstart)
+    for layer in shape.layers:
+        below, top = layer.number - 1, layer.number == shape.depth - 1
+        queries, du = kept.u[below] if layer.number else x.q, dy if top else grads.du[layer.number]
+        base_layer_backward(shape, layer, queries, du, grads.dstates, gates, dbase)
+    return *found, dbase.sum(0)
 
 
 def _write_backward(
@@ -255,11 +272,16 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
     dtype = options.operands
     tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:6]))
     widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
-    y, after = _in_parts(tokens, flatten(*(options.shared_start or (weights, momentum))), options, widths)
+    if options.shared_start:
+        weights, momentum = whole(options.shared_start[0], options.base), options.shared_start[1]
+    base = flat_base(options.base) if options.base else None
+    y, after = _in_parts(tokens, flatten(weights, momentum), base, options, widths)
     return (y, *unflatten(after, layers_of(tuple(widths))[0])) if options.final else (y, (), ())
 
 
-def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]) -> tuple[Tensor, Tensor]:
+def _in_parts(
+    tokens: Tokens, start: Tensor, base: Tensor | None, options: Options, widths: list[int]
+) -> tuple[Tensor, Tensor]:
     """y and the final state; without a gradient, long rows are processed in parts of bounded memory."""
     B, T, H, _ = tokens.q.shape
     b, packed = options.chunk_size, options.cu_seqlens is not None
@@ -270,13 +292,13 @@ def _in_parts(tokens: Tokens, start: Tensor, options: Options, widths: list[int]
     if torch.is_grad_enabled() or packed or total <= most:
         keep = torch.is_grad_enabled() and total <= most
         found = torch.ops.titans.memory_triton(
-            *tokens, start, options.cu_seqlens, *rule, keep, options.final
+            *tokens, start, base, options.cu_seqlens, *rule, keep, options.final
         )  # fmt: skip
         return found[:2]
     out, length = [], b * max(1, most // (each * B))
     for t in range(0, T, length):
         part = (x[:, t : t + length] for x in tokens)
-        y, start = torch.ops.titans.memory_triton(*part, start, None, *rule, False, True)[:2]
+        y, start = torch.ops.titans.memory_triton(*part, start, base, None, *rule, False, True)[:2]
         out.append(y)
     return torch.cat(out, 1), start
 
@@ -322,33 +344,35 @@ def _flat(*xs: Tensor) -> list[Tensor]:
 @torch.library.custom_op("titans::memory_triton", mutates_args=())
 def memory_triton(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, start: Tensor,
-    cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str, bound: float,
-    keep: bool, final: bool,
+    base: Tensor | None, cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str,
+    bound: float, keep: bool, final: bool,
 ) -> list[Tensor]:  # fmt: skip
     """y, with ``final`` the final state [N, H, size], and with ``keep`` what the backward needs.
 
-    ``start`` is [N, H, size], or [1, H, size] if all documents start from the same state.
+    ``start`` is [N, H, size], or [1, H, size] if all documents start from the same state; ``base`` [H,
+    size / 2] is what the weights of two or more layers decay to.
     """
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
-    y, after, kept = forward(shape, x, start.contiguous(), keep=keep, final=final)
+    y, after, kept = forward(shape, x, start.contiguous(), base, keep=keep, final=final)
     return [y.view(v.shape), after, *kept]
 
 
 @torch.library.custom_op("titans::memory_triton_backward", mutates_args=())
 def memory_triton_backward(
     dy: Tensor, dafter: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
-    start: Tensor, cu_seqlens: Tensor | None, kept: Sequence[Tensor], widths: Sequence[int],
-    chunk_size: int, activation: str, bound: float,
+    start: Tensor, base: Tensor | None, cu_seqlens: Tensor | None, kept: Sequence[Tensor],
+    widths: Sequence[int], chunk_size: int, activation: str, bound: float,
 ) -> list[Tensor]:  # fmt: skip
-    """Gradients of q, k, v, alpha, eta, theta and start; an empty ``dafter`` is zeros."""
+    """Gradients of q, k, v, alpha, eta, theta, start and the base, if any; an empty ``dafter`` is zeros."""
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
     found = Kept(*kept)
     if not found.states.numel():
-        found = recall(shape, x, start.contiguous())
-    *tokens, dstart = backward(shape, x, found, _flat(dy)[0], dafter.contiguous())
-    return [*(d.view(y.shape) for d, y in zip(tokens, (q, k, v, alpha, eta, theta), strict=True)), dstart]
+        found = recall(shape, x, start.contiguous(), base)
+    grads = backward(shape, x, base, found, _flat(dy)[0], dafter.contiguous())
+    of_tokens = (d.view(y.shape) for d, y in zip(grads, (q, k, v, alpha, eta, theta), strict=False))
+    return [*of_tokens, *grads[6:]]
 
 
 memory_triton.register_fake(fake(memory_triton._init_fn))
@@ -366,12 +390,14 @@ def _setup_context(ctx, inputs, output) -> None:
 
 def _autograd(ctx, grads):
     saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
-    *tensors, cu_seqlens = saved[:8]
-    kept = list(saved[8:])
+    *tensors, base, cu_seqlens = saved[:9]
+    kept = list(saved[9:])
     dy = torch.zeros_like(tensors[2]) if grads[0] is None else grads[0]
     dafter = tensors[6].new_empty(0) if grads[1] is None else grads[1]
-    found = torch.ops.titans.memory_triton_backward(dy, dafter, *tensors, cu_seqlens, kept, *ctx.options)
-    return *found, None, None, None, None, None, None, None
+    found = torch.ops.titans.memory_triton_backward(
+        dy, dafter, *tensors, base, cu_seqlens, kept, *ctx.options
+    )
+    return *found, *(() if base is not None else (None,)), None, None, None, None, None, None, None
 
 
 memory_triton.register_autograd(_autograd, setup_context=_setup_context)

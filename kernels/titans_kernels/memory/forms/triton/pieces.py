@@ -138,6 +138,15 @@ def tile_at(row, column, WIDTH: tl.constexpr):
 
 
 @triton.jit
+def base_of(base, h, at, SIZE: tl.constexpr):
+    """Base [D, F] of the layer whose state starts at ``at``; None without one. A head's base has SIZE / 2."""
+    if base is None:
+        return None
+    else:
+        return base + h.to(tl.int64) * (SIZE // 2) + at // 2
+
+
+@triton.jit
 def keep_bounded(g, BOUND: tl.constexpr):
     """Divisor [b] that reduces the norm of an error signal g [b, columns] to at most BOUND."""
     return tl.maximum(tl.sqrt(tl.sum(g * g, 1)) / BOUND, 1.0)

@@ -4,6 +4,8 @@ Reads, queries through the per-token weights, and their backward:
 
     u = beta (x W) + m (x S) - ((x X^T) * C) d,   with x, X the layer's input for the queries and the keys
 
+or with decay towards a base B, ``beta (x W) + (1 - beta) (x B)`` in place of ``beta (x W)``.
+
 A part of the backward of the writes, from the state before each chunk and the gradient of the state after
 it: the gradients of beta, m and h of the chunk's last token, which are inner products, and for the first
 layer the gradient of the keys
@@ -23,6 +25,7 @@ from torch import Tensor
 from titans_kernels.memory.forms.triton.gates import Gates
 from titans_kernels.memory.forms.triton.launch import launch
 from titans_kernels.memory.forms.triton.pieces import (
+    base_of,
     chunk_at,
     dot,
     load_rows,
@@ -38,7 +41,7 @@ from titans_kernels.memory.forms.triton.shapes import Layer, Shape
 
 @triton.jit
 def _forward(
-    x, X, d, states, C, gates, out, chunks, length, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
+    x, X, d, states, base, C, gates, out, chunks, length, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, b: tl.constexpr,
     HIDDEN: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -55,6 +58,8 @@ def _forward(
     scores = tl.zeros((b, b), tl.float32)
     from_W = tl.zeros((b, BF), tl.float32)
     from_S = tl.zeros((b, BF), tl.float32)
+    from_B = tl.zeros((b, BF), tl.float32)
+    B = base_of(base, h, AT, SIZE)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
         x_tile = load_rows(x, t, row, valid, h, H, D, k)
@@ -65,18 +70,22 @@ def _forward(
         scores += dot(x_tile, tl.trans(X_tile), TYPE, PRECISION)
         from_W += dot(x_tile, tl.load(state + tile_at(k, column, F)), TYPE, PRECISION)
         from_S += dot(x_tile, tl.load(state + D * F + tile_at(k, column, F)), TYPE, PRECISION)
+        if B is not None:
+            from_B += dot(x_tile, tl.load(B + tile_at(k, column, F)), TYPE, PRECISION)
     at_C = C + (m.to(tl.int64) * H + h) * b * b + tile_at(row, row, b)
     C_bb = tl.load(at_C)
     beta = load_tokens(gates, t, row, valid, h, H)
     mix = load_tokens(gates + stride, t, row, valid, h, H)
     d_tile = load_rows(d, t, row, valid, h, H, F, column)
     u = beta[:, None] * from_W + mix[:, None] * from_S - dot(C_bb * scores, d_tile, TYPE, PRECISION)
+    if B is not None:
+        u += (1 - beta[:, None]) * from_B
     store_rows(out, u, t, row, valid, h, H, F, column)
 
 
 @triton.jit
 def _backward(
-    dz, x, X, d, states, C, gates, dx, dX, dd, dC, dtokens, chunks, length, H, tokens,
+    dz, x, X, d, states, base, C, gates, dx, dX, dd, dC, dtokens, chunks, length, H, tokens,
     SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, b: tl.constexpr, HIDDEN: tl.constexpr, ADD: tl.constexpr,
     ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
@@ -118,24 +127,32 @@ def _backward(
     dscores = -inner * C_bb
     dbeta = tl.zeros((b,), tl.float32)
     dmix = tl.zeros((b,), tl.float32)
+    B = base_of(base, h, AT, SIZE)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
         to_W = tl.zeros((b, BD), tl.float32)
         to_S = tl.zeros((b, BD), tl.float32)
+        to_B = tl.zeros((b, BD), tl.float32)
         for j in range(0, F, BF):
             f = j + tl.arange(0, BF)
             dz_tile = load_rows(dz, t, row, valid, h, H, F, f)
             to_W += dot(dz_tile, tl.trans(tl.load(state + tile_at(k, f, F))), TYPE, PRECISION)
             to_S += dot(dz_tile, tl.trans(tl.load(state + D * F + tile_at(k, f, F))), TYPE, PRECISION)
+            if B is not None:
+                to_B += dot(dz_tile, tl.trans(tl.load(B + tile_at(k, f, F))), TYPE, PRECISION)
         u_tile = load_rows(x, t, row, valid, h, H, D, k).to(tl.float32)
         X_tile = load_rows(X, t, row, valid, h, H, D, k)
         x_tile = u_tile
         if HIDDEN:
             x_tile = value(u_tile, ACTIVATION)
             X_tile = value(X_tile.to(tl.float32), ACTIVATION)
+        if B is not None:
+            to_W -= to_B
         dbeta += tl.sum(to_W * x_tile, 1)
         dmix += tl.sum(to_S * x_tile, 1)
         dx_tile = beta[:, None] * to_W + mix[:, None] * to_S + dot(dscores, X_tile, TYPE, PRECISION)
+        if B is not None:
+            dx_tile += to_B
         if HIDDEN:
             dx_tile = dx_tile * slope(u_tile, ACTIVATION)
         store_rows(dx, dx_tile, t, row, valid, h, H, D, k)
@@ -148,16 +165,18 @@ def _backward(
 
 
 def read_layer(
-    shape: Shape, layer: Layer, x: Tensor, X: Tensor, d: Tensor, states: Tensor, gates: Gates, out: Tensor
-) -> None:
+    shape: Shape, layer: Layer, x: Tensor, X: Tensor, d: Tensor, states: Tensor, base: Tensor | None,
+    gates: Gates, out: Tensor,
+) -> None:  # fmt: skip
     """Fill ``out`` [tokens, H, F] with u of one layer.
 
     ``x`` and ``X`` [tokens, H, D]: queries and keys, or in later layers their pre-activations from the layer
-    before. ``d`` [tokens, H, F]: the keys' errors. ``states`` [M, H, size]: chunk-start states.
+    before. ``d`` [tokens, H, F]: the keys' errors. ``states`` [M, H, size]: chunk-start states. ``base`` [H,
+    size / 2].
     """
     BD, BF = min(layer.D, 64), min(layer.F, 64)
     launch(
-        _forward, (shape.M, shape.H, layer.F // BF), x, X, d, states, gates.C, gates.tokens, out,
+        _forward, (shape.M, shape.H, layer.F // BF), x, X, d, states, base, gates.C, gates.tokens, out,
         *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ACTIVATION=shape.activation,
         PRECISION=shape.precision, warps=shape.warps, stages=2,
@@ -165,8 +184,8 @@ def read_layer(
 
 
 def read_layer_backward(
-    shape: Shape, layer: Layer, dz: Tensor, x: Tensor, X: Tensor, d: Tensor, states: Tensor, gates: Gates,
-    dx: Tensor, dX: Tensor, dd: Tensor, dC: Tensor, dtokens: Tensor,
+    shape: Shape, layer: Layer, dz: Tensor, x: Tensor, X: Tensor, d: Tensor, states: Tensor,
+    base: Tensor | None, gates: Gates, dx: Tensor, dX: Tensor, dd: Tensor, dC: Tensor, dtokens: Tensor,
 ) -> None:  # fmt: skip
     """Backward of a layer: from ``dz`` [tokens, H, F] to ``dx``, ``dX`` and ``dd``.
 
@@ -175,8 +194,8 @@ def read_layer_backward(
     """
     BD, BF = min(layer.D, 64), min(layer.F, 64)
     launch(
-        _backward, (shape.M, shape.H), dz, x, X, d, states, gates.C, gates.tokens, dx, dX, dd, dC, dtokens,
-        *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
+        _backward, (shape.M, shape.H), dz, x, X, d, states, base, gates.C, gates.tokens, dx, dX, dd, dC,
+        dtokens, *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ADD=layer.number < shape.depth - 1,
         ACTIVATION=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=2,
         registers=255,  # by default ptxas uses 32 on A100 and spills 6,928 bytes; with 255 it spills 2,216
@@ -185,7 +204,7 @@ def read_layer_backward(
 
 @triton.jit
 def _update_backward(
-    states, dstates, d, dz, dX, gates, dk, inner, chunks, length, H, tokens,
+    states, dstates, base, d, dz, dX, gates, dk, inner, chunks, length, H, tokens,
     SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
     BF: tl.constexpr, b: tl.constexpr, KEYS: tl.constexpr, SIGN: tl.constexpr, ADD: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -200,6 +219,7 @@ def _update_backward(
     stride = tl.cast(tokens, tl.int64) * H
     state = states + (m.to(tl.int64) * H + h) * SIZE + AT
     dstate = dstates + (m.to(tl.int64) * H + h) * SIZE + AT
+    B = base_of(base, h, AT, SIZE)
     c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
     share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
     WW = tl.zeros((BD,), tl.float32)
@@ -214,7 +234,10 @@ def _update_backward(
             S = tl.load(state + D * F + tile_at(k, f, F)).to(tl.float32)
             dW = tl.load(dstate + tile_at(k, f, F))
             dS = tl.load(dstate + D * F + tile_at(k, f, F))
-            WW += tl.sum(dW.to(tl.float32) * W.to(tl.float32), 1)
+            away = W.to(tl.float32)
+            if B is not None:
+                away -= tl.load(B + tile_at(k, f, F))
+            WW += tl.sum(dW.to(tl.float32) * away, 1)
             WS += tl.sum(dW.to(tl.float32) * S, 1)
             SS += tl.sum(dS.to(tl.float32) * S, 1)
             if KEYS:
@@ -237,8 +260,8 @@ def _update_backward(
 
 
 def update_layer_backward(
-    shape: Shape, layer: Layer, states: Tensor, dstates: Tensor, d: Tensor, dz: Tensor, sign: int, dX: Tensor,
-    gates: Gates, dk: Tensor, inner: Tensor,
+    shape: Shape, layer: Layer, states: Tensor, dstates: Tensor, base: Tensor | None, d: Tensor, dz: Tensor,
+    sign: int, dX: Tensor, gates: Gates, dk: Tensor, inner: Tensor,
 ) -> None:  # fmt: skip
     """Add one layer's part to ``inner`` [M, H, 3]; for the first layer also fill ``dk``.
 
@@ -246,7 +269,7 @@ def update_layer_backward(
     last layer is called first and initialises ``inner``.
     """
     launch(
-        _update_backward, (shape.M, shape.H), states, dstates, d, dz, dX, gates.tokens, dk, inner,
+        _update_backward, (shape.M, shape.H), states, dstates, base, d, dz, dX, gates.tokens, dk, inner,
         *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=min(layer.D, 64), BF=min(layer.F, 64), b=shape.b, KEYS=layer.number == 0, SIGN=sign,
         ADD=layer.number < shape.depth - 1, PRECISION=shape.precision, warps=shape.warps, stages=2,

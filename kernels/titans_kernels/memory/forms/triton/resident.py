@@ -18,6 +18,7 @@ from titans_kernels.memory.forms.triton.gates import Gates
 from titans_kernels.memory.forms.triton.launch import launch
 from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
+    base_of,
     document_at,
     dot,
     keep_bounded,
@@ -35,10 +36,11 @@ from titans_kernels.memory.forms.triton.shapes import Shape
 
 
 @triton.jit
-def _step(W, S, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns W' = a W + m S - X^T (c d); stores S' = h S - X^T (n d) at ``S``."""
+def _step(W, S, S_copy, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
+    """Returns W' = a W + m S - X^T (c d); stores S' = h S - X^T (n d) at ``S``, and S at ``S_copy``."""
     error = error.to(tl.float32)
     before = tl.load(S)
+    tl.store(S_copy, before.to(TYPE))
     W = add_dot(a * W + mix * before, tl.trans(X), -c * error, TYPE, PRECISION)
     tl.store(S, add_dot(keep * before, tl.trans(X), -share * error, TYPE, PRECISION))
     return W
@@ -46,9 +48,9 @@ def _step(W, S, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION:
 
 @triton.jit
 def _write(
-    q, k, v, state, C, gates, states, z, d1, d2, scale, u, y, documents, length, H, tokens,
+    k, v, state, base, gates, states, z, d1, d2, scale, documents, length, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
-    READ: tl.constexpr, KEEP: tl.constexpr, ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
+    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     nh = tl.program_id(0)
     n, h = nh // H, nh % H
@@ -60,16 +62,20 @@ def _write(
     cell1 = tile_at(key, hidden, F)
     cell2 = 2 * D * F + tile_at(hidden, column, V)
     mine = state + nh.to(tl.int64) * SIZE
+    B1 = base_of(base, h, 0, SIZE)
+    B2 = base_of(base, h, 2 * D * F, SIZE)
     W1 = tl.load(mine + cell1)
     W2 = tl.load(mine + cell2)
+    forgotten = 0.0
     for t in range(first, end, b):
         valid = t + row < end
-        if KEEP:
-            to = states + (m * H + h) * SIZE
-            tl.store(to + cell1, W1.to(TYPE))
-            tl.store(to + D * F + cell1, tl.load(mine + D * F + cell1).to(TYPE))
-            tl.store(to + cell2, W2.to(TYPE))
-            tl.store(to + F * V + cell2, tl.load(mine + F * V + cell2).to(TYPE))
+        # the base's share of the step before: here, because at the end of a chunk there are no registers left
+        if base is not None:
+            W1 += forgotten * tl.load(B1 + cell1)
+            W2 += forgotten * tl.load(B2 + tile_at(hidden, column, V))
+        to = states + (m * H + h) * SIZE
+        tl.store(to + cell1, W1.to(TYPE))
+        tl.store(to + cell2, W2.to(TYPE))
         k_tile = load_rows(k, t, row, valid, h, H, D, key)
         z_tile = dot(k_tile, W1, TYPE, PRECISION)
         X = value(z_tile, ACTIVATION).to(TYPE)
@@ -78,46 +84,35 @@ def _write(
         if BOUND > 0:
             over2 = keep_bounded(error2, BOUND)
             error2 = error2 / over2[:, None]
-            if KEEP:
-                store_tokens(scale + stride, over2, t, row, valid, h, H)
+            store_tokens(scale + stride, over2, t, row, valid, h, H)
         error2 = error2.to(TYPE)
         error1 = dot(error2, tl.trans(W2), TYPE, PRECISION) * slope(z_tile, ACTIVATION)
         if BOUND > 0:
             over1 = keep_bounded(error1, BOUND)
             error1 = error1 / over1[:, None]
-            if KEEP:
-                store_tokens(scale, over1, t, row, valid, h, H)
+            store_tokens(scale, over1, t, row, valid, h, H)
         error1 = error1.to(TYPE)
-        if KEEP:
-            store_rows(z, z_tile, t, row, valid, h, H, F, hidden)
-            store_rows(d1, error1, t, row, valid, h, H, F, hidden)
-            store_rows(d2, error2, t, row, valid, h, H, V, column)
-        if READ:
-            beta = load_tokens(gates, t, row, valid, h, H)[:, None]
-            mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
-            at_C = C + (m * H + h) * b * b + tile_at(row, row, b)
-            C_bb = tl.load(at_C)
-            x = load_rows(q, t, row, valid, h, H, D, key)
-            u_tile = beta * dot(x, W1, TYPE, PRECISION)
-            u_tile += mix * dot(x, tl.load(mine + D * F + cell1), TYPE, PRECISION)
-            scores = C_bb * dot(x, tl.trans(k_tile), TYPE, PRECISION)
-            u_tile -= dot(scores, error1, TYPE, PRECISION)
-            if KEEP:
-                store_rows(u, u_tile, t, row, valid, h, H, F, hidden)
-            x = value(u_tile, ACTIVATION).to(TYPE)
-            out = beta * dot(x, W2, TYPE, PRECISION)
-            out += mix * dot(x, tl.load(mine + F * V + cell2), TYPE, PRECISION)
-            scores = C_bb * dot(x, tl.trans(X), TYPE, PRECISION)
-            out -= dot(scores, error2, TYPE, PRECISION)
-            store_rows(y, out, t, row, valid, h, H, V, column)
+        store_rows(z, z_tile, t, row, valid, h, H, F, hidden)
+        store_rows(d1, error1, t, row, valid, h, H, F, hidden)
+        store_rows(d2, error2, t, row, valid, h, H, V, column)
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)[:, None]
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
         a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
-        W1 = _step(W1, mine + D * F + cell1, k_tile, error1, c, share, a, mix_out, keep, TYPE, PRECISION)
-        W2 = _step(W2, mine + F * V + cell2, X, error2, c, share, a, mix_out, keep, TYPE, PRECISION)
+        W1 = _step(
+            W1, mine + D * F + cell1, to + D * F + cell1, k_tile, error1, c, share, a, mix_out, keep,
+            TYPE, PRECISION,
+        )  # fmt: skip
+        W2 = _step(
+            W2, mine + F * V + cell2, to + F * V + cell2, X, error2, c, share, a, mix_out, keep, TYPE,
+            PRECISION,
+        )  # fmt: skip
+        forgotten = 1 - a
         tl.debug_barrier()
         m += 1
+    if base is not None:
+        W1 += forgotten * tl.load(B1 + cell1)
+        W2 += forgotten * tl.load(B2 + tile_at(hidden, column, V))
     tl.store(mine + cell1, W1)
     tl.store(mine + cell2, W2)
 
@@ -236,19 +231,18 @@ def _backward(
 
 
 def write(
-    shape: Shape, q: Tensor, k: Tensor, v: Tensor, state: Tensor, gates: Gates, states: Tensor, z: Tensor,
-    d1: Tensor, d2: Tensor, scale: Tensor, u: Tensor, y: Tensor, *, read: bool, keep: bool,
+    shape: Shape, k: Tensor, v: Tensor, state: Tensor, base: Tensor | None, gates: Gates, states: Tensor,
+    z: Tensor, d1: Tensor, d2: Tensor, scale: Tensor,
 ) -> None:  # fmt: skip
-    """Write the chunks in sequence, updating ``state`` [N, H, size] in place.
+    """Write the chunks in sequence, updating ``state`` [N, H, size] in place; saves for the backward.
 
-    ``read`` fills y, ``keep`` what the backward needs.
+    The reads are kernels of their own: with the reads in this one, a thread spills 696 bytes on Hopper.
     """
     lower, upper = shape.layers
     launch(
-        _write, (shape.N * shape.H,), q, k, v, state, gates.C, gates.tokens, states, z, d1, d2, scale, u, y,
+        _write, (shape.N * shape.H,), k, v, state, base, gates.tokens, states, z, d1, d2, scale,
         *shape.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
-        BOUND=shape.bound, READ=read, KEEP=keep, ACTIVATION=shape.activation, PRECISION=shape.precision,
-        warps=4, stages=1,
+        BOUND=shape.bound, ACTIVATION=shape.activation, PRECISION=shape.precision, warps=4, stages=1,
     )  # fmt: skip
 
 

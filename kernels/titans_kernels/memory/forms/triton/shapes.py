@@ -85,6 +85,13 @@ def flatten(weights: tuple[Tensor, ...], momentum: tuple[Tensor, ...]) -> Tensor
     return cat([x.flatten(2) for pair in pairs for x in pair], -1)
 
 
+def flat_base(base: tuple[Tensor, ...]) -> Tensor:
+    """[H, size / 2] of layers [H, D, F]."""
+    from torch import cat
+
+    return cat([B.flatten(1) for B in base], -1)
+
+
 def unflatten(state: Tensor, layers: tuple[Layer, ...]) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     """Inverse of `flatten`: weights and momentum."""
     sizes = [layer.D * layer.F for layer in layers for _ in range(2)]

@@ -21,6 +21,7 @@ from titans_kernels.memory.forms.triton.gates import Gates
 from titans_kernels.memory.forms.triton.launch import launch
 from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
+    base_of,
     document_at,
     dot,
     load_rows,
@@ -156,11 +157,11 @@ def _errors_down(
 
 @triton.jit
 def _step(
-    k, z, d, state, next_copy, more, c, share, a, mix, keep, t, row, valid, h, H,
+    k, z, d, state, base, next_copy, more, c, share, a, mix, keep, t, row, valid, h, H,
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Update one layer tile by tile: W' = a W + m S - X^T (c d) and S' = h S - X^T (n d)."""
+    """Update one layer tile by tile: W' = a W + (1 - a) B + m S - X^T (c d) and S' = h S - X^T (n d)."""
     TYPE: tl.constexpr = k.dtype.element_ty
     BD: tl.constexpr = min(BLOCK, D)
     BF: tl.constexpr = min(BLOCK, F)
@@ -173,6 +174,8 @@ def _step(
             error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
             S = tl.load(state + D * F + at)
             W = a * tl.load(state + at) + mix * S
+            if base is not None:
+                W += (1 - a) * tl.load(base + at)
             W = add_dot(W, X, -c[:, None] * error, TYPE, PRECISION)
             S = add_dot(keep * S, X, -share[:, None] * error, TYPE, PRECISION)
             tl.store(state + at, W)
@@ -184,7 +187,7 @@ def _step(
 
 @triton.jit
 def _write(
-    k, v, gates, state, states, z, dh, dt, scale, documents, length, H, tokens,
+    k, v, gates, state, base, states, z, dh, dt, scale, documents, length, H, tokens,
     L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,
     BLOCK: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -221,20 +224,21 @@ def _write(
             at = 0 if l == 0 else 2 * (D * F + (l - 1) * F * F)
             _step(
                 k, z + (l - 1) * hidden_stride, dt if l == L - 1 else dh + l * hidden_stride, state + at,
-                now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a, mix, keep, t, row, valid, h,
-                H, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT, PRECISION,
+                base_of(base, h, at, SIZE), now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a,
+                mix, keep, t, row, valid, h, H, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT,
+                PRECISION,
             )  # fmt: skip
         tl.debug_barrier()
         m += 1
 
 
 def write(
-    shape: Shape, k: Tensor, v: Tensor, gates: Gates, state: Tensor, states: Tensor, z: Tensor, dh: Tensor,
-    dt: Tensor, scale: Tensor,
+    shape: Shape, k: Tensor, v: Tensor, gates: Gates, state: Tensor, base: Tensor | None, states: Tensor,
+    z: Tensor, dh: Tensor, dt: Tensor, scale: Tensor,
 ) -> None:  # fmt: skip
     """Write the chunks in sequence, updating ``state`` [N, H, size] in place; saves for the backward."""
     launch(
-        _write, (shape.N * shape.H,), k, v, gates.tokens, state, states, z, dh, dt, scale,
+        _write, (shape.N * shape.H,), k, v, gates.tokens, state, base, states, z, dh, dt, scale,
         *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=64, b=shape.b,
         BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=1,
     )  # fmt: skip

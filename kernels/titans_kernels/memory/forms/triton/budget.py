@@ -1,0 +1,186 @@
+"""Kernels of the write budget, which lowers theta (`titans_kernels.memory.budget`).
+
+Dot products of keys are matrix products on tensor cores, in blocks of 16 tokens. What is left to do token by
+token is one column of a block's 16 x 16 products each: ``used`` [16] is what earlier tokens have written
+along the block's keys, and a token's step is final when all before it have been added.
+
+A chunk of a head is one program of one warp; the keys' gradient is a kernel of its own, since it is not
+sequential. Shapes: tokens of all rows, H heads, D key width; W features, D rounded up to a power of 2.
+"""
+# Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportPossiblyUnboundVariable=false
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from titans_kernels.memory.forms.triton.launch import float32_precision, launch
+from titans_kernels.memory.forms.triton.pieces import add_dot, chunk_at, dot, load_tokens, store_tokens
+from titans_kernels.memory.forms.triton.tables import tables
+
+_TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_BLOCK = tl.constexpr(16)
+
+
+@triton.jit
+def _keys(k, t, row, valid, h, H, D, column):
+    """Keys [rows, W] of tokens t + row."""
+    at = ((tl.cast(t, tl.int64) + row) * H + h)[:, None] * D + column[None, :]
+    return tl.load(k + at, mask=valid[:, None] & (column < D)[None, :], other=0.0)
+
+
+@triton.jit
+def _forward(
+    k, eta, theta, limited, steps, chunks, length, H, D, held, chunk_size: tl.constexpr, W: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    first, count = chunk_at(chunks, tl.program_id(0), length, chunk_size)
+    h = tl.program_id(1)
+    TYPE: tl.constexpr = k.dtype.element_ty
+    row, column = tl.arange(0, _BLOCK), tl.arange(0, W)
+    given = tl.where(first % length < chunk_size, held, 0)
+    for i in range(0, count, _BLOCK):
+        t = first + i
+        valid = i + row < count
+        K = _keys(k, t, row, valid, h, H, D, column)
+        used = tl.zeros((_BLOCK,), tl.float32)
+        for j in range(0, i, _BLOCK):
+            earlier = _keys(k, first + j, row, row < _BLOCK, h, H, D, column)
+            e = load_tokens(steps, first + j, row, row < _BLOCK, h, H)
+            used += tl.sum(tl.abs(dot(K, tl.trans(earlier), TYPE, PRECISION)) * e[None, :], 1)
+        G = tl.abs(dot(K, tl.trans(K), TYPE, PRECISION))
+        size = tl.sum(tl.where(row[:, None] == row[None, :], G, 0.0), 1)
+        G = tl.where(row[:, None] > row[None, :], G, 0.0)
+        counted = size >= _TINY
+        moved = 1 - load_tokens(eta, t, row, valid, h, H)
+        taken = load_tokens(theta, t, row, valid, h, H)
+        wanted = tl.where(counted & (i + row >= given), 2 * taken * size, 0.0)
+        full = tl.where(counted & (moved > 0), 2 * taken / tl.where(moved > 0, moved, 1.0), 0.0)
+        per_size = 1 / tl.where(counted, size, 1.0)
+        for u in range(_BLOCK):
+            room = tl.maximum(1 - used, 0.0)
+            now = tl.where(wanted > room * moved, room * per_size, full)
+            used += tl.sum(tl.where(row == u, now, 0.0)) * tl.sum(tl.where(row[None, :] == u, G, 0.0), 1)
+        room = tl.maximum(1 - used, 0.0)
+        over = wanted > room * moved
+        now = tl.where(over, room * per_size, full)
+        store_tokens(steps, now, t, row, valid, h, H)
+        store_tokens(limited, tl.where(over, now * moved / 2, taken), t, row, valid, h, H)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _backward(
+    dlimited, dsteps, k, eta, theta, limited, steps, deta, dtheta, shares, chunks, length, H, D,
+    chunk_size: tl.constexpr, W: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``shares`` [tokens, H]: the gradient of each limited token's step over its key's squared norm."""
+    first, count = chunk_at(chunks, tl.program_id(0), length, chunk_size)
+    h = tl.program_id(1)
+    TYPE: tl.constexpr = k.dtype.element_ty
+    row, column = tl.arange(0, _BLOCK), tl.arange(0, W)
+    blocks = (count + _BLOCK - 1) // _BLOCK
+    for n in range(blocks):
+        i = (blocks - 1 - n) * _BLOCK
+        t = first + i
+        valid = i + row < count
+        K = _keys(k, t, row, valid, h, H, D, column)
+        total = load_tokens(dsteps, t, row, valid, h, H)
+        for j in range(i + _BLOCK, count, _BLOCK):
+            later = _keys(k, first + j, row, j + row < count, h, H, D, column)
+            share = load_tokens(shares, first + j, row, j + row < count, h, H)
+            total -= tl.sum(tl.abs(dot(K, tl.trans(later), TYPE, PRECISION)) * share[None, :], 1)
+        G = tl.abs(dot(K, tl.trans(K), TYPE, PRECISION))
+        size = tl.sum(tl.where(row[:, None] == row[None, :], G, 0.0), 1)
+        G = tl.where(row[:, None] < row[None, :], G, 0.0)
+        counted = size >= _TINY
+        moved = 1 - load_tokens(eta, t, row, valid, h, H)
+        taken = load_tokens(theta, t, row, valid, h, H)
+        own = load_tokens(steps, t, row, valid, h, H)
+        g = load_tokens(dlimited, t, row, valid, h, H)
+        over = load_tokens(limited, t, row, valid, h, H) != taken
+        per_size = tl.where(over & (own > 0), 1 / tl.where(counted, size, 1.0), 0.0)
+        half = g * moved / 2
+        for u in range(_BLOCK):
+            share = (total + half) * per_size
+            at_u = tl.sum(tl.where(row == _BLOCK - 1 - u, share, 0.0))
+            total -= at_u * tl.sum(tl.where(row[None, :] == _BLOCK - 1 - u, G, 0.0), 1)
+        per_moved = tl.where(counted & (moved > 0), 1 / tl.where(moved > 0, moved, 1.0), 0.0)
+        store_tokens(shares, (total + half) * per_size, t, row, valid, h, H)
+        store_tokens(dtheta, tl.where(over, 0.0, g + 2 * total * per_moved), t, row, valid, h, H)
+        deta_now = tl.where(over, -g * own / 2, total * own * per_moved)
+        store_tokens(deta, deta_now, t, row, valid, h, H)
+        tl.debug_barrier()
+
+
+@triton.jit
+def _keys_backward(
+    k, steps, shares, dk, chunks, length, H, D, chunk_size: tl.constexpr, b: tl.constexpr, W: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """``dk = -(sign(K K^T) * (X + X^T)) K`` with ``X_tu = share_t e_u`` for u <= t; b tokens a program."""
+    first, count = chunk_at(chunks, tl.program_id(0), length, chunk_size)
+    h, i = tl.program_id(1), tl.program_id(2) * b
+    TYPE: tl.constexpr = k.dtype.element_ty
+    # shares may exceed the range of float16
+    WIDE: tl.constexpr = TYPE if TYPE != tl.float16 else tl.float32  # noqa: SIM300
+    row, column = tl.arange(0, b), tl.arange(0, W)
+    valid = i + row < count
+    K = _keys(k, first + i, row, valid, h, H, D, column)
+    e = load_tokens(steps, first + i, row, valid, h, H)
+    share = load_tokens(shares, first + i, row, valid, h, H)
+    dK = tl.zeros((b, W), tl.float32)
+    for j in range(0, count, b):
+        others = j + row < count
+        K_j = _keys(k, first + j, row, others, h, H, D, column)
+        e_j = load_tokens(steps, first + j, row, others, h, H)
+        share_j = load_tokens(shares, first + j, row, others, h, H)
+        product = dot(K, tl.trans(K_j), TYPE, PRECISION)
+        x = tl.where((i + row)[:, None] >= (j + row)[None, :], share[:, None] * e_j[None, :], 0.0)
+        x += tl.where((i + row)[:, None] <= (j + row)[None, :], e[:, None] * share_j[None, :], 0.0)
+        x = tl.where(product > 0, -x, tl.where(product < 0, x, 0.0))
+        dK = add_dot(dK, x, K_j, WIDE, PRECISION)
+    to = dk + ((tl.cast(first + i, tl.int64) + row) * H + h)[:, None] * D + column[None, :]
+    tl.store(to, dK.to(dk.dtype.element_ty), mask=valid[:, None] & (column < D)[None, :])
+
+
+def forward(
+    k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int
+) -> list[Tensor]:
+    """theta' and e [B, T, H] of contiguous k [B, T, H, D], eta and theta."""
+    B, T, H, D = k.shape
+    found = tables(B, T, cu_seqlens, chunk_size, k.device)
+    out = [torch.empty_like(theta), torch.empty_like(theta)]
+    launch(
+        _forward, (found.M, H), k, eta, theta, *out, found.chunks, max(found.length, 1), H, D, held,
+        chunk_size=chunk_size, W=_features(D), PRECISION=float32_precision(), warps=1,
+    )  # fmt: skip
+    return out
+
+
+def backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) -> list[Tensor]:
+    """Gradients of k, eta and theta. ``tensors``: the gradients of theta' and e; k, eta, theta; theta', e."""
+    k, eta, theta, _, steps = tensors[2:]
+    B, T, H, D = k.shape
+    found = tables(B, T, cu_seqlens, chunk_size, k.device)
+    dk, deta, dtheta, shares = (torch.empty_like(x) for x in (k, eta, theta, theta))
+    options = {"chunk_size": chunk_size, "W": _features(D), "PRECISION": float32_precision()}
+    launch(
+        _backward, (found.M, H), *tensors, deta, dtheta, shares, found.chunks, max(found.length, 1), H, D,
+        warps=1, **options,
+    )  # fmt: skip
+    most = 64 if k.element_size() == 2 else 32 if D <= 64 else 16  # float32 operands are split into parts
+    b = max(16, min(most, triton.next_power_of_2(chunk_size)))
+    launch(
+        _keys_backward, (found.M, H, triton.cdiv(chunk_size, b)), k, steps, shares, dk, found.chunks,
+        max(found.length, 1), H, D, b=b, warps=4, **options,
+    )  # fmt: skip
+    return [dk, deta, dtheta]
+
+
+def _features(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
