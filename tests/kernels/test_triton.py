@@ -35,7 +35,7 @@ class Case:
     """Whether some tokens forget all, the others much: too little is then left of a deep memory for operands
     of half precision."""
     base: bool = False
-    """Whether the weights decay to a base; the initial weights are then offsets from it."""
+    """Decay of the weights to a base; the initial weights are then offsets from it."""
 
     @property
     def name(self) -> str:

@@ -153,10 +153,10 @@ def forward(
 ) -> list[Tensor]:
     """theta' and e [B, T, H] of contiguous k [B, T, H, D], eta and theta."""
     B, T, H, D = k.shape
-    found = tables(B, T, cu_seqlens, chunk_size, k.device)
+    layout = tables(B, T, cu_seqlens, chunk_size, k.device)
     out = [torch.empty_like(theta), torch.empty_like(theta)]
     launch(
-        _forward, (found.M, H), k, eta, theta, *out, found.chunks, max(found.length, 1), H, D, held,
+        _forward, (layout.M, H), k, eta, theta, *out, layout.chunks, max(layout.length, 1), H, D, held,
         chunk_size=chunk_size, W=_features(D), PRECISION=float32_precision(), warps=1,
     )  # fmt: skip
     return out
@@ -166,18 +166,18 @@ def backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) 
     """Gradients of k, eta and theta. ``tensors``: the gradients of theta' and e; k, eta, theta; theta', e."""
     k, eta, theta, _, steps = tensors[2:]
     B, T, H, D = k.shape
-    found = tables(B, T, cu_seqlens, chunk_size, k.device)
+    layout = tables(B, T, cu_seqlens, chunk_size, k.device)
     dk, deta, dtheta, shares = (torch.empty_like(x) for x in (k, eta, theta, theta))
     options = {"chunk_size": chunk_size, "W": _features(D), "PRECISION": float32_precision()}
     launch(
-        _backward, (found.M, H), *tensors, deta, dtheta, shares, found.chunks, max(found.length, 1), H, D,
+        _backward, (layout.M, H), *tensors, deta, dtheta, shares, layout.chunks, max(layout.length, 1), H, D,
         warps=1, **options,
     )  # fmt: skip
     most = 64 if k.element_size() == 2 else 32 if D <= 64 else 16  # float32 operands are split into parts
     b = max(16, min(most, triton.next_power_of_2(chunk_size)))
     launch(
-        _keys_backward, (found.M, H, triton.cdiv(chunk_size, b)), k, steps, shares, dk, found.chunks,
-        max(found.length, 1), H, D, b=b, warps=4, **options,
+        _keys_backward, (layout.M, H, triton.cdiv(chunk_size, b)), k, steps, shares, dk, layout.chunks,
+        max(layout.length, 1), H, D, b=b, warps=4, **options,
     )  # fmt: skip
     return [dk, deta, dtheta]
 
