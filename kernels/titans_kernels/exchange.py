@@ -35,9 +35,9 @@ from titans_kernels.attention import (
 )
 from titans_kernels.layers import rms_norm, short_convolution
 from titans_kernels.memory.forms.native import ACTIVATIONS
+from titans_kernels.memory.forms.state import DecodeState
 from titans_kernels.memory.options import state_dtype, without_autocast
 from titans_kernels.memory.rules import Rule
-from titans_kernels.memory.state import DecodeState
 from titans_kernels.native import library, serves
 from titans_kernels.products import feed_forward, linear, token_losses
 
