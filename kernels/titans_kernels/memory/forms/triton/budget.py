@@ -127,7 +127,7 @@ def _keys_backward(
     h, i = tl.program_id(1), tl.program_id(2) * b
     TYPE: tl.constexpr = k.dtype.element_ty
     # shares may exceed the range of float16
-    WIDE: tl.constexpr = TYPE if TYPE != tl.float16 else tl.float32  # noqa: SIM300
+    WIDE: tl.constexpr = TYPE if TYPE != tl.float16 else tl.float32  # noqa: SIM300  # pyright: ignore[reportAssignmentType]
     row, column = tl.arange(0, b), tl.arange(0, W)
     valid = i + row < count
     K = _keys(k, first + i, row, valid, h, H, D, column)
