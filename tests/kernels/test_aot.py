@@ -22,10 +22,12 @@ SPILLED = {
     "delta.backward": {80: 72, 90: 150, 100: 64},
     "columns": {80: 1650, 90: 90, 100: 500},
     "reads.update": {80: 200, 90: 0, 100: 200},
+    "reads.backward+hidden+base": {80: 2650, 90: 150, 100: 520},
     "reads": {80: 2400, 90: 200, 100: 100},
     "resident.write": {80: 350, 90: 240, 100: 240},
     "base": 0,
     "resident.backward": {80: 2100, 90: 1800, 100: 1000},
+    "streamed.write+base": {80: 220, 90: 48, 100: 100},
     "streamed.write": {80: 150, 90: 24, 100: 100},
     "streamed_backward.backward": {80: 1150, 90: 330, 100: 400},
 }
@@ -38,7 +40,7 @@ REACHED = {
     "columns.write+read+keep": (255, 90, 1650),
     "columns.backward": (240, 0, 1600),
     "resident.write": (255, 192, 2700),
-    "resident.write+base": (255, 224, 2950),
+    "resident.write+base": (255, 224, 3050),
     "streamed.write": (255, 24, 3150),
     "streamed_backward.backward": (255, 330, 6450),
 }

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import neural_memory
+from titans_kernels import neural_memory, write_budget
 from titans_kernels.bench.shapes import Shape
 
 NAMES = ("q", "k", "v", "alpha", "eta", "theta")
@@ -43,9 +43,11 @@ class Inputs(NamedTuple):
     def call(self, backend: str) -> list[Tensor]:
         """y, weights and momentum after the last token."""
         q, k, v, alpha, eta, theta = self.tokens
+        if self.shape.budget:
+            theta = write_budget(k, eta, theta, self.shape.chunk_size, budget=self.shape.budget)
         y, state = neural_memory(
             q, k, v, alpha, eta, theta, self.weights, self.momentum or None, backend=backend,
-            chunk_size=self.shape.chunk_size, surprise_bound=self.shape.bound, write_budget=self.shape.budget,
+            chunk_size=self.shape.chunk_size, surprise_bound=self.shape.bound,
         )  # fmt: skip
         return [y, *state.weights, *state.momentum]
 
