@@ -145,6 +145,8 @@ def find_rule(name: str) -> Rule:
     Raises:
         ValueError: there is no such rule, or a parameter is unknown or invalid; a one-line message.
     """
+    if name == "paper":  # without an import, which torch.compile cannot trace
+        return PAPER
     path, *given = name.rstrip(")").split("(", 1)
     kind, parameters = RULES.find(path), {}
     known = [field.name for field in fields(kind)]
