@@ -6,12 +6,20 @@ import json
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, JsonValue, model_validator
+from pydantic_core import PydanticCustomError
 
 PositiveInt = Annotated[int, Field(ge=1)]
 Width = Annotated[int, Field(ge=1, le=2**20)]
 """Number of features or layers, bounded so that a mistyped value is refused."""
 Kernel = Literal[False] | Annotated[int, Field(ge=1, le=2**16)]
 """Width of a convolution, false for none."""
+
+
+def _kernel(given: object) -> object:
+    """True stands for a width of 4; anything that is neither a width nor false is refused in one line."""
+    if not isinstance(given, int):
+        raise PydanticCustomError("kernel", "should be a width in tokens, or false for no convolution")
+    return 4 if given is True else given
 
 
 class Frozen(BaseModel):
@@ -55,7 +63,7 @@ class MemoryConfig(Frozen):
     max_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Maximum of alpha_t, as max_theta is theta's: 1 / 1024 keeps at least 37% of a write for 1,024 tokens.
     A decay learnt on short rows may otherwise empty the memory of a longer text. 1 is the paper's."""
-    conv: Annotated[Kernel, BeforeValidator(lambda given: 4 if given is True else given)] = 4
+    conv: Annotated[Kernel, BeforeValidator(_kernel)] = 4
     """Width of the causal depthwise convolution after each of the q, k, v projections; false for none."""
     qk_norm: bool = True
     """L2-normalise queries and keys."""

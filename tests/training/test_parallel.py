@@ -15,9 +15,8 @@ from torch import nn
 
 from titans_core import BLOCKS, LanguageModel, MemoryConfig, ModelConfig
 from titans_core.sequence_parallel import row_parts
-from titans_kernels import forms_used
+from titans_kernels import accelerate, forms_used
 from titans_platform.errors import UsageError
-from titans_platform.evals import Scorer
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import deterministic
 
@@ -87,9 +86,10 @@ def test_two_workers_train_like_one(two, one, kind):
 def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatch):
     folder, found = two
     if kind == "fsdp":
-        # nobody reads a prefix of a sharded model once for several rows, which rounds otherwise
-        monkeypatch.setattr(Scorer, "_can_fork", False)
-    model = LanguageModel(workers.MODEL)
+        # logits of all positions, as of a sharded model, round otherwise than of the scored ones alone
+        monkeypatch.setattr("titans_platform.evals.scoring.sharded_modules", lambda model: [model])
+    # as the trainer's model is; the plain one rounds otherwise
+    model = accelerate(LanguageModel(workers.MODEL))
     # also: one worker can load what two saved, sharded or not
     assert checkpoint.load_model(folder / kind / "step-00000010", model) == 10
     with deterministic(0, threads=1):
