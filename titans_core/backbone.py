@@ -1,4 +1,4 @@
-"""What models share: the stack of blocks, and the optimiser's groups."""
+"""Parts that models share: the stack of blocks, and the optimiser's groups."""
 
 from __future__ import annotations
 

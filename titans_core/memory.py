@@ -198,7 +198,7 @@ class NeuralMemory(Projections):
         return weights if base is None else tuple(B + V for B, V in zip(base, weights, strict=True))
 
     def extension(self, gates: Tensor | None = None) -> Extension:
-        """What the memory has beyond the paper's equations; ``gates`` of tokens are the rule's own."""
+        """Parts beyond the paper's equations; ``gates`` of tokens are the rule's own."""
         norm, residual = self.inner_norm, None
         if self.config.residual != "none":
             residual = Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)

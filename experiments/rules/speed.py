@@ -32,7 +32,7 @@ class Case(NamedTuple):
     chunk_size: int
 
     def call(self, given: Sequence[Tensor]) -> Tensor:
-        """What the tokens read."""
+        """The tokens' reads."""
         q, k, v, alpha, eta, theta, gates, *weights = given
         extension = Extension(rule=self.rule, gates=gates)
         y, _ = neural_memory(

@@ -108,7 +108,7 @@ def write_error(path: Path, error: OSError) -> TitansError:
 
 
 def is_locked(path: Path) -> bool:
-    """Whether a living process holds the lock; creates no file."""
+    """Return True if a living process holds the lock; creates no file."""
     if not path.exists():
         return False
     with suppress(OSError), file_lock(path) as got:

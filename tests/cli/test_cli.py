@@ -157,7 +157,8 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
 
     _, first = cell("optim.steps=4")
     assert run([*line, "optim.steps=60", "--resume-from", first, "--dry-run"]) == 0
-    assert "optimizer steps" in " ".join(capsys.readouterr().out.split())
+    planned = " ".join(capsys.readouterr().out.split())
+    assert f"resumes from step 4 of run {first}" in planned
     shown, longer = cell("optim.steps=60", "--resume-from", first)
     assert f"resuming from step 4 of run {first}, which trained the same steps" in shown
     _, begun = cell("optim.steps=4", "--set", f"start_from={first}")

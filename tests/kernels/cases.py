@@ -39,7 +39,7 @@ class Call:
         return [*self.tokens, *self.state.weights, *self.state.momentum, *norm, *(self.base or ())]
 
     def extension(self, gates: Sequence[Tensor] = (), rule: Rule | str = "paper") -> Extension:
-        """What the memory has beyond the paper's equations; ``gates`` are the rule's own, if it has any."""
+        """Parts beyond the paper's equations; ``gates`` are the rule's own, if it has any."""
         return Extension(self.residual, self.base, rule, *gates)
 
     def whole(self, *, rule: Rule | str = "paper", **options) -> list[Tensor]:

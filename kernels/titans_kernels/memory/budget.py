@@ -193,7 +193,7 @@ budget_steps.register_autograd(_autograd, setup_context=_setup)
 
 
 def _has_kernel(k: Tensor, chunk_size: int) -> bool:
-    """Whether the Triton kernels support it: keys of 16 tokens must fit a warp's registers."""
+    """Return True if the Triton kernels support the call: keys of 16 tokens must fit a warp's registers."""
     return k.is_cuda and k.dtype != torch.float64 and k.element_size() * k.shape[-1] <= MAX_KEY_BYTES
 
 

@@ -98,7 +98,7 @@ class Options(NamedTuple):
 
     @property
     def final(self) -> bool:
-        """Whether the state after the last token is returned; see `op.neural_memory`."""
+        """True if the state after the last token is returned; see `op.neural_memory`."""
         return self.cu_seqlens is None or self.shared_start is None
 
     @property

@@ -1,4 +1,4 @@
-"""What follows the memory's network f: M(x) = f(x), x + f(x), or x + LN(f(x)).
+"""Output of a memory around its network f: M(x) = f(x), x + f(x), or x + LN(f(x)).
 
 The last is used by the later published version of Titans and by TTT (Sun et al. 2024, arXiv 2407.04620).
 LN has a weight w and a bias b per head, which are trained by the outer loss and are not part of the memory.

@@ -89,18 +89,18 @@ class Rule:
 
     @property
     def has_own_chunk(self) -> bool:
-        """Whether the rule replaces `chunk`."""
+        """True if the rule replaces `chunk`."""
         return type(self).chunk is not Rule.chunk
 
     @property
     def has_paper_update(self) -> bool:
-        """Whether its hooks keep the paper's update and gradient point; loss and reads may differ."""
+        """True if the hooks keep the paper's update and gradient point; loss and reads may differ."""
         own = type(self)
         return own.update is Rule.update and own.gradient_point is Rule.gradient_point
 
     @property
     def linear(self) -> bool:
-        """Whether a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
+        """True if a chunk is linear in its tokens' gradients, with the coefficients of `parts.gates`."""
         return self.has_paper_update and not self.has_own_chunk
 
 

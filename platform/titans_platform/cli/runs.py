@@ -1,4 +1,4 @@
-"""What has been run: `titans runs` lists and deletes; `clean` frees disk space; `ui`, `paper` show."""
+"""Runs: `titans runs` lists and deletes, `clean` frees disk space, `ui` and `paper` show."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from titans_platform.text import clock
 
 PLAN_LINES = {
     "workers": "workers", "threads": "CPU threads per worker", "steps": "optimizer steps", "data": "data",
-    "cell": "run", "state": "state of the run", "tokens": "tokens to train on",
+    "cell": "run", "state": "state of the run", "resume_from": "resumes from", "tokens": "tokens to train on",
     "parameters": "parameters", "state_bytes": "state bytes per sequence",
     "worker_bytes": "memory per worker", "flops_per_token": "training FLOPs per token",
     "seconds": "estimated time",
@@ -32,7 +32,7 @@ PLAN_LINES = {
 if TYPE_CHECKING:
     from titans_platform.objectives import Objective
     from titans_platform.runs.folder import Result
-    from titans_platform.runs.spec import Resources
+    from titans_platform.runs.spec import Resources, RunSpec
 
 
 class Workers(click.ParamType):
@@ -80,7 +80,7 @@ def train(
     from titans_platform.cli.live import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, check_start, plan
+    from titans_platform.runs.check import check_resources, check_start, plan, spec_for
     from titans_platform.runs.load import located
     from titans_platform.runs.spec import Resources, this_machine
 
@@ -96,6 +96,8 @@ def train(
     check_start(cfg)
     if dry_run:
         planned = plan(cfg, root, resources)
+        if resume_from and "cell" in planned:
+            planned["resume_from"] = _start(spec_for(cfg, root, resources), resume_from, planned["data"])
         return echo_json(planned) if as_json else _show_plan(planned, console)
     result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
     if as_json:
@@ -149,6 +151,16 @@ def _run(
     if profile:
         console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True, highlight=False)
     return result
+
+
+def _start(spec: RunSpec, resume_from: str, data: str) -> str:
+    from titans_platform.runs.load import checkpoint_of_shorter
+    from titans_platform.training.checkpoint import step_of
+
+    if (start := checkpoint_of_shorter(spec, resume_from, data)) is None:
+        return "its own checkpoint"
+    shorter, point = start
+    return f"step {step_of(point)} of run {shorter.name}"
 
 
 def _show_plan(plan: dict[str, Any], console: Console) -> None:

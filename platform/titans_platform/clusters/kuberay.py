@@ -30,7 +30,7 @@ Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _CONFIG_MAP_BYTES = 900_000
 LABEL = {"app.kubernetes.io/managed-by": "titans"}
 FILES = "/etc/titans"
-"""Where a RayJob's files are mounted in its pods."""
+"""Mount path of a RayJob's files in its pods."""
 _STATES = {"SUCCEEDED": "succeeded", "FAILED": "failed", "STOPPED": "stopped", "RUNNING": "running"}
 
 

@@ -127,16 +127,15 @@ def _folder_named(run: str, root: Path) -> Path:
     raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
 
 
-def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
-    """Begin a run with the last checkpoint of ``run``, a shorter one of the same config, and its metrics.
+def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> tuple[RunFolder, Path] | None:
+    """Find the checkpoint of ``run``, a shorter run of the same config, from which a run can start.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. A run that has begun is left as it is. Returns a
-    line for the user. Raises UsageError that says why ``run`` cannot be resumed.
+    so the result is identical to training from the start. Returns None if the run has begun, which resumes
+    its own checkpoint. Raises UsageError that says why ``run`` cannot be resumed.
     """
-    folder = spec.folder.path / CHECKPOINTS
-    if spec.folder.state() != "missing" or saved(folder):
-        return f"run {spec.name} has begun and resumes its own checkpoint"
+    if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
+        return None
     path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
     shorter, cfg = RunFolder(path.parents[1], path.name), config_of(path)
     if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
@@ -149,10 +148,19 @@ def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
             f"--resume-from {run}: it keeps no checkpoint of its first {last} steps, whose rates are "
             "equal; give optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
         )
+    return shorter, point
+
+
+def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
+    """Copy the checkpoint of `checkpoint_of_shorter` and its metrics. Returns a line for the user."""
+    if (start := checkpoint_of_shorter(spec, run, data_fingerprint)) is None:
+        return f"run {spec.name} has begun and resumes its own checkpoint"
+    shorter, point = start
     with spec.folder.hold(wait=10):
         spec.folder.begin(spec.commit)
         # none of the longer run's last twentieth is done
-        copy_checkpoint(point, folder, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
+        to = spec.folder.path / CHECKPOINTS
+        copy_checkpoint(point, to, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
         copy_metrics(shorter, spec.folder, step_of(point))
     return f"resuming from step {step_of(point)} of run {shorter.name}, which trained the same steps"
 

@@ -1,4 +1,4 @@
-"""What a run reports while it trains: its progress, once a second, and metrics.jsonl, sent to MLflow.
+"""Reports of a run while it trains: progress, once a second, and metrics.jsonl, sent to MLflow.
 
 Training never waits for the server and no step is lost: metrics.jsonl is an append-only file with one line
 per step, durable before a checkpoint is committed. A thread sends it in order; after a request without an

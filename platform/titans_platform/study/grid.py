@@ -126,7 +126,7 @@ class StudyRun:
 
     @property
     def searching(self) -> bool:
-        """Whether the search must be run or resumed before the cells."""
+        """True if the search must be run or resumed before the cells."""
         return self.search is not None and not self.search.over
 
     def config(self, row: Row) -> RunConfig:

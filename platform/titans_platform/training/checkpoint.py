@@ -458,7 +458,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_corruption(folder: Path) -> str | None:
-    """What is wrong with the checkpoint in ``folder``; None if every file has the hash it was written with.
+    """Name a fault of the checkpoint in ``folder``; None if every file has the hash it was written with.
 
     Transient storage errors are retried. Raises StorageError.
     """

@@ -110,7 +110,7 @@ AnyState = DecodeState | OpenChunk
 
 
 def has_factors(rule: Rule, by_column: bool) -> bool:
-    """Whether the state inside a chunk is a `DecodeState`; ``by_column``: alpha is per group of columns."""
+    """True if the state inside a chunk is a `DecodeState`; ``by_column``: alpha is per group of columns."""
     return rule.linear and not by_column
 
 
