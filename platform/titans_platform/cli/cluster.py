@@ -11,7 +11,7 @@ import click
 
 from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
-from titans_platform.clusters.base import DETACHED, Answer, Cluster, Job, Jobs, Log
+from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
@@ -204,7 +204,7 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
     named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
     named += [("--set", change) for change in changes]
     options = [part for option, value in named if value for part in (option, str(value))]
-    options += ["--rerun-stale"] * given["rerun_stale"] + ["--json"] * given["as_json"]
+    options += ["--rerun-stale"] * given["rerun_stale"]
     job = study_job(found, given["study"], given["scale"], root, options, cells)
     return _submit(found, name, job, given["dry_run"], given["as_json"])
 
@@ -215,7 +215,6 @@ def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
 
     given, found = context.params, load_cluster(name)
     options = [part for change in given["overrides"] for part in ("--set", change)]
-    options += ["--json"] * given["as_json"]
     job = data_job(found, given["config"], _root_on(found, context), options, data)
     return _submit(found, name, job, given["dry_run"], given["as_json"])
 
@@ -229,7 +228,7 @@ def _root_on(found: Cluster, context: click.Context) -> Path:
 
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
-    """Submit and follow. With ``as_json`` the log goes to stderr and the command's JSON to stdout."""
+    """Submit and follow. With ``as_json`` the log goes to stderr, the job's id and exit code to stdout."""
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
     with found.connected() as jobs:
@@ -238,11 +237,9 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
             echo_json({"job": job_id}) if as_json else click.echo(job_id)
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
-        if not as_json:
-            return _follow(jobs, name, job_id, Log(_echo))
-        answer = Answer(partial(_echo, err=True))
-        code = _follow(jobs, name, job_id, Log(answer.write))
-        _echo(answer.text())
+        code = _follow(jobs, name, job_id, Log(partial(_echo, err=as_json)))
+        if as_json:
+            echo_json({"job": job_id, "exit_code": code})
         return code
 
 
