@@ -156,6 +156,8 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     claim, ray = applied(cluster)
     assert claim["kind"] == "PersistentVolumeClaim"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for pod in pods(ray):
+        assert pod.pop("terminationGracePeriodSeconds") > preemption.GRACE
     assert ray["spec"] == {"authOptions": {"mode": "token"}, **cluster.ray}
     for item, name in ((claim, "titans-storage"), (ray, "kuberay")):
         assert (item["metadata"]["name"], item["metadata"]["namespace"]) == (name, "titans")

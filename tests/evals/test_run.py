@@ -57,6 +57,18 @@ class Guesser(nn.Module):
         return SimpleNamespace(logits=nn.functional.one_hot(picks, BYTE.vocab_size).float())
 
 
+class Precise(nn.Module):
+    """Notes whether it is called under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower: set[bool] = set()
+
+    def forward(self, tokens, document_starts=None):
+        self.lower.add(torch.is_autocast_enabled("cpu"))
+        return SimpleNamespace(logits=torch.zeros(*tokens.shape, BYTE.vocab_size))
+
+
 def solve_needle(text):
     asked = re.search(r"\?([A-Z]):(\w*)$", text)
     if not asked:
@@ -350,3 +362,10 @@ def test_pathways_measure_the_answers_without_a_part():
     with intervene(model, Intervention(memory=False)):
         assert found["pathways"]["memory"] == evaluate(model, data, plain, 32)["columns"]
     assert not evaluate(model, data, plain, 32)["pathways"]
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_under_the_precision_of_training(precision):
+    columns = {"x": (TaskConfig(task="needle", options={"style": "compact", "kind": "number"}),)}
+    evaluate(model := Precise(), prepared(), EvalConfig(columns=columns, items=2), 64, precision=precision)
+    assert model.lower == {precision == "bf16"}

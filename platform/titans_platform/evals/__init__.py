@@ -44,7 +44,7 @@ PATHWAYS = {
 
 def evaluate(
     model: nn.Module, prepared: Any, config: EvalConfig, sequence_length: int, *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "cpu", precision: str = "fp32",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every column of `config` on `model`; the model's training mode is restored.
 
@@ -61,6 +61,7 @@ def evaluate(
         config: columns, items, seed, budget of a forward pass.
         sequence_length: T of a training row, tokens.
         device: where the model is.
+        precision: "bf16" measures under autocast, as a run with that `optim.precision` trains.
 
     Returns:
         `columns` {column: value}, `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}},
@@ -76,7 +77,8 @@ def evaluate(
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}, "pathways": {}}
     known: dict[tuple[str, int], Measurement] = {}
-    with evaluating(model):
+    lower = torch.autocast(scorer.device.type, torch.bfloat16, enabled=precision == "bf16")
+    with evaluating(model), lower:
         for column, labelled in tasks.items():
             values, chances = [], []
             for label, task, asked in labelled:
@@ -103,7 +105,9 @@ def evaluate(
         if has_effect(model, change := PATHWAYS[part]):
             with intervene(model, change):
                 asked = config.model_copy(update=again)
-                measured = evaluate(model, prepared, asked, sequence_length, device=device)
+                measured = evaluate(
+                    model, prepared, asked, sequence_length, device=device, precision=precision
+                )
             result["pathways"][part] = measured["columns"]
     return result
 

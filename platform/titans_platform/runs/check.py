@@ -26,7 +26,7 @@ from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.loggers import LOGGERS
 from titans_platform.runs.ray_session import available
-from titans_platform.runs.spec import Resources, RunSpec, concurrency
+from titans_platform.runs.spec import Machine, Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
 from titans_platform.training.loop import Trainer, deterministic
 
@@ -213,19 +213,21 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
 
 
-def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:
+def check_resources(
+    cfg: RunConfig, resources: Resources, machine: Machine | None = None, shared: bool = False
+) -> None:
     """Check that the batch divides among the workers and that the machine or cluster can hold the run.
 
-    ``shared``: workers on this machine may share CPUs, as those of `titans train` do. Raises UsageError, or
-    ClusterError on a cluster.
+    ``machine``: by default this one, or the cluster of the job. ``shared``: workers on this machine may share
+    CPUs, as those of `titans train` do. Raises UsageError, or ClusterError on a cluster.
     """
     check_batch(cfg, resources)
-    machine = available(resources)
+    machine = machine or available(resources)
     if not machine.nodes and shared:
         machine = replace(machine, cpus=max(machine.cpus, resources.cpus))
     concurrency(resources, machine)
-    if not machine.nodes:
-        _check_memory(cfg, resources)
+    if machine.gpu or not machine.nodes:
+        _check_memory(cfg, resources, machine)
 
 
 def check_start(cfg: RunConfig) -> None:
@@ -264,13 +266,16 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
             )
         share = -(-rows // workers)
         if micro and share % micro:
-            raise UsageError(f"optim.micro_batch_size: {micro} does not divide the {share} rows of a worker")
+            fit = ", ".join(str(n) for n in range(share, 0, -1) if share % n == 0)
+            why = f"{micro} does not divide the {share} rows of a worker"
+            raise UsageError(f"optim.micro_batch_size: {why}; give one of {fit}")
 
 
-def _check_memory(cfg: RunConfig, resources: Resources) -> None:
-    """Raise UsageError if the lower bound on the memory of a worker exceeds what this machine has."""
-    on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
-    have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // resources.max_workers
+def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> None:
+    """Raise UsageError if a worker needs more memory than the GPU, or its share of this machine, has."""
+    have = machine_memory() // resources.max_workers
+    if resources.gpus_per_worker and machine.gpu:
+        have = int(machine.gpu.memory * 2**30 * min(1, resources.gpus_per_worker))
     needed = least_memory(cfg, resources)
     if (least := sum(needed.values())) <= have:
         return

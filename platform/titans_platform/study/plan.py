@@ -93,8 +93,8 @@ def check(cells: Iterable[Cell]) -> None:
 
 
 def check_without_data(study: StudyRun) -> None:
-    """Check sources, batch and resources without the data. Raises UsageError, ClusterError."""
-    _check_rows(study.cells, lambda config: check_resources(config, study.resources))
+    """Check batch, resources and memory, and sources without their data. Raises UsageError, ClusterError."""
+    _check_rows(study.cells, lambda config: check_resources(config, study.resources, study.machine))
     unnamed = (cell for cell in study.cells if not cell.name)
     _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
@@ -163,7 +163,7 @@ def place(
     """
     machine = machine or available(study.resources)
     fit, memory = concurrency(study.resources, machine, requested), machine_memory()
-    placed = replace(study, concurrency=fit, rerun_stale=rerun_stale)
+    placed = replace(study, machine=machine, concurrency=fit, rerun_stale=rerun_stale)
     peaks = [result.peak_rss_bytes or 0 for _, result in placed.results if result]
     cell = max(peaks, default=0) * study.resources.max_workers
     if machine.nodes or fit * cell <= memory:
