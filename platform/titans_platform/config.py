@@ -39,7 +39,7 @@ _CHECKPOINTS = 10
 """Default number of checkpoints of a run; the interval is at most 500 steps."""
 
 MAX_VALIDATION_TOKENS = 50_000_000
-"""Limit on what ``validation_fraction`` holds out of a source with ``max_tokens``: 5% of 15B would be 750M."""
+"""Limit on what is held out of a source with ``max_tokens``; 5% of 15B would be 750M."""
 
 VOCABULARIES = {"byte": 260, "dna": 8}
 """Vocabulary sizes of the built-in tokenizers: bytes or letters, document start, pad, to a multiple of 4."""

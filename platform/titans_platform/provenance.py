@@ -11,9 +11,9 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple
 
 PACKAGE = Path(__file__).resolve().parent
 BAKED = "_commit.txt"
@@ -22,7 +22,8 @@ NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 """Packages whose versions may affect results or their storage."""
 
 
-class Gpu(NamedTuple):
+@dataclass(frozen=True)
+class Gpu:
     """A GPU as a plan sees it."""
 
     name: str

@@ -15,6 +15,7 @@ from titans_platform.clusters.kuberay import FILES, KubeRay, ray_job
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
+from titans_platform.runs import preemption
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
 from titans_platform.runs.spec import Resources, concurrency
 from titans_platform.study.grid import known_studies

@@ -29,8 +29,8 @@ from titans_platform.errors import ClusterError, UsageError
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
 _CONFIG_MAP_BYTES = 900_000
 POD_GRACE = 90
-"""Seconds that a pod gets to end unless the file says otherwise: a run takes up to `preemption.GRACE` to write a
-checkpoint, and Kubernetes' own default is 30."""
+"""Seconds that a pod gets to end if the file sets none. A run takes up to `preemption.GRACE` to write a
+checkpoint; Kubernetes' own default is 30."""
 LABEL = {"app.kubernetes.io/managed-by": "titans"}
 FILES = "/etc/titans"
 """Mount path of a RayJob's files in its pods."""
@@ -108,7 +108,7 @@ class KubeRay(Cluster):
         return [*apply, self.record_step(), Run(self.kubectl(*ready))]
 
     def ray_spec(self) -> dict[str, Any]:
-        """The spec under `ray:` with token authentication, and pods that get the time to write a checkpoint."""
+        """The spec under `ray:` with token authentication and POD_GRACE."""
         secret = {"secretName": self.secret} if self.secret else {}
         ray: dict[str, Any] = copy.deepcopy(dict(self.ray))
         for group in (ray["headGroupSpec"], *ray.get("workerGroupSpecs", ())):
