@@ -10,6 +10,8 @@ import yaml
 from titans_platform.data.tokenizer import BUILT_IN, load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.objectives import next_token
+from titans_platform.objectives.classification import Classification
+from titans_platform.objectives.regression import Regression
 from titans_platform.runs.spec import Machine
 from titans_platform.study.grid import chosen_rows, expand, load_study
 from titans_platform.study.plan import check_space, check_without_data, open_study, place
@@ -111,9 +113,11 @@ LAPTOP = Machine(cpus=2)
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
 def test_every_shipped_scale_starts_on_the_machine_that_it_is_meant_for(name, scale, tmp_path, monkeypatch):
-    """Without Ray, a GPU or the network: tokenizers of the Hub are replaced."""
+    """Without Ray, a GPU, the network (tokenizers are replaced) or the files that a user must fetch."""
     here = lambda name: load_tokenizer(name if name in BUILT_IN else "byte")  # noqa: E731
     monkeypatch.setattr(next_token, "load_tokenizer", here)
+    for objective in (Classification, Regression):
+        monkeypatch.setattr(objective, "check_sources", lambda self: None)
     study = open_study(str(SWEEPS / f"{name}.yaml"), scale, tmp_path)
     machine = study.study.scales[scale].machine
     assert bool(machine) == bool(study.resources.gpus_per_worker), "a scale on GPUs names them"
