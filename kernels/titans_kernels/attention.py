@@ -46,7 +46,7 @@ class WindowOptions(NamedTuple):
     window: int | None
     """Number of keys that a token sees, its own among them; None for all."""
     keep: int
-    """Number of the last keys to return, at most S + T; 0 for packed documents."""
+    """How many of the last keys are returned, at most S + T; 0 for packed documents."""
     rotary: Pair | None
     """Cosine and sine at each token's position in its row or document, [T, E / 2]."""
     held_B: Tensor | None = None
@@ -56,7 +56,7 @@ class WindowOptions(NamedTuple):
 
 
 def serves_window(q: Tensor, others: Sequence[Tensor], window: int | None, held: int) -> bool:
-    """Return True if the library supports a call for q [B, T, H, E] and is faster than PyTorch's operators.
+    """Whether the library supports a call for q [B, T, H, E], and is faster than PyTorch's operators.
 
     ``others`` are the other tensors of the call, ``held`` the number of cached keys.
     """
@@ -161,7 +161,7 @@ class _Attend(torch.autograd.Function):
 
 
 class SegmentTokens(NamedTuple):
-    """Inputs of all tokens that do not depend on the memory."""
+    """What does not depend on the memory, of all tokens."""
 
     x: Tensor  # [B, T, D], the residual stream
     read: Tensor  # queries of the memory [B, T, H, E]
@@ -221,7 +221,7 @@ class SegmentOptions(NamedTuple):
 
 
 def serves_segments(x: Tensor, weights: SegmentWeights, segment_size: int) -> bool:
-    """Return True if the library supports a call for x [B, T, D] and is faster than PyTorch's operators."""
+    """Whether the library supports a call for x [B, T, D], and is faster than PyTorch's operators."""
     kernels = max(weights.read_conv.shape[0], weights.write_conv.shape[0])
     projections = weights.read_out, weights.read_in, weights.out, weights.write_in
     return (
@@ -268,7 +268,7 @@ def attend_segments(
 
 
 def _rows(x: Tensor, documents: int) -> Tensor:
-    """Expand a state to one per document, each contiguous; documents may share memory."""
+    """A state of each document, contiguous; documents may share memory."""
     x = x if x[0].is_contiguous() else x.contiguous()
     return x.expand(documents, *x.shape[1:])
 
@@ -336,9 +336,7 @@ class _Call:
     def backward(
         self, saved: Sequence[Any], douts: Sequence[Tensor], dafter: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Return gradients of the arguments from the gradients of y, z and the reads; None in ``dafter`` is
-        zeros.
-        """
+        """Gradients of the arguments, from those of y, z and the reads; None in ``dafter`` is zeros."""
         count = sum(self.sizes)
         (tokens, weights, base, state), (kept, *made) = self._parts(saved[:count]), saved[count:]
         _, normed, r, _, _, _, a, _, z, pre, *_ = made

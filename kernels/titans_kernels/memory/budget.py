@@ -152,7 +152,7 @@ class _Steps(torch.autograd.Function):
     schema="(Tensor k, Tensor eta, Tensor theta, int chunk_size, Tensor? cu_seqlens, int held) -> Tensor[]",
 )
 def budget_steps(k, eta, theta, chunk_size, cu_seqlens, held):
-    """Compute `_steps` as a custom operator, for torch.compile, torch.export and meta tensors."""
+    """`_steps` for torch.compile, torch.export and meta tensors."""
     return _steps(k, eta, theta, chunk_size, cu_seqlens, held)
 
 

@@ -115,7 +115,7 @@ class Call(NamedTuple):
 
     @staticmethod
     def of(inputs: Inputs, weights: Layers, options: Options) -> Call:
-        """Plan a call. Raises ValueError if the library does not compile; `refusal` checks that first."""
+        """Raises ValueError if the library does not compile; `refusal` checks that first."""
         found = library(inputs.state_dtype)
         if found is None:
             raise ValueError("backend: native needs a C++ compiler")
@@ -237,5 +237,5 @@ def tables(lengths: tuple[int, ...], every: int) -> tuple[ctypes.Array, ctypes.A
 
 
 def _rows(x: Tensor) -> Tensor:
-    """Make a state contiguous per document; documents may share memory."""
+    """A state that is contiguous per document; documents may share memory."""
     return x if x[0].is_contiguous() else x.contiguous()

@@ -120,7 +120,7 @@ def _launch(kernel, *tensors: Tensor, like: Tensor, keys: Tensor) -> None:
 def delta_states(
     x: Tensor, y: Tensor, z: Tensor, k: Tensor, writes: Tensor, ends: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the states [R, n + 1, 2 D, F] before each block and after the last one, and U [R, n, b, F].
+    """The states [R, n + 1, 2 D, F] before each block and after the last one, and U [R, n, b, F].
 
     Args:
         x: [R, n, b, F].

@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """Tensors that the forward saves for the backward; empty if they will be recomputed."""
+    """What the forward saves for the backward; tensors are empty if they will be recomputed."""
 
     C: Tensor  # [M, H, b, b]
     gates: Tensor  # [5, tokens, H]
@@ -90,9 +90,7 @@ def path(shape: Shape) -> str:
 
 
 def reads_ride_along(shape: Shape, processors: int) -> bool:
-    """Return True if the write programs also do the reads: they fill the GPU, both fit, scores are not
-    repeated.
-    """
+    """Whether the write programs also do the reads: they fill the GPU, both fit, scores are not repeated."""
     if path(shape) != "columns" or (shape.b == 128 and shape.layers[0].D > 64):
         return False  # queries, keys and scores would need 233 KB of shared memory, of 227
     parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
@@ -101,7 +99,7 @@ def reads_ride_along(shape: Shape, processors: int) -> bool:
 
 @lru_cache
 def processors(device: torch.device) -> int:
-    """Return the number of streaming multiprocessors; an H100's without a GPU."""
+    """Number of streaming multiprocessors; an H100's without a GPU."""
     if device.type != "cuda":
         return 132
     return torch.cuda.get_device_properties(device).multi_processor_count
