@@ -109,11 +109,6 @@ class Cluster(Frozen, ABC):
         """Whether all its workers are on one machine, so that an SQLite file can take their metrics."""
         return False
 
-    @property
-    def is_up(self) -> bool:
-        """Whether jobs can be submitted, without contacting the cluster."""
-        return self.recorded() is not None
-
     def grows_to(self) -> list[dict[str, float]] | None:
         """CPUs and GPUs of each node at full autoscaling; None if it does not autoscale."""
         return None
@@ -258,14 +253,6 @@ class Jobs(ABC):
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
         """The steps that stop a job."""
-
-    @abstractmethod
-    def log_steps(self, job_id: str) -> list[Step]:
-        """The steps that read the log."""
-
-    @abstractmethod
-    def status_steps(self) -> list[Step]:
-        """The steps that query nodes and jobs."""
 
     def access_steps(self) -> list[Step]:
         """The steps required before any of those above, such as forwarding a port."""

@@ -3,7 +3,7 @@
 Kind `existing` is a running Ray cluster, given by the address of its dashboard and its token; kind `ray-up`
 is machines that Ray's cluster launcher provisions (AWS, GCP, ...) or reaches by ssh. What is under `ray:` is
 the launcher's YAML as Ray documents it. Added to it are the name, the token (copied to the nodes as a file)
-and start commands that require it; Ray's schema validates the result.
+and start commands that require it.
 
 Uploading packages and following a log go through Ray's client. The rest is plain HTTP, since the client
 cannot tell a wrong token from a dashboard without authentication.
@@ -166,12 +166,6 @@ class RayJobs(Jobs):
     def stop_steps(self, job_id: str) -> list[Step]:
         line = f"ray job stop --address {shlex.quote(self.address)} {shlex.quote(job_id)}"
         return [Step(line, lambda: self.client.stop_job(job_id))]
-
-    def log_steps(self, job_id: str) -> list[Step]:
-        return [Note(f"GET {self.address}/api/jobs/{job_id}/logs/tail with the token in {self.token}")]
-
-    def status_steps(self) -> list[Step]:
-        return [Note(f"GET {self.address}/api/version, /api/v0/nodes, /api/jobs/ with the token")]
 
     def about(self) -> dict[str, Any]:
         """Version, nodes and jobs."""
