@@ -22,20 +22,19 @@ NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 
 
 def checkout() -> Path | None:
-    """Return the source tree this code runs from; None if it is installed."""
+    """The source tree this code runs from; None if it is installed."""
     tree = PACKAGE.parents[1]
     return tree if PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
 
 
 def shipped() -> Path:
-    """Return the folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
+    """The folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
     return checkout() or PACKAGE / "_shipped"
 
 
 @functools.cache
 def commit() -> str:
-    """Return the last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted
-    changes.
+    """The last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted changes.
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
@@ -46,7 +45,7 @@ def commit() -> str:
 
 
 def commit_of_tree(tree: Path) -> str:
-    """Return the commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
+    """The commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
     try:
         if Path(_git(tree, "rev-parse", "--show-toplevel")).resolve() != tree.resolve():
             return "unknown"
@@ -60,9 +59,7 @@ def commit_of_tree(tree: Path) -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Describe what a result was computed with: versions of packages, Python and the system, and the
-    device.
-    """
+    """What a result was computed with: versions of packages, Python and the system, and the device."""
     found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
         with suppress(metadata.PackageNotFoundError):
@@ -83,7 +80,7 @@ def _device() -> str:
 
 
 def command_line() -> str:
-    """Return the command line of this process, quoted for a shell."""
+    """The command line of this process, quoted for a shell."""
     name = Path(sys.argv[0]).name
     # a job runs the package as a module
     return shlex.join(["titans" if name == "__main__.py" else name, *sys.argv[1:]])
@@ -97,7 +94,7 @@ def note_command(folder: Path) -> None:
 
 
 def commands(folder: Path) -> list[str]:
-    """Read the commands that were run on a study, in order, without repeats."""
+    """The commands that were run on a study, in order, without repeats."""
     try:
         lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
         return list(dict.fromkeys(str(json.loads(line)["command"]) for line in lines))
