@@ -246,16 +246,16 @@ def ways(places: Places) -> list[Line]:
     ]
 
 
-def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
+def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
     """Loss by position of one run, and the gain of its carried state."""
-    buckets = {middle(*bucket): bucket for bucket in found.buckets()}
+    buckets = {middle(*bucket): bucket for bucket in result.buckets()}
     places = {}
-    for way in found.shown:
-        places[way.partition("-")[0]] = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
-    gain = Line("gain", {x: (found.gain(*bucket)[0],) for x, bucket in buckets.items() if x > found.row})
+    for way in result.shown:
+        places[way.partition("-")[0]] = {x: (result.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
+    gain = Line("gain", {x: (result.gain(*bucket)[0],) for x, bucket in buckets.items() if x > result.row})
     lines, unit = ways(places), "nats a token"
     panels = [
-        panel("Loss", plot.by_position, POSITION, unit, shown=lines, row=found.row),
+        panel("Loss", plot.by_position, POSITION, unit, shown=lines, row=result.row),
         panel("What memory brings", plot.by_position, POSITION, unit, shown=[gain]),
     ]
     return Picture(key, title, f"{READ} {GAIN}", panels, ALONE, lines)

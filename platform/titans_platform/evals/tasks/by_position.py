@@ -179,19 +179,19 @@ class ByPositionTask(Task):
         row, wanted = context.prepared.config.sequence_length, self.options.measure
         ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(wanted, (wanted,))
         windows = self.options.windows if wanted in ("gain", WINDOW) else ()
-        found = read_by_position(context.scorer, texts, row, ways, windows)
+        by_position = read_by_position(context.scorer, texts, row, ways, windows)
         first = row * (self.options.from_row - 1) + 1
         last = self.options.to_row and row * self.options.to_row
-        items = found.tokens(first, last)
+        items = by_position.tokens(first, last)
         buckets = {
-            f"{name} {begin}-{end}": math.exp(found.loss(name, begin, end)[0])
-            for name, (begin, end) in product(found.shown, found.buckets())
+            f"{name} {begin}-{end}": math.exp(by_position.loss(name, begin, end)[0])
+            for name, (begin, end) in product(by_position.shown, by_position.buckets())
         }
         if wanted == "gain":
-            return Measurement(*found.gain(first, last), 0.0, items, buckets)
-        way = found.best_window if wanted == WINDOW else wanted
+            return Measurement(*by_position.gain(first, last), 0.0, items, buckets)
+        way = by_position.best_window if wanted == WINDOW else wanted
         assert way is not None
-        loss, stderr = found.loss(way, first, last)
+        loss, stderr = by_position.loss(way, first, last)
         chance = float(context.scorer.tokenizer.vocab_size)
         return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
 
@@ -232,8 +232,8 @@ def read_by_position(
     length = len(texts[0].counts)
     before, at_once = _rows_before(length // row, ways, windows), scorer.parallel_rows(length)
     batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
-    found = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
-    losses = {way: np.concatenate([batch[way] for batch in found]) for way in before}
+    measured = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
+    losses = {way: np.concatenate([batch[way] for batch in measured]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
 
@@ -245,8 +245,8 @@ def tokens_to_read(texts: int, rows: int, row: int, windows: Sequence[int] = WIN
 
 def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
     """For each way, the number of rows read before each row; None: all."""
-    found = {way: None if way == CARRIED else 0 for way in ways}
-    return found | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
+    rows_before = {way: None if way == CARRIED else 0 for way in ways}
+    return rows_before | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
 
 @dataclass(frozen=True)
@@ -271,17 +271,17 @@ class _Reader:
             return self._losses(tokens_BL, 0, self.at_once)
         width = (before + 1) * self.row
         # the first rows have fewer rows before them; one reading covers these
-        found = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
+        losses_of_rows = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
         later = tokens_BL[:, self.row :].unfold(1, width + 1, self.row)
         rows = max(1, self.scorer.batch_tokens // (self.at_once * width))
         for part in later.split(rows, 1):
             losses = self._losses(part.flatten(0, 1), before * self.row, self.at_once * rows)
-            found.append(losses.view(len(tokens_BL), -1))
-        return torch.cat(found, 1)
+            losses_of_rows.append(losses.view(len(tokens_BL), -1))
+        return torch.cat(losses_of_rows, 1)
 
     def _losses(self, tokens_BL: Tensor, context: int, at_once: int) -> Tensor:
         """[B, L - context] losses on one state from the first token on; the first ``context`` have none."""
-        model, state, found = self.scorer.model, None, []
+        model, state, losses = self.scorer.model, None, []
         piece = max(1, self.scorer.batch_tokens // at_once)
         piece -= piece % self.row if piece > self.row else 0
         for part in tokens_BL[:, :context].split(piece, 1) if context else ():
@@ -291,9 +291,9 @@ class _Reader:
         for part, after in zip(inputs.split(piece, 1), targets.split(piece, 1), strict=True):
             out = model(part, state, targets_BT=after)
             state = out.state
-            found.append(out.losses.cpu())
+            losses.append(out.losses.cpu())
             self.report(part.numel())
-        return torch.cat(found, 1)
+        return torch.cat(losses, 1)
 
 
 class LongText(NamedTuple):
