@@ -201,11 +201,6 @@ class EvalConfig(Frozen):
     """Items per task and length."""
     perplexity_tokens: PositiveInt = 65_536
     """Validation tokens on which perplexity is measured."""
-    pathways: tuple[Literal["memory", "attention", "cut", "decay"], ...] = ()
-    """Measure the columns of generated tasks again with a part of the model off: the memory's output,
-    attention, attention across multiples of its window (cut), decay. Shows which part an answer came from."""
-    pathway_items: PositiveInt | None = None
-    """Items per task and length of these measurements; None: ``items``."""
     batch_tokens: PositiveInt = 16_384
     """Tokens of one evaluation batch."""
     seed: int = 0
@@ -217,6 +212,12 @@ class EvalConfig(Frozen):
     ``every`` measured."""
     patience: PositiveInt | None = None
     """Early stopping: stop after this many measurements without a lower validation loss; None: off."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fields_of_earlier_versions(cls, given: Any) -> Any:
+        gone = ("pathways", []), ("pathway_items", None)
+        return {k: v for k, v in given.items() if (k, v) not in gone} if isinstance(given, dict) else given
 
 
 class CheckpointConfig(Frozen):

@@ -268,7 +268,6 @@ TASKS = Registry(
         "babi": "titans_platform.evals.tasks.babi:Babi",
         "babilong": "titans_platform.evals.tasks.babi:Babilong",
         "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
-        "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
         "lm_eval": "titans_platform.evals.lm_harness:LmEval",
         "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
         "needle": "titans_platform.evals.tasks.needle:Needle",
