@@ -235,8 +235,8 @@ class LogConfig(Frozen):
     """Logging beside the run's numbers in MLflow. Not part of the run's hash."""
 
     loggers: list[str] = Field(default_factory=list)
-    """Loggers beside MLflow: tensorboard (events in the run's folder), wandb (if installed), or
-    ``module:Class`` of a `titans_platform.runs.loggers.Logger`."""
+    """Loggers beside MLflow: ``module:Class`` of a `titans_platform.runs.reporter.Logger`;
+    examples/loggers.py has TensorBoard and Weights & Biases."""
 
 
 class ObjectiveConfig(Frozen):
