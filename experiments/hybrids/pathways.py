@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 from titans_core.interventions import Intervention, has_effect, intervene
-from titans_platform.evals import GeneratedTask, build_task, evaluate
+from titans_platform.evals import evaluate
 from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
+from titans_platform.tasks import GeneratedTask, build_task
 from titans_platform.training.loop import deterministic
 
 PATHWAYS = {

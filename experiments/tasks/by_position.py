@@ -19,7 +19,7 @@ from titans_platform.evals.by_position import (
     long_texts,
     read_by_position,
 )
-from titans_platform.evals.registry import Context, Measurement, Task
+from titans_platform.tasks import Context, Measurement, Task
 
 
 class ByPositionOptions(Frozen):

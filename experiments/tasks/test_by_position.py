@@ -12,9 +12,10 @@ from titans_core import LanguageModel
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_task, evaluate
+from titans_platform.evals import evaluate
 from titans_platform.evals.by_position import long_texts, read_by_position
 from titans_platform.objectives import build_objective
+from titans_platform.tasks import build_task
 
 TASK = "experiments.tasks.by_position:ByPositionTask"
 

@@ -43,7 +43,7 @@ VOCABULARIES = {"byte": 260, "dna": 8}
 
 
 class TaskConfig(Frozen):
-    """A task of the registry (`titans_platform.evals`), its options, and the lengths it is evaluated at."""
+    """A task of the registry (`titans_platform.tasks`), its options, and the lengths it is evaluated at."""
 
     task: str
     options: dict[str, JsonValue] = Field(default_factory=dict)

@@ -20,10 +20,11 @@ from titans_core import ModelState
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import Scorer, build_generated, build_task, encode_item, evaluate
-from titans_platform.evals.items import load_prose
+from titans_platform.evals import Scorer, evaluate
 from titans_platform.evals.lm_harness import MISSING, HarnessModel, harness_model
 from titans_platform.evals.scoring import encode_pair
+from titans_platform.tasks import build_generated, build_task, encode_item
+from titans_platform.tasks.items import load_prose
 
 BYTE = load_tokenizer("byte")
 PREPARED = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=None)

@@ -14,7 +14,8 @@ from torch import nn
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import Request, Scorer, build_generated, evaluate
+from titans_platform.evals import Request, Scorer, evaluate
+from titans_platform.tasks import build_generated
 
 BYTE = load_tokenizer("byte")
 

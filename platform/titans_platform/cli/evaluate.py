@@ -209,7 +209,7 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
       titans tasks state_tracking
       titans tasks --task '{task: recall, options: {pairs: 8}}' --length 128
     """
-    from titans_platform.evals import build_generated
+    from titans_platform.tasks import build_generated
 
     if study and tasks:
         raise UsageError("--task: give either a study or --task")
@@ -240,8 +240,8 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
     """Yield the tasks given as YAML, or all whose options have defaults."""
     from titans_platform.config import TaskConfig
     from titans_platform.data import load_tokenizer
-    from titans_platform.evals import TASKS, GeneratedTask
     from titans_platform.loading import parse_yaml, validate
+    from titans_platform.tasks import TASKS, GeneratedTask
 
     configs = [validate(TaskConfig, parse_yaml(task, "--task"), "--task") for task in tasks]
     for name, kind in () if tasks else sorted(TASKS.items()):
@@ -257,8 +257,8 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
     """Each task of the study's columns once, at each of its lengths."""
     from titans_platform.data import load_tokenizer
-    from titans_platform.evals import GeneratedTask, build_task, row_length
     from titans_platform.study.grid import expand, load_study
+    from titans_platform.tasks import GeneratedTask, build_task, row_length
 
     study = load_study(name)
     scale = scale or next((known for known in study.scales if known != "smoke"), "smoke")

@@ -1,4 +1,4 @@
-"""Evaluation: `evaluate` measures the columns of the table on a model; a registry of tasks."""
+"""Evaluation: `evaluate` measures the columns of the table on a model."""
 
 from __future__ import annotations
 
@@ -15,24 +15,10 @@ from torch import nn
 
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import Item, encode_item
-from titans_platform.evals.registry import (
-    TASKS,
-    Context,
-    GeneratedTask,
-    Measurement,
-    Task,
-    build_generated,
-    build_task,
-    eval_version,
-    register,
-)
 from titans_platform.evals.scoring import Request, Score, Scorer, sharded_modules
+from titans_platform.tasks import Context, Measurement, Task, build_task, row_length
 
-__all__ = [
-    "TASKS", "GeneratedTask", "Item", "Measurement", "Request", "Score", "Scorer", "Task", "build_generated",
-    "build_task", "encode_item", "eval_version", "evaluate", "register", "row_length",
-]  # fmt: skip
+__all__ = ["Request", "Score", "Scorer", "evaluate", "evaluating"]
 
 
 def evaluate(
@@ -89,11 +75,6 @@ def evaluate(
             result["columns"][column] = fmean(values)
             result["chance"][column] = _finite(fmean(chances))
     return result
-
-
-def row_length(multiple: float, sequence_length: int) -> int:
-    """Tokens of an evaluation row that is ``multiple`` training rows long."""
-    return max(2, round(multiple * sequence_length))
 
 
 def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConfig]]:

@@ -11,8 +11,8 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, nearest
-from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import Request, Scorer, encode_pair
+from titans_platform.tasks import Context, Measurement, Task
 
 MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.9'"
 # bootstrap samples for standard errors without a closed form; the harness's default of 100,000 is slow
