@@ -213,12 +213,6 @@ class EvalConfig(Frozen):
     patience: PositiveInt | None = None
     """Early stopping: stop after this many measurements without a lower validation loss; None: off."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _fields_of_earlier_versions(cls, given: Any) -> Any:
-        gone = ("pathways", []), ("pathway_items", None)
-        return {k: v for k, v in given.items() if (k, v) not in gone} if isinstance(given, dict) else given
-
 
 class CheckpointConfig(Frozen):
     """Checkpoint interval and retention. Not part of the run's hash."""
