@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from titans_platform.evals.items import WORDS
+from titans_platform.tasks.items import WORDS
 
 Action = Literal["move", "get", "drop"]
 Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
