@@ -86,7 +86,7 @@ def sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def _gather(outcome: Any, error: Exception | None) -> list[Any]:
-    """Return ``outcome`` of every rank. Raises on all ranks if one has an error; else the others would hang."""
+    """Return every rank's ``outcome``. Raises on all ranks if one has an error, else others would hang."""
     outcomes: list[Any] = [(outcome, error and str(error))]
     if dist.is_initialized():
         own, outcomes = outcomes[0], [None] * dist.get_world_size()
