@@ -16,12 +16,12 @@ EXAMPLE = "my_lab.parts:MyPart"
 
 
 def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[str], Any]:
-    """A package's lazy ``__getattr__`` (PEP 562): imports ``modules`` in order until one defines the name."""
+    """Return a package's lazy ``__getattr__`` (PEP 562): imports ``modules`` until one defines the name."""
 
     def __getattr__(name: str) -> Any:
         for module in modules.split() if name in names else ():
-            found = importlib.import_module(f"{package}.{module}")
-            value = found if name == module else getattr(found, name, None)
+            imported = importlib.import_module(f"{package}.{module}")
+            value = imported if name == module else getattr(imported, name, None)
             if value is not None:
                 setattr(sys.modules[package], name, value)
                 return value
@@ -33,7 +33,7 @@ def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[
 class Registry(MutableMapping[str, type[Kind]]):
     """Classes of one kind by name; a line is a name and an import path ``package.module:Class``.
 
-    A module is imported when its class is asked for. A class without a line is found by its import path.
+    A module is imported when its class is first used. A class without a line is found by its import path.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Registry(MutableMapping[str, type[Kind]]):
         self._lines: dict[str, str | type[Kind]] = dict(lines)
 
     def find(self, name: str, key: str | None = None) -> type[Kind]:
-        """The class registered as ``name``, or imported from a path ``package.module:Class``.
+        """Return the class registered as ``name``, or imported from a path ``package.module:Class``.
 
         Raises:
             ValueError: (or ``error``) there is no such subclass of ``base``, or it is abstract; a one-line
@@ -53,8 +53,11 @@ class Registry(MutableMapping[str, type[Kind]]):
         key, line = key or self.key, self._lines.get(name, name)
         try:
             if isinstance(line, str) and ":" not in line:
-                hint = near(name, self._lines) or f"or name a class of your own by its import path, {EXAMPLE}"
-                raise ValueError(f"{key}: {name!r} is not one of {', '.join(self)}; {hint}")
+                known = f"one of {', '.join(self)}; or" if self._lines else "an import path;"
+                hint = f"{known} name a class of your own by its import path, {EXAMPLE}"
+                if close := near(name, self._lines):
+                    hint = f"one of {', '.join(self)}; {close}"
+                raise ValueError(f"{key}: {name!r} is not {hint}")
             kind = _imported(key, line) if isinstance(line, str) else line
             if not (isinstance(kind, type) and issubclass(kind, self.base)):
                 base = f"{self.base.__module__}.{self.base.__name__}"
@@ -98,14 +101,14 @@ class Registry(MutableMapping[str, type[Kind]]):
 
 
 def source_file(path: str) -> Path | None:
-    """The source file of an import path ``package.module:Class``; None for any other text.
+    """Return the source file of an import path ``package.module:Class``; None for any other text.
 
     Parameters in parentheses may follow, as in `find_rule`.
     """
-    found = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)(\(.*\))?", path)
-    if found is None:
+    match = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)(\(.*\))?", path)
+    if match is None:
         return None
-    file = getattr(sys.modules.get(_imported("", found[1]).__module__), "__file__", None)
+    file = getattr(sys.modules.get(_imported("", match[1]).__module__), "__file__", None)
     return Path(file) if file else None
 
 

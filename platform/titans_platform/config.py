@@ -46,7 +46,7 @@ VOCABULARIES = {"byte": 260, "dna": 8}
 
 
 class TaskConfig(Frozen):
-    """A task of the registry (`titans_platform.evals`), its options, and the lengths it is evaluated at."""
+    """A task of the registry (`titans_platform.tasks`), its options, and the lengths it is evaluated at."""
 
     task: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -57,7 +57,7 @@ class TaskConfig(Frozen):
 
 
 class SourceConfig(Frozen):
-    """Where training rows come from."""
+    """A source of training rows."""
 
     kind: Literal["corpus", "files", "hub", "task"]
     """corpus: the shipped prose and code."""
@@ -102,7 +102,7 @@ class SourceConfig(Frozen):
         return min(self.validation_fraction, MAX_VALIDATION_TOKENS / (self.max_tokens or 1))
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine its documents. Later additions are left out at their defaults."""
+        """Return the fields that determine its documents. Later additions are left out at their defaults."""
         added = {key for key in ("revision", "item_length") if not getattr(self, key)}
         return self.model_dump(mode="json", exclude={"weight"} | added)
 
@@ -126,7 +126,7 @@ class DataConfig(Frozen):
     seed: int = 0
     """Seed of generated data and of the train/validation split; the order of rows uses the run's seed."""
     store: str | None = None
-    """Where prepared shards are kept: a folder, s3://bucket/folder, gs://bucket/folder; None: `data/` under
+    """Folder of prepared shards: a path, s3://bucket/folder, gs://bucket/folder; None: `data/` under
     --root. Not part of the run's hash."""
     cache_gb: Annotated[float, Field(gt=0)] = 20.0
     """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
@@ -191,7 +191,7 @@ class OptimConfig(Frozen):
     within a node and replicate across nodes (hsdp), or replicate it and give each worker a part of every row
     (sequence), which passes its recurrent state on to the next."""
     shard_workers: PositiveInt | None = None
-    """hsdp: workers in a shard group, of consecutive ranks; None: those of a node."""
+    """hsdp: workers in a shard group, of consecutive ranks; None: the workers of a node."""
     recompute: bool = False
     """Activation checkpointing: keep only the input of each block and recompute the rest in the backward
     pass. Less memory for a third more compute. Not part of the run's hash."""
@@ -209,11 +209,6 @@ class EvalConfig(Frozen):
     """Items per task and length."""
     perplexity_tokens: PositiveInt = 65_536
     """Validation tokens on which perplexity is measured."""
-    pathways: tuple[Literal["memory", "attention", "cut", "decay"], ...] = ()
-    """Measure the columns of generated tasks again with a part of the model off: the memory's output,
-    attention, attention across multiples of its window (cut), decay. Shows which part an answer came from."""
-    pathway_items: PositiveInt | None = None
-    """Items per task and length of these measurements; None: ``items``."""
     batch_tokens: PositiveInt = 16_384
     """Tokens of one evaluation batch."""
     seed: int = 0
@@ -221,8 +216,8 @@ class EvalConfig(Frozen):
     """Optimiser steps between measurements of the validation loss during training, on perplexity_tokens;
     None: never. Part of the run's hash only with ``at: best`` or ``patience``."""
     at: Literal["last", "best"] = "last"
-    """The weights that are evaluated: those of the last step, or those of the lowest validation loss that
-    ``every`` measured."""
+    """The weights to evaluate: the last step's, or the ones with the lowest validation loss that ``every``
+    measured."""
     patience: PositiveInt | None = None
     """Early stopping: stop after this many measurements without a lower validation loss; None: off."""
 
@@ -242,12 +237,12 @@ class LogConfig(Frozen):
     """Logging beside the run's numbers in MLflow. Not part of the run's hash."""
 
     loggers: list[str] = Field(default_factory=list)
-    """Loggers beside MLflow: tensorboard (events in the run's folder), wandb (if installed), or
-    ``module:Class`` of a `titans_platform.runs.loggers.Logger`."""
+    """Loggers beside MLflow: ``module:Class`` of a `titans_platform.runs.reporter.Logger`;
+    examples/loggers.py has TensorBoard and Weights & Biases."""
 
 
 class ObjectiveConfig(Frozen):
-    """What the run trains on: a name of `titans_platform.objectives`, or ``module:Class`` of your own."""
+    """The training objective: a name of `titans_platform.objectives`, or ``module:Class`` of your own."""
 
     kind: str = "next_token"
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -293,7 +288,7 @@ class RunConfig(Frozen):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row of one optimiser step: those that gradients flow through."""
+        """Tokens of a row of one optimiser step, through which gradients flow."""
         return self.data.sequence_length * self.optim.bptt_rows
 
     @property

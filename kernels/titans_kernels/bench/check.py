@@ -23,7 +23,7 @@ SEED = 20250101
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, which is for checks only, not for timing."""
+    """Return True if Triton kernels run in its interpreter, which is for checks only, not for timing."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def green(self) -> bool:
-        """Whether all are within the tolerance."""
+        """True if all errors are within the tolerance."""
         return self.errors[self.worst] <= self.tolerance
 
     def __str__(self) -> str:
@@ -60,13 +60,13 @@ class Judge(NamedTuple):
 
     def verdict(self, call: Callable[[Inputs], Sequence[Tensor]]) -> Verdict:
         """Errors of ``call``, including all its gradients."""
-        found = results(self.inputs, call, self.inputs.tokens[0].dtype)
-        errors = {name: relative_error(found[name], right) for name, right in self.expected.items()}
+        computed = results(self.inputs, call, self.inputs.tokens[0].dtype)
+        errors = {name: relative_error(computed[name], right) for name, right in self.expected.items()}
         return Verdict(errors, self.tolerance, self.inputs.shape)
 
 
 def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int = SEED) -> list[Judge]:
-    """The token-by-token recurrence on a few chunks, and the float64 parallel form at full size.
+    """Judge by the token-by-token recurrence on a few chunks, and by the float64 parallel form at full size.
 
     The second is itself checked against the first. Interpreted kernels get only the first, with one head.
     """
@@ -79,7 +79,7 @@ def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int 
 
 
 def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int = SEED) -> Judge:
-    """Inputs of a shape, and the results of ``backend`` in float64."""
+    """Draw the inputs of a shape, and compute the results of ``backend`` in float64."""
     inputs = make(shape, dtype, device, seed=seed, whole=True)
     expected = results(inputs.double(), lambda exact: exact.call(backend), dtype)
     return Judge(inputs, expected, (INTERPRETED if interpreting() else TOLERANCE)[dtype])
@@ -88,7 +88,7 @@ def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, 
 def results(
     inputs: Inputs, call: Callable[[Inputs], Sequence[Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Outputs by name, and the gradient of a random functional of them with respect to every leaf.
+    """Return outputs by name, and the gradient of a random functional of them with respect to every leaf.
 
     The functional's weights are rounded to ``dtype``, so that they are the same for outputs of every dtype.
     """
@@ -99,13 +99,13 @@ def results(
         list(outputs), inputs.leaves, [randn(x).to(dtype).to(x.dtype) for x in outputs]
     )
     states = [name for name in inputs.names if "[" in name]
-    found = dict(zip(["y", *states], (x.detach() for x in outputs), strict=True))
-    return found | dict(zip((f"d{name}" for name in inputs.names), gradients, strict=True))
+    tensors = dict(zip(["y", *states], (x.detach() for x in outputs), strict=True))
+    return tensors | dict(zip((f"d{name}" for name in inputs.names), gradients, strict=True))
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(computed: Tensor, expected: Tensor) -> float:
     """RMS(found - expected) / RMS(expected) in float64; inf if anything is not finite."""
     expected = expected.double()
-    error = (found.double() - expected).norm().item()
+    error = (computed.double() - expected).norm().item()
     error = error / (expected.norm().item() or 1.0)
     return error if math.isfinite(error) else math.inf

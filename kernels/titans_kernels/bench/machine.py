@@ -19,7 +19,7 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
     import numpy
     import triton
 
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
         "device": platform.processor() or platform.machine(),
@@ -31,7 +31,7 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "peers": versions(),
     }
-    return found | _card(device) if device.type == "cuda" else found
+    return description | _card(device) if device.type == "cuda" else description
 
 
 def _card(device: torch.device) -> dict[str, Any]:
@@ -61,7 +61,7 @@ def _answer(*command: str) -> str | None:
 
 
 def ceilings(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The matmul rate of 16-bit operands (of ``dtype`` on a CPU) and the copy bandwidth, measured now."""
+    """Measure the matmul rate of 16-bit operands (of ``dtype`` on a CPU) and the copy bandwidth."""
     on_gpu = device.type == "cuda"
     n, elements = (8192, 2**29) if on_gpu else (1024, 2**25)
     operands = torch.bfloat16 if on_gpu else dtype

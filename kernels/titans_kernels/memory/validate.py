@@ -16,7 +16,7 @@ def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, gates: Layers, weights: Layers, momentum: Layers | None,
     cu_seqlens: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Returns the number of documents; raises ValueError on the first invalid shape."""
+    """Return the number of documents. Raises ValueError on the first invalid shape."""
     B, T, H, _ = q.shape
     if 0 in (B, T, H):
         raise ValueError(f"q: no rows, tokens or heads ([B, T, H] = {(B, T, H)})")
@@ -36,7 +36,7 @@ def check_shapes(
     documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
-        raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
+        raise ValueError("k, v: widths must be the first layer's input width and the last one's output width")
     for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
         if len(layers) != len(weights):
             raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")
@@ -48,18 +48,18 @@ def check_shapes(
 
 
 def check_gates(rule: Rule, gates: Tensor | None, eta: Tensor) -> None:
-    """Raises ValueError unless ``gates`` are the rule's own."""
-    found, expected = None if gates is None else tuple(gates.shape), (*eta.shape, rule.extra_gates)
-    if found != expected and (found or rule.extra_gates):
+    """Raise ValueError unless ``gates`` are the rule's own."""
+    given, expected = None if gates is None else tuple(gates.shape), (*eta.shape, rule.extra_gates)
+    if given != expected and (given or rule.extra_gates):
         raise ValueError(
-            f"extension.gates: shape {found} is not [B, T, H, E] = {expected} for the rule {rule}"
+            f"extension.gates: shape {given} is not [B, T, H, E] = {expected} for the rule {rule}"
         )
 
 
 def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        found = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: {found} is not a tensor of int32 or int64")
+        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: {given} is not a tensor of int32 or int64")
     if cu_seqlens.ndim != 1:
         raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} is not [N + 1]")
     if B != 1:
@@ -70,7 +70,7 @@ def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
 
 
 def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual | None:
-    """The residual in the dtype of the state; raises ValueError if it does not match q and v."""
+    """Return the residual in the dtype of the state. Raises ValueError if it does not match q and v."""
     if residual is None:
         return None
     if (residual.weight is None) != (residual.bias is None):
@@ -86,7 +86,9 @@ def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual 
 
 
 def check_base(base: Layers | None, weights: Layers) -> Layers:
-    """The base in the dtype of the weights, () for None; raises ValueError if it does not match them."""
+    """Return the base in the dtype of the weights, () for None. Raises ValueError if it does not match
+    them.
+    """
     if base is None:
         return ()
     if len(base) != len(weights):
@@ -100,7 +102,7 @@ def check_base(base: Layers | None, weights: Layers) -> Layers:
 
 
 def check_options(chunk_size: int, activation: str, bound: float | None) -> None:
-    """Raises TypeError or ValueError on an invalid option."""
+    """Raise TypeError or ValueError on an invalid option."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size: {chunk_size!r} is not a whole number")
     if chunk_size < 1:

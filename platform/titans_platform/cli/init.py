@@ -46,7 +46,9 @@ def init(path: Path, data: str | None, preset: str, force: bool) -> None:
 
 
 def run_file(data: str | None, preset: str) -> str:
-    """The YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such preset."""
+    """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such
+    preset.
+    """
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
     from titans_platform.loading import complete, validate
@@ -81,7 +83,7 @@ def run_file(data: str | None, preset: str) -> str:
 
 
 def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """The fields of a model as YAML: ``given`` ones set, the others as comments."""
+    """Yield the fields of a model as YAML: ``given`` ones set, the others as comments."""
     for key in (key for key in given if key not in type(config).model_fields):
         yield f"{indent}{key}: {_yaml(given[key])}"
     for field in fields_of(type(config)):
@@ -126,8 +128,8 @@ class ConfigField(NamedTuple):
 
 
 def fields_of(model: type[BaseModel]) -> list[ConfigField]:
-    """The fields of a model, in order."""
-    found, properties = [], model.model_json_schema()["properties"]
+    """Return the fields of a model, in order."""
+    fields, properties = [], model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
@@ -136,19 +138,19 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
             about = (below.__doc__ or "").partition("\n\n")[0]
         # docstrings quote code as reStructuredText does
         about = " ".join(about.split()).replace("``", "`")
-        found.append(ConfigField(name, _values(properties[name]), default, about, below, many))
-    return found
+        fields.append(ConfigField(name, _values(properties[name]), default, about, below, many))
+    return fields
 
 
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
-    found = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
-    return found, found is not None
+    model = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
+    return model, model is not None
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """The values that a JSON schema allows, in words: `integer >= 1`."""
+    """Describe the values that a JSON schema allows: `integer >= 1`."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "anyOf" in schema:

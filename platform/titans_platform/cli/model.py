@@ -195,20 +195,20 @@ def inspect(
     text = _read_text("--text", str(file))
     model, tokenizer, cfg = _language_model(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):
-        found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
-    read = len(found.tokens)
-    message = _warn(model, read, cfg.trained_context, found.largest())
+        inspected = inspect_text(model, tokenizer, text, Path(run).name, tokens)
+    read = len(inspected.tokens)
+    message = _warn(model, read, cfg.trained_context, inspected.largest())
     if position is not None and position >= read:
         raise UsageError(f"--position: {position} is out of range: {read} tokens were read, counted from 0")
-    write_text(out, page(found, file.name, position, message))
+    write_text(out, page(inspected, file.name, position, message))
     if arrow:
-        write_arrow(found, arrow)
+        write_arrow(inspected, arrow)
     for path in filter(None, (out, arrow)):
         click.echo(f"{path}  {path.stat().st_size:,} bytes")
 
 
 def _read_text(option: str, file: str) -> str:
-    """The text of a file, of stdin for `-`. Raises UsageError."""
+    """Read the text of a file, of stdin for `-`. Raises UsageError."""
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return content.decode("utf-8")
@@ -219,7 +219,7 @@ def _read_text(option: str, file: str) -> str:
 
 
 def _language_model(run: str, root: Path, can: str) -> tuple[LanguageModel, Tokenizer, RunConfig]:
-    """The model of a run on the CPU, its tokenizer and its config. Raises UsageError."""
+    """Load the model of a run on the CPU, its tokenizer and its config. Raises UsageError."""
     from titans_core import LanguageModel
     from titans_platform.runs.load import load_run
 

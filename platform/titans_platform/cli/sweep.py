@@ -35,7 +35,7 @@ LONG = ("data.sources.", "eval.")
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """The rows of --rows; an empty list means all. Raises UsageError."""
+    """Return the rows of --rows; an empty list means all. Raises UsageError."""
     # a name may contain a comma, so the study splits them
     if values and not any(value.strip(" ,") for value in values):
         raise UsageError("--rows: is empty; give the name of a row, or leave the option out for all rows")
@@ -134,23 +134,23 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     """
     from titans_platform.study.grid import expand, load_study
 
-    found = load_study(study)
-    cells = expand(found, scale, overrides=overrides)
-    size, configs = found.scale(scale), {cell.row: cell.config for cell in cells}
+    file = load_study(study)
+    cells = expand(file, scale, overrides=overrides)
+    size, configs = file.scale(scale), {cell.row: cell.config for cell in cells}
     if as_json:
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
-        return echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
+        return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
     about, seeds = " ".join(size.about.split()), ", ".join(map(str, size.seeds))
-    console.print(f"[bold]{found.name}[/] at {scale}: {about} Seeds {seeds}.")
-    for key, column in found.columns_at(scale).items():
+    console.print(f"[bold]{file.name}[/] at {scale}: {about} Seeds {seeds}.")
+    for key, column in file.columns_at(scale).items():
         console.print(f"  {key}: {column.heading}", markup=False)
-    for row in found.rows_of(scale):
+    for row in file.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
             way = "better" if expected.better else "worse"
             console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
-    for name, axis in found.axes_at(scale).items():
+    for name, axis in file.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
             console.print(f"  {value!s:30} {_changes(sets)}", markup=False)
@@ -411,7 +411,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 
 
 def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> list[str]:
-    """What a search found, and where the time went."""
+    """Return lines on the result of a search, and on the time by phase."""
     from titans_platform.study.status import timings_line
 
     lines = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
@@ -437,7 +437,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
-    """The study that a command's options choose."""
+    """Open the study that a command's options select."""
     from titans_platform.study.plan import open_study
 
     overrides = chosen["overrides"] + chosen.get("checkpoint_every", ())
@@ -446,7 +446,7 @@ def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
 
 
 def _console(as_json: bool) -> Console:
-    """A console on the stream as it is now: while Ray runs, sys.stdout is a log file."""
+    """Open a console on the current stream: while Ray runs, sys.stdout is a log file."""
     return Console(file=sys.stderr if as_json else sys.stdout)
 
 

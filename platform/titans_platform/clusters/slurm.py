@@ -94,7 +94,7 @@ class SlurmJobs(Jobs):
     folder: Path
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """The code unpacked, the files, a token, the script, sbatch."""
+        """Return the steps: unpack the code, write the files, a token and the script, call sbatch."""
         at = self.folder / job_id
         given = self.spec.token
         if given and given.env:
@@ -106,7 +106,7 @@ class SlurmJobs(Jobs):
             Step(unpack, partial(packaging.put_code, code)),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if given else [new_token(token)]),
-            # srun mixes the command's exit code with those of the other nodes
+            # srun mixes the command's exit code with the other nodes'
             Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
             Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
@@ -115,12 +115,6 @@ class SlurmJobs(Jobs):
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         if (path := self.folder / job_id / "log.txt").exists():
             log.add(path.read_text(encoding="utf-8", errors="replace"))
-
-    def log_steps(self, job_id: str) -> list[Step]:
-        return [Run(("tail", "--follow", "--lines=+1", str(self.folder / job_id / "log.txt")))]
-
-    def status_steps(self) -> list[Step]:
-        return [_QUEUE]
 
     def stop_steps(self, job_id: str) -> list[Step]:
         number = _number(self.folder / job_id)
@@ -134,7 +128,7 @@ class SlurmJobs(Jobs):
 
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
-    """A job from its folder and its state in the queue, None if it has left the queue."""
+    """Describe a job from its folder and its state in the queue, None if it has left the queue."""
     ended = _read(folder / "exit")
     code = int(ended) if ended.isdigit() else None
     if queued:
@@ -161,6 +155,6 @@ def _number(folder: Path) -> str:
 
 
 def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
-    """The script for sbatch. It names the token's file, on the shared storage, not the token."""
+    """Render the script for sbatch. It names the token's file, on the shared storage, not the token."""
     own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{at / 'code'}:{at / 'files'}"}
     return render("job.sbatch", spec=spec, at=at, exports={**job.env, **token_variables(token), **own})

@@ -260,14 +260,14 @@ def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
     skip = firsts - 8 * byte
     if (skip == skip[0]).all():
         return bits[:, skip[0] : skip[0] + width].view(np.bool_)
-    found = np.empty((len(firsts), width), np.bool_)
+    rows = np.empty((len(firsts), width), np.bool_)
     for n in np.unique(skip).tolist():
-        found[skip == n] = bits[skip == n, n : n + width]
-    return found
+        rows[skip == n] = bits[skip == n, n : n + width]
+    return rows
 
 
-def _copy(found: Span, out: Span, rows: Integers) -> None:
-    out.tokens[rows], out.starts[rows], out.loss[rows] = found
+def _copy(span: Span, out: Span, rows: Integers) -> None:
+    out.tokens[rows], out.starts[rows], out.loss[rows] = span
 
 
 class Split:
@@ -304,11 +304,11 @@ class Split:
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 
     def shard_of(self, tokens: Integers) -> Integers:
-        """The shard that contains each position of the sequence."""
+        """Return the shard that contains each position of the sequence."""
         return np.searchsorted(self.begins, tokens, side="right") - 1
 
     def shard(self, number: int) -> Shard:
-        """A shard, mapped."""
+        """Map a shard into memory."""
         if number not in self._open:
             self._open[number] = Shard(read_table(self.files, self.info.shards[number]))
             if len(self._open) > self.max_open:

@@ -16,9 +16,8 @@ from titans_kernels import Registry
 from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import build_task, eval_version, row_length
-from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
+from titans_platform.tasks import NoOptions, build_task, eval_version, row_length
 from titans_platform.training.loop import Stream
 from titans_platform.training.optim import check_windows
 
@@ -54,7 +53,7 @@ class Objective(ABC, Generic[D]):
     """Display name of the positions of a row."""
     loss_unit: ClassVar[str] = "nats"
     carries: ClassVar[bool] = False
-    """Whether it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
+    """True if it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
     validation_task: ClassVar[str | None] = None
     """The task that measures the held-out loss; None: ``eval.every`` is not supported."""
 
@@ -74,7 +73,7 @@ class Objective(ABC, Generic[D]):
 
     @abstractmethod
     def build_model(self) -> Model:
-        """The model at initialisation, from the config only. Raises UsageError."""
+        """Build the model at initialisation, from the config only. Raises UsageError."""
 
     @property
     def block_tokens(self) -> int:
@@ -95,7 +94,7 @@ class Objective(ABC, Generic[D]):
         """[B] loss of each row; 0 for a row without targets."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
+        """Load the model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
         return None
 
     def counts(self, batch: Any) -> Tensor:
@@ -132,7 +131,7 @@ class Objective(ABC, Generic[D]):
 
 
 def build_small(objective: Objective[Any], blocks: int = 1) -> Model:
-    """The model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
+    """Build the model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
     model = objective.cfg.model.model_copy(update={"n_layers": blocks})
     with torch.device("meta"):
         cfg = objective.cfg.model_copy(update={"model": model})
@@ -155,7 +154,7 @@ def reject_data(cfg: RunConfig, fields: Sequence[str], reason: str) -> None:
 
 
 def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> str:
-    """The run's name: a hash of everything that determines its numbers.
+    """Name the run by a hash of everything that determines its numbers.
 
     Options of the objective at their defaults are left out, so that adding an option renames no run.
     """
@@ -187,5 +186,5 @@ def build_objective(cfg: RunConfig) -> Objective[Any]:
     Raises:
         UsageError: the objective or an option does not exist, or an option's value is invalid.
     """
-    found = OBJECTIVES.find(cfg.objective.kind)
-    return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))
+    kind = OBJECTIVES.find(cfg.objective.kind)
+    return kind(cfg, validate(kind.Options, cfg.objective.options, "objective.options"))

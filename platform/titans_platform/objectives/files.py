@@ -54,7 +54,9 @@ READERS: dict[str, Callable[[Any], pa.Table]] = {
 
 
 def read_table(name: str, field: str) -> pa.Table:
-    """The columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming ``field``."""
+    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming
+    ``field``.
+    """
     path = Path(name).expanduser()
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if suffix not in READERS:
@@ -84,7 +86,7 @@ class ItemStream:
         self._order = SourceOrder(np.array([items]), str(seed), windowed=False)
 
     def batch(self, step: int) -> Any:
-        """This worker's items of the global batch of ``step`` (0-based)."""
+        """Return this worker's items of the global batch of ``step`` (0-based)."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
         return self.make(step, self._order.at(samples))
 
@@ -109,12 +111,12 @@ def load_copy(
         raise NotPrepared("objective.options: the data are not prepared; run titans train on them first")
     path = index.with_name(f"{noted['content']}{suffix}")
     try:
-        found = read(path, noted)
+        value = read(path, noted)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
-    if content_of(found) != noted["content"]:
+    if content_of(value) != noted["content"]:
         raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
-    return found
+    return value
 
 
 class Table(NamedTuple):
@@ -143,7 +145,7 @@ def content(table: Table) -> str:
 
 
 def read_series(name: str, columns: Sequence[str], field: str) -> Table:
-    """The named columns of a file, or all numeric ones; of .npy ([N] or [N, C]) they are numbered.
+    """Read the named columns of a file, or all numeric ones; a .npy file's ([N] or [N, C]) are numbered.
 
     Raises UsageError that names ``field`` if the file cannot be read, or a value is missing.
     """
@@ -186,7 +188,7 @@ class Dataset(NamedTuple):
     split: tuple[float, float, float]
     """Sizes of the training, validation and test split, in steps or as fractions."""
     source: str
-    """Where its authors publish it."""
+    """Address at which its authors publish it."""
     sha256: str | None = None
     """Hash of the uncompressed file; None: unknown, only the shape is checked."""
 
@@ -210,14 +212,14 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     if (path := next((place for place in places if place.is_file()), None)) is None:
         raise UsageError(f"{FOLDER}: no {known.file} (or .gz, .xz) in {folder}; it is from {known.source}")
     if known.sha256:
-        found = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
-        if found != known.sha256:
-            why = f"{path} is not the standard file: its sha256 is {found}, not {known.sha256}"
+        checksum = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
+        if checksum != known.sha256:
+            why = f"{path} is not the standard file: its sha256 is {checksum}, not {known.sha256}"
             fix = f"get it from {known.source}, or name it as objective.options.path"
             raise UsageError(f"{FOLDER}: {why}; {fix}")
     table = read_series(str(path), columns, FOLDER)
     steps, channels = table.values_NC.shape
     if (steps, channels) != (known.steps, len(columns) or known.channels):
-        found, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
-        raise UsageError(f"{FOLDER}: {path} has {found}, {name} has {right}; get it from {known.source}")
+        size, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
+        raise UsageError(f"{FOLDER}: {path} has {size}, {name} has {right}; get it from {known.source}")
     return table

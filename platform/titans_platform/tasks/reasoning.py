@@ -20,7 +20,8 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import (
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     Item,
     Piece,
     Tokenizer,
@@ -30,8 +31,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, Heuristic
-from titans_platform.evals.tasks.story import (
+from titans_platform.tasks.story import (
     HEURISTICS,
     MARKS,
     NUMBERS,
@@ -78,7 +78,7 @@ class ReasoningOptions(Frozen):
 
 
 class Question(NamedTuple):
-    """The person or thing that is asked about, the place in the question (if any), and the answer."""
+    """A question's subject (a person or thing), its place (if any), and the answer."""
 
     subject: str
     place: str
@@ -127,7 +127,9 @@ class Reasoning(GeneratedTask):
         return {name: partial(read_and_guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A story with its questions; filler (compact: lower-case words) takes the rest of the row."""
+        """Generate a story with its questions; filler (compact: lower-case words) takes the rest of the
+        row.
+        """
         story = self._open_story(rng, length, tokenizer)
         if story is None:
             none = f"no story that {length} tokens hold answers {self.options.kind}"
@@ -162,7 +164,8 @@ class Reasoning(GeneratedTask):
         }[options.kind]  # fmt: skip
 
     def _open_story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Story | None:
-        """The first story with enough distinct answers at its end; after ATTEMPTS stories, the best one.
+        """Return the first story with enough distinct answers at its end; after ATTEMPTS stories, the best
+        one.
 
         Returns:
             None if no story has a question at its end.
@@ -231,11 +234,11 @@ class Reasoning(GeneratedTask):
 
         Each place comes with both answers, so the place alone says nothing about the answer.
         """
-        found, places = [], world.place_of.items()
+        questions, places = [], world.place_of.items()
         for person, here in places:
             for other in (who for who, there in places if there != here and here in world.been[who]):
-                found += [Question(person, here, "Y"), Question(other, here, "N")]
-        return found
+                questions += [Question(person, here, "Y"), Question(other, here, "N")]
+        return questions
 
     def _tell(self, rng: random.Random, story: Story, asks: list[int]) -> Iterator[list[Piece]]:
         """Sentences and questions of the story in order, as pieces."""
@@ -253,7 +256,7 @@ class Reasoning(GeneratedTask):
                 yield pieces if asks else pieces[:-1]
 
     def _pose(self, rng: random.Random, world: World, before: str) -> Question:
-        """A random question about `world`, about another subject than `before` if possible.
+        """Draw a question about `world`, about another subject than `before` if possible.
 
         All possible answers are equally likely.
         """
@@ -262,7 +265,7 @@ class Reasoning(GeneratedTask):
         answer = rng.choice(sorted({question.answer for question in questions}))
         questions = [question for question in questions if question.answer == answer]
         if self.options.kind == "counting":
-            # otherwise the things that a person picked up are mostly those that the person carries
+            # otherwise the things that a person picked up are mostly the ones that the person carries
             questions = [question for question in questions if question.subject in world.dropped] or questions
         return rng.choice(questions)
 
