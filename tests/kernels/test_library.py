@@ -78,8 +78,8 @@ def test_shapes_without_values():
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_without_gradients_nothing_is_kept(monkeypatch, mode):
-    saved, inner = [], chunked.BlockPlan.save
-    monkeypatch.setattr(chunked.BlockPlan, "save", lambda *args: saved.append(args) or inner(*args))
+    saved, inner = [], chunked.Plan.save
+    monkeypatch.setattr(chunked.Plan, "save", lambda *args: saved.append(args) or inner(*args))
     case = Case(20)
     with mode():
         case.whole(backend="chunked")

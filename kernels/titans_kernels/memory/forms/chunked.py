@@ -105,7 +105,7 @@ class Saved(NamedTuple):
     rest: tuple[Keys, Gates, Reads] | tuple[()]  # if there is enough memory
 
 
-class BlockPlan(NamedTuple):
+class Plan(NamedTuple):
     """Division of a call into blocks, and the tensors that each block saves for its backward."""
 
     heads: list[slice]
@@ -115,7 +115,7 @@ class BlockPlan(NamedTuple):
     keep_states: bool
 
     @staticmethod
-    def of(layout: Layout, state: Sequence[Tensor]) -> BlockPlan:
+    def of(layout: Layout, state: Sequence[Tensor]) -> Plan:
         """For a state of L weights and L momenta [N, H, D, F]."""
         N, H = state[0].shape[:2]
         row_bytes = sum(x[0, 0].nbytes for x in state)
@@ -126,7 +126,7 @@ class BlockPlan(NamedTuple):
         on_cpu, threads = state[0].device.type == "cpu", torch.get_num_threads()
         at_once = max(1, min(H, CACHE_BYTES * threads // (N * row_bytes))) if on_cpu else H
         size = max(stride, BLOCK_BYTES * threads // (N * at_once * row_bytes), 1)
-        return BlockPlan(
+        return Plan(
             [slice(i, min(i + at_once, H)) for i in range(0, H, at_once)],
             [(i, min(i + size, steps)) for i in range(0, steps, size)],
             stride == 1,
@@ -145,7 +145,7 @@ class BlockPlan(NamedTuple):
 class SavedCall(NamedTuple):
     """Tensors that a call saves for its backward."""
 
-    plan: BlockPlan
+    plan: Plan
     blocks: list[Saved]
 
 
@@ -177,7 +177,7 @@ class ChunkedCall(NamedTuple):
         """y, the state after the last token and, with ``keep``, what the backward needs."""
         layout, inputs = self.layout, [self.layout.split(x) for x in tokens]
         state = _ordered(state, layout.order)
-        plan, after = BlockPlan.of(layout, state), [torch.empty_like(x) for x in state]
+        plan, after = Plan.of(layout, state), [torch.empty_like(x) for x in state]
         y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
             base = [B[heads].repeat(len(after[0]), 1, 1) for B in self.base]
