@@ -9,6 +9,7 @@ import torch
 from titans_kernels.memory.support import Support, supports
 
 GPUS = {80: "A100", 90: "H100, H200", 100: "B200"}
+"""By compute capability."""
 
 
 @dataclass(frozen=True)

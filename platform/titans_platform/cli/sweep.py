@@ -26,7 +26,6 @@ from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import read_json
 
 if TYPE_CHECKING:
-    from titans_platform.config import TaskConfig
     from titans_platform.report.table import Table
     from titans_platform.study.grid import StudyRun
 
@@ -35,7 +34,7 @@ LONG = ("data.sources.", "eval.")
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """The rows of --rows; an empty list means all. Raises UsageError."""
+    """Return the rows of --rows; an empty list means all. Raises UsageError."""
     # a name may contain a comma, so the study splits them
     if values and not any(value.strip(" ,") for value in values):
         raise UsageError("--rows: is empty; give the name of a row, or leave the option out for all rows")
@@ -141,15 +140,10 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
-    console.print(f"[bold]{found.name}[/] at {scale}: {' '.join(size.about.split())}")
-    runs = dict.fromkeys(
-        f"{config.optim.steps} steps of {config.optim.global_batch_size} rows of {config.row_tokens} tokens"
-        for config in configs.values()
-    )
-    console.print(f"{', '.join(runs)}; seeds {', '.join(map(str, size.seeds))}")
-    columns = {key: tasks for config in configs.values() for key, tasks in config.eval.columns.items()}
-    for key, tasks in columns.items():
-        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}")
+    about, seeds = " ".join(size.about.split()), ", ".join(map(str, size.seeds))
+    console.print(f"[bold]{found.name}[/] at {scale}: {about} Seeds {seeds}.")
+    for key, column in found.columns_at(scale).items():
+        console.print(f"  {key}: {column.heading}", markup=False)
     for row in found.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
@@ -167,12 +161,6 @@ def _changes(sets: Mapping[str, Any]) -> str:
 
     shown = {field: value for field, value in flatten(dict(sets)).items() if not field.startswith(LONG)}
     return ", ".join(f"{field}={value}" for field, value in shown.items())
-
-
-def _task_text(task: TaskConfig) -> str:
-    kind = f" {task.options['kind']}" if "kind" in task.options else ""
-    lengths = "" if task.lengths == (1.0,) else f" at {'/'.join(f'{x:g}' for x in task.lengths)}x"
-    return f"{task.task}{kind}{lengths}"
 
 
 @sweep.command(short_help="Run the cells that have no result, then write table and figures.")
@@ -370,7 +358,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 
 
 def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> list[str]:
-    """What a search found, and where the time went."""
+    """Return lines on the result of a search, and on the time by phase."""
     from titans_platform.study.status import timings_line
 
     lines = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
@@ -396,7 +384,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
-    """The study that a command's options choose."""
+    """Open the study that a command's options select."""
     from titans_platform.study.plan import open_study
 
     overrides = chosen["overrides"] + chosen.get("checkpoint_every", ())
@@ -405,7 +393,7 @@ def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
 
 
 def _console(as_json: bool) -> Console:
-    """A console on the stream as it is now: while Ray runs, sys.stdout is a log file."""
+    """Open a console on the current stream: while Ray runs, sys.stdout is a log file."""
     return Console(file=sys.stderr if as_json else sys.stdout)
 
 

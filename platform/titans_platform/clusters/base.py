@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,6 @@ from titans_platform.files import read_json, write_json
 Count = Annotated[int, Field(ge=0)]
 DETACHED = 130
 """A shell's exit code after Ctrl-C; the job keeps running."""
-_OPENS = re.compile(r"^[{\[]\n", re.MULTILINE)
 
 
 class Cluster(Frozen, ABC):
@@ -44,18 +41,18 @@ class Cluster(Frozen, ABC):
     mlflow: str | None = None
     """Address of an MLflow server that every node reaches. None: the SQLite file under the storage."""
     token: Token | None = None
-    """Where to read the token. None: where the kind stores it, else Ray's own ~/.ray/auth_token."""
+    """Source of the token. None: the kind's own file, else Ray's ~/.ray/auth_token."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every process of a job. No secrets: the dashboard shows them."""
     pip: bool = False
     """Install the locked requirements on the nodes first; not needed where the image has them."""
 
     sees_paths: ClassVar[bool] = False
-    """Whether its nodes see this machine's folders under the same paths."""
+    """True if its nodes see this machine's folders under the same paths."""
     started_here: ClassVar[bool] = False
-    """Whether its jobs can be reached only from the machine that ran `up`."""
+    """True if its jobs can be reached only from the machine that ran `up`."""
     own_token: ClassVar[bool] = False
-    """Whether it has a token of its own, stored here in a file that only this user can read."""
+    """True if it has a token of its own, stored here in a file that only this user can read."""
     _name: str = PrivateAttr("")
 
     @model_validator(mode="after")
@@ -83,12 +80,12 @@ class Cluster(Frozen, ABC):
 
     @property
     def state_folder(self) -> Path:
-        """Where `up` records what it started: outside the project, under XDG_STATE_HOME."""
+        """Folder for the record of what `up` started: outside the project, under XDG_STATE_HOME."""
         base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(base).expanduser() / "titans" / "clusters" / self.name
 
     def recorded(self) -> dict[str, Any] | None:
-        """What `up` recorded, so that `down` stops that and nothing else; None if nothing is up."""
+        """Return the record of `up`, so that `down` stops that and nothing else; None if nothing is up."""
         return read_json(self.state_folder / "state.json")
 
     def record(self, value: dict[str, Any]) -> None:
@@ -103,19 +100,14 @@ class Cluster(Frozen, ABC):
 
     @property
     def token_used(self) -> Token:
-        """Where to read its token: as the file says, else the kind's own or Ray's."""
+        """The configured token, else the kind's own or Ray's."""
         own = str(self.state_folder / "token")
         return self.token or Token(file=own if self.own_token else "~/.ray/auth_token")
 
     @property
     def one_machine(self) -> bool:
-        """Whether all its workers are on one machine, so that an SQLite file can take their metrics."""
+        """True if all its workers are on one machine, so that an SQLite file can take their metrics."""
         return False
-
-    @property
-    def is_up(self) -> bool:
-        """Whether jobs can be submitted, without contacting the cluster."""
-        return self.recorded() is not None
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """CPUs and GPUs of each node at full autoscaling; None if it does not autoscale."""
@@ -123,11 +115,11 @@ class Cluster(Frozen, ABC):
 
     @abstractmethod
     def up_steps(self) -> list[Step]:
-        """What `up` does."""
+        """Return the steps of `up`."""
 
     @abstractmethod
     def down_steps(self) -> list[Step]:
-        """What `down` does: it stops what `up` started, and nothing else."""
+        """Return the steps of `down`, which stop what `up` started and nothing else."""
 
     @abstractmethod
     def where(self) -> str:
@@ -152,7 +144,9 @@ class Cluster(Frozen, ABC):
         shutil.rmtree(self.state_folder, ignore_errors=True)
 
     def require_up(self) -> dict[str, Any]:
-        """What `up` recorded. Raises ClusterError if it was not called on this machine by this user."""
+        """Return the record of `up`. Raises ClusterError if it was not called on this machine by this
+        user.
+        """
         if (found := self.recorded()) is None:
             start = f"run `titans cluster up {self.name}` on this machine first"
             raise ClusterError(f"cluster {self.name}: not up; {start}")
@@ -204,7 +198,7 @@ class JobInfo:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """True if the job is over."""
         return self.state in ("succeeded", "failed", "stopped")
 
     @property
@@ -215,10 +209,6 @@ class JobInfo:
         if self.code is None:
             return DETACHED if self.state == "stopped" else 1
         return 128 - self.code if self.code < 0 else self.code
-
-
-class ReaderGone(BrokenPipeError):
-    """The reader of our output closed the pipe; the connection to the cluster may be intact."""
 
 
 class Log:
@@ -235,10 +225,7 @@ class Log:
     def add(self, text: str) -> None:
         """Add the next chunk of this read."""
         fresh, self._skip = text[self._skip :], max(0, self._skip - len(text))
-        try:
-            self._write(fresh)
-        except BrokenPipeError as error:
-            raise ReaderGone(*error.args) from None
+        self._write(fresh)
         self.written += len(fresh)
 
 
@@ -255,7 +242,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """The steps that submit a job."""
+        """Return the steps that submit a job."""
 
     @abstractmethod
     def list(self) -> list[JobInfo]:
@@ -267,23 +254,15 @@ class Jobs(ABC):
 
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
-        """The steps that stop a job."""
-
-    @abstractmethod
-    def log_steps(self, job_id: str) -> list[Step]:
-        """The steps that read the log."""
-
-    @abstractmethod
-    def status_steps(self) -> list[Step]:
-        """The steps that query nodes and jobs."""
+        """Return the steps that stop a job."""
 
     def access_steps(self) -> list[Step]:
-        """The steps required before any of those above, such as forwarding a port."""
+        """Return the steps required before any of the above, such as forwarding a port."""
         return []
 
     @contextmanager
     def connected(self) -> Iterator[Self]:
-        """The jobs, connected for the duration of the block."""
+        """Connect for the duration of the block."""
         yield self
 
     def about(self) -> dict[str, Any]:
@@ -299,7 +278,7 @@ class Jobs(ABC):
         return known[job_id]
 
     def new_id(self, job: Job) -> str:
-        """A new id that begins with the job's name."""
+        """Return a new id that begins with the job's name."""
         return f"{job.name}-{secrets.token_hex(3)}"
 
     def submit(self, job: Job) -> str:
@@ -323,31 +302,3 @@ class Jobs(ABC):
             if info.ended:
                 return info.shell_code
             time.sleep(self.poll)
-
-
-class Answer:
-    """Separates a command's JSON answer from the rest of its log, in which Ray joins stdout and stderr.
-
-    `--json` prints one object or list, last, whose first line is a bracket alone.
-    """
-
-    def __init__(self, rest: Callable[[str], None]):
-        self._rest, self._held = rest, ""
-
-    def write(self, text: str) -> None:
-        """Add a chunk of the log; all before the last line that may open an answer goes to the rest."""
-        self._held += text
-        count = whole = self._held.rfind("\n") + 1
-        for match in _OPENS.finditer(self._held, 0, whole):
-            count = match.start()
-        self._rest(self._held[:count])
-        self._held = self._held[count:]
-
-    def text(self) -> str:
-        """The answer, empty where the command printed none; all other lines go to the rest."""
-        answer, rest = "", self._held
-        with suppress(ValueError):
-            _, end = json.JSONDecoder().raw_decode(self._held)
-            answer, rest = self._held[:end] + "\n", self._held[end:].removeprefix("\n")
-        self._rest(rest)
-        return answer

@@ -49,7 +49,7 @@ _here = _Here()
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """A context manager that records launches in a list instead of running them."""
+    """Record launches in a list instead of running them, within the context."""
     launches: list[Launch] = []
     _here.lists.append(launches)
     try:
@@ -59,7 +59,7 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def fake(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake implementation of a custom operator: its output buffers, and no launch."""
+    """Return the fake implementation of a custom operator: its output buffers, and no launch."""
 
     def without_launching(*args: Any, **kwargs: Any) -> Any:
         with record_launches():
@@ -74,7 +74,7 @@ def float32_precision() -> str:
 
 
 def is_recording() -> bool:
-    """Whether launches are being recorded; tensors may then have no data."""
+    """Return True if launches are being recorded; tensors may then have no data."""
     return bool(_here.lists)
 
 
