@@ -21,7 +21,7 @@ from titans_kernels.memory.forms import chunked
 from titans_kernels.memory.forms.online import BLOCK
 
 CPU = torch.device("cpu")
-TINY = Shape("tiny", 2, 8, 16, 1, 50, chunk_size=16, heads=2, small=(1, 50))
+TINY = Shape("tiny", 2, 8, 16, 1, 50, chunk_size=24, heads=2, small=(1, 50))
 
 
 @pytest.fixture
