@@ -12,13 +12,13 @@ from pydantic import BaseModel
 import titans_platform.objectives  # noqa: F401 - objectives register tasks of their own
 from titans_platform.cli.init import fields_of
 from titans_platform.config import RunConfig, TaskConfig
-from titans_platform.evals import TASKS
+from titans_platform.tasks import TASKS
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 
 
 def reference_page() -> str:
-    """The Markdown page of every field of a run file, and every task with its options."""
+    """Render the Markdown page of every field of a run file, and every task with its options."""
 
     def about(kind: type) -> str:
         return cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("``", "`")

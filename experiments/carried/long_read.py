@@ -32,7 +32,7 @@ PARTS = 10
 
 
 def stress_text(prose: str) -> str:
-    """A million bytes: 600,000 of prose, and 100,000 each of four kinds of repetition and noise."""
+    """Return a million bytes: 600,000 of prose, and 100,000 each of four kinds of repetition and noise."""
     draw = random.Random(0)
     rows = "".join(f"| {i:5d} | {draw.random():.4f} | {draw.random():.4f} |\n" for i in range(4000))
     kinds = ("=" * 78 + "\n", rows, base64.b64encode(draw.randbytes(75_000)).decode(), "a")
@@ -45,7 +45,7 @@ def stress_text(prose: str) -> str:
 
 @torch.no_grad()
 def read(run: str, text: str, tokens: int | None, fresh: bool = True) -> dict[str, Any]:
-    """What one run does with a text; ``fresh``: read it again with a new state every training row."""
+    """Read a text with one run; ``fresh``: read it again with a new state every training row."""
     model, tokenizer, cfg = load_run(run)
     if tokenizer is None:
         raise UsageError(f"{run}: does not train on text")
@@ -89,17 +89,17 @@ def main(runs: tuple[str, ...], files: tuple[str, ...], tokens: int | None, stre
     documents: list[str] = []
     with TemporaryDirectory() as cache:
         for source in sources:
-            found = SOURCES[source.kind](source, "--text", Path(cache)).documents()
-            documents += [document.text for document in found]
+            read_documents = SOURCES[source.kind](source, "--text", Path(cache)).documents()
+            documents += [document.text for document in read_documents]
     text = "".join(documents)
     text = stress_text(text) if stress else text
     click.echo("| run | tokens | carried, by tenths | fresh | largest norm | largest surprise |")
     click.echo("|:--|--:|:--|:--|--:|--:|")
     for run in runs:
-        found = read(run, text, tokens, fresh=not stress)
-        shown = [" ".join(f"{x:.3f}" for x in found.get(way, ())) for way in ("carried", "fresh")]
-        numbers = f"{found['norm']:.2f} | {found['surprise']:.3f}"
-        click.echo(f"| {Path(run).name} | {found['tokens']:,} | {' | '.join(shown)} | {numbers} |")
+        result = read(run, text, tokens, fresh=not stress)
+        shown = [" ".join(f"{x:.3f}" for x in result.get(way, ())) for way in ("carried", "fresh")]
+        numbers = f"{result['norm']:.2f} | {result['surprise']:.3f}"
+        click.echo(f"| {Path(run).name} | {result['tokens']:,} | {' | '.join(shown)} | {numbers} |")
 
 
 if __name__ == "__main__":

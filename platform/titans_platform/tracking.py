@@ -66,7 +66,9 @@ class Unreachable(UsageError):
 
 
 def store_uri(root: Path) -> str:
-    """The address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under it."""
+    """Return the address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under
+    it.
+    """
     if (given := os.environ.get(STORE)) and urlsplit(given).password:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         raise UsageError(f"{STORE}: holds a password; {fix}")
@@ -74,14 +76,14 @@ def store_uri(root: Path) -> str:
 
 
 def check_store(root: Path) -> None:
-    """Raises UsageError if the store of ``root`` cannot be opened; does not create one."""
+    """Raise UsageError if the store of ``root`` cannot be opened; does not create one."""
     if os.environ.get(STORE):
         check_server(store_uri(root))
     elif (path := root.resolve() / "mlflow.db").exists():
         _check_sqlite(path)
 
 
-def open_store(where: Path | str) -> Store:
+def open_store(where: Path | str) -> TrackingStore:
     """Open the store under a root folder, or at a tracking address; create and migrate it where needed.
 
     Raises UsageError where it cannot be opened.
@@ -148,23 +150,23 @@ def _start_from_template(path: Path) -> None:
     copy.unlink(missing_ok=True)
 
 
-def _connect(uri: str, artifacts: str | None) -> Store:
+def _connect(uri: str, artifacts: str | None) -> TrackingStore:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        found = client.get_experiment_by_name(EXPERIMENT)
-        there = found.artifact_location if found else ""
+        known = client.get_experiment_by_name(EXPERIMENT)
+        there = known.artifact_location if known else ""
         if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
             # MLflow would overwrite the original's artifacts
             fix = "titans ui --adopt --root HERE makes it the copy's own; or work in the original --root"
             raise _refused(uri, f"was copied or moved here: its artifacts are in {there}", fix)
         # show the UI of training runs, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts, kind)
+        experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT, artifacts, kind)
     except UsageError:
         raise
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
         raise _refused(uri, "cannot be opened", "move it away or give another --root", error) from None
-    return Store(client, uri, experiment)
+    return TrackingStore(client, uri, experiment)
 
 
 def _check_sqlite(path: Path) -> None:
@@ -187,7 +189,7 @@ def _check_sqlite(path: Path) -> None:
 
 
 def check_server(uri: str) -> None:
-    """Raises UsageError if the server does not answer here. /health would answer under any host name."""
+    """Raise UsageError if the server does not answer here. /health would answer under any host name."""
     try:
         urllib.request.urlopen(
             f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", timeout=10
@@ -211,7 +213,7 @@ def _refused(store: Path | str, what: str, fix: str, error: Exception | None = N
     return UsageError(f"tracking store {store}: {what}{why}; {fix}")
 
 
-class Store:
+class TrackingStore:
     """An open MLflow store and our experiment in it."""
 
     def __init__(self, client: MlflowClient, uri: str, experiment: str):
@@ -219,13 +221,13 @@ class Store:
 
     @property
     def server(self) -> str | None:
-        """The address of the server that is the store; None where the store is a file."""
+        """Address of the server that is the store; None if the store is a file."""
         return self.uri.rstrip("/") if self.uri.startswith(("http://", "https://")) else None
 
     def study_run(
         self, study: str, tags: Mapping[str, str] | None = None, params: Mapping[str, Any] | None = None
     ) -> str:
-        """The parent run of a study, created with ``params`` the first time; its run id."""
+        """Return the run id of a study's parent run, created with ``params`` the first time."""
         run_id = self.cell_run(study, study, tag=STUDY_TAG, params=params, tags=tags)
         self.client.update_run(run_id, status="RUNNING")
         return run_id
@@ -241,7 +243,7 @@ class Store:
         tags: Mapping[str, str] | None = None,
         tag: str = CELL_TAG,
     ) -> str:
-        """The run of a cell, which ``tag`` names, created as ``name`` the first time; its run id.
+        """Return the run id of a cell's run, which ``tag`` names, created as ``name`` the first time.
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
         """
@@ -272,33 +274,33 @@ class Store:
     def running(self, parent: str) -> dict[str, str]:
         """Run ids by cell of a study's runs with status RUNNING, whose process may be dead."""
         where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
-        found = self.client.search_runs([self.experiment], where, max_results=10_000)
-        return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
+        runs = self.client.search_runs([self.experiment], where, max_results=10_000)
+        return {run.data.tags[CELL_TAG]: run.info.run_id for run in runs if CELL_TAG in run.data.tags}
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
-        """A metric by step, of each run that has it; runs that do not exist are skipped."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        """Return a metric by step, of each run that has it; runs that do not exist are skipped."""
+        curves: dict[str, list[tuple[int, float]]] = {}
         for run_id in run_ids:
             with suppress(MlflowException):
                 history = self.client.get_metric_history(run_id, metric)
                 # a column of that name is logged after the last step's value
                 history.sort(key=lambda point: point.timestamp, reverse=True)
-                found[run_id] = sorted({point.step: point.value for point in history}.items())
-        return {run_id: curve for run_id, curve in found.items() if curve}
+                curves[run_id] = sorted({point.step: point.value for point in history}.items())
+        return {run_id: curve for run_id, curve in curves.items() if curve}
 
     def url(self, run_id: str) -> str:
-        """Where `titans ui` shows the run, below the address of the server."""
+        """Return the run's page in `titans ui`, below the address of the server."""
         return f"#/experiments/{self.experiment}/runs/{run_id}"
 
     def find(self, tag: str, value: str) -> str | None:
-        """The run id of the newest run with this tag."""
+        """Return the run id of the newest run with this tag."""
         where, order = f"tags.`{tag}` = '{value}'", ["start_time DESC"]
         runs = self.client.search_runs([self.experiment], where, max_results=1, order_by=order)
         return runs[0].info.run_id if runs else None
 
     @property
     def page(self) -> str:
-        """Where a server lists the runs, below its address."""
+        """Page on which a server lists the runs, below its address."""
         return f"#/experiments/{self.experiment}/runs"
 
 
@@ -311,7 +313,7 @@ def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None
 
 
 def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step: int) -> None:
-    """Log the finite values of a step, except those that equal the run's latest values."""
+    """Log the finite values of a step, except values that equal the run's latest."""
     now, have = int(time.time() * 1000), client.get_run(run_id).data.metrics
     # a NaN would stay a run's latest value; @ is not allowed in a name
     finite = {key.replace("@", "/"): float(value) for key, value in values.items() if math.isfinite(value)}
@@ -347,7 +349,7 @@ class RunLog:
             self._steps[point.key].add(point.step)
 
     def _logged(self, key: str) -> set[int]:
-        """The steps at which the store has a value; asked for the first time, and after a failure."""
+        """Return the steps at which the store has a value; queried the first time, and after a failure."""
         if key not in self._steps:
             self._steps[key] = {point.step for point in self._client.get_metric_history(self.run_id, key)}
         return self._steps[key]
@@ -361,7 +363,7 @@ class RunLog:
         log_entries(self._client, self.run_id, tags=tags_of(tags))
 
     def note(self, markdown: str) -> None:
-        """The description MLflow shows at the top of the run; the place for links to other runs."""
+        """Set the description MLflow shows at the top of the run; the place for links to other runs."""
         self._client.set_tag(self.run_id, "mlflow.note.content", markdown)
 
     def table(self, rows: Iterable[Mapping[str, Any]], name: str) -> None:
@@ -389,5 +391,5 @@ def tags_of(tags: Mapping[str, str]) -> list[RunTag]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

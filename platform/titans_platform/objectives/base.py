@@ -16,9 +16,8 @@ from titans_kernels import Registry
 from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import build_task, eval_version, row_length
-from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
+from titans_platform.tasks import NoTaskOptions, build_task, eval_version, row_length
 from titans_platform.training.loop import Stream
 from titans_platform.training.optim import check_windows
 
@@ -45,7 +44,7 @@ D = TypeVar("D", bound=Data)
 class Objective(ABC, Generic[D]):
     """The objective of one run. Built from the run's config; holds neither data nor model."""
 
-    Options: ClassVar[type[Frozen]] = NoOptions
+    Options: ClassVar[type[Frozen]] = NoTaskOptions
     """Schema of ``objective.options``. Every field is part of the run's name, except those with
     ``exclude=True``, such as paths: data enter the name through their fingerprint."""
     data_kind: ClassVar[str] = "tokens"
@@ -54,7 +53,7 @@ class Objective(ABC, Generic[D]):
     """Display name of the positions of a row."""
     loss_unit: ClassVar[str] = "nats"
     carries: ClassVar[bool] = False
-    """Whether it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
+    """True if it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
     validation_task: ClassVar[str | None] = None
     """The task that measures the held-out loss; None: ``eval.every`` is not supported."""
 
@@ -74,7 +73,7 @@ class Objective(ABC, Generic[D]):
 
     @abstractmethod
     def build_model(self) -> Model:
-        """The model at initialisation, from the config only. Raises UsageError."""
+        """Build the model at initialisation, from the config only. Raises UsageError."""
 
     def least_activations(self, rows: int) -> int:
         """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
@@ -85,7 +84,7 @@ class Objective(ABC, Generic[D]):
         """[B] loss of each row; 0 for a row without targets."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
+        """Load the model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
         return None
 
     def counts(self, batch: Any) -> Tensor:
@@ -122,7 +121,7 @@ class Objective(ABC, Generic[D]):
 
 
 def build_small(objective: Objective[Any], blocks: int = 1) -> Model:
-    """The model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
+    """Build the model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
     model = objective.cfg.model.model_copy(update={"n_layers": blocks})
     with torch.device("meta"):
         cfg = objective.cfg.model_copy(update={"model": model})
@@ -145,7 +144,7 @@ def reject_data(cfg: RunConfig, fields: Sequence[str], reason: str) -> None:
 
 
 def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> str:
-    """The run's name: a hash of everything that determines its numbers.
+    """Name the run by a hash of everything that determines its numbers.
 
     Options of the objective at their defaults are left out, so that adding an option renames no run.
     """
@@ -177,5 +176,5 @@ def build_objective(cfg: RunConfig) -> Objective[Any]:
     Raises:
         UsageError: the objective or an option does not exist, or an option's value is invalid.
     """
-    found = OBJECTIVES.find(cfg.objective.kind)
-    return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))
+    kind = OBJECTIVES.find(cfg.objective.kind)
+    return kind(cfg, validate(kind.Options, cfg.objective.options, "objective.options"))

@@ -31,11 +31,10 @@ from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Objective, Report, check_vocabulary, reject_data
 from titans_platform.objectives.files import ItemStream, load_copy, read_table, save_copy
+from titans_platform.tasks import Context, Measurement, Task
 
 OPTIONS = "objective.options"
 GENOMIC_BENCHMARKS = (
@@ -62,7 +61,7 @@ class Items(NamedTuple):
     labels: list[str]
 
     def take(self, which: NDArray[np.bool_]) -> Items:
-        """The items where the mask ``which`` [N] is True."""
+        """Return the items at which the mask ``which`` [N] is True."""
         index = np.flatnonzero(which)
         return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
 
@@ -113,9 +112,9 @@ class LabelledData:
         return torch.from_numpy(counts / counts.sum())
 
     def class_counts(self, part: str) -> dict[str, int]:
-        """Number of items of each class in a split."""
-        found = Counter(self.split[part].labels)
-        return {label: found[label] for label in self.classes}
+        """Count the items of each class in a split."""
+        counts = Counter(self.split[part].labels)
+        return {label: counts[label] for label in self.classes}
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
@@ -129,7 +128,7 @@ class LabelledData:
             yield self.batch(part, order[i : i + rows])
 
     def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
-        """The items ``which`` of a split as one padded batch."""
+        """Return the items ``which`` of a split as one padded batch."""
         rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in which]
         tokens = pad_sequence([torch.from_numpy(row) for row in rows], True, self.tokenizer.pad)
         labels, lengths = torch.from_numpy(self.labels[part][which]), torch.tensor([len(row) for row in rows])
@@ -212,7 +211,7 @@ class ClassificationOptions(Frozen):
     test_path: str | None = Field(default=None, exclude=True)
     """The same for the test; None: a share of ``path``."""
     folder: str | None = Field(default=None, exclude=True)
-    """Where these files are, if not in the folder of the command."""
+    """Folder of these files, if not the folder of the command."""
     dataset: str | None = Field(default=None, exclude=True)
     """In place of files: one of GenomicBenchmarks' human sets, e.g. human_nontata_promoters, or a dataset of
     the Hub with splits train and test."""
@@ -225,7 +224,7 @@ class ClassificationOptions(Frozen):
     classes: Annotated[int, Field(ge=2)] = 2
     """K, how many labels there are."""
     pooling: Pooling = "mean"
-    """What the head reads: the mean of all positions, or the last."""
+    """Input of the head: the mean of all positions, or the last."""
     network: Literal["backbone", "cnn"] = "backbone"
     """The model of ``model``, or GenomicBenchmarks' own baseline, which takes of it vocab_size alone."""
     pretrain_steps: Annotated[int, Field(ge=0)] = 0
@@ -271,7 +270,7 @@ class Classification(Objective[LabelledData]):
         return self._data(load_items(self._index(root)))
 
     def build_model(self) -> Model:
-        """The backbone with a classification head, or the convolutional baseline."""
+        """Build the backbone with a classification head, or the convolutional baseline."""
         options, model = self.options, self.cfg.model
         try:
             if options.network == "cnn":
@@ -283,7 +282,7 @@ class Classification(Objective[LabelledData]):
             raise UsageError(field) from None
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that ``data`` names."""
+        """Load the tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
 
     def losses(self, model: Callable[..., Any], batch: Labelled) -> Tensor:
@@ -316,8 +315,8 @@ class Classification(Objective[LabelledData]):
             raise UsageError(f"{OPTIONS}.pretrain_steps: {left}")
         check_vocabulary(self.cfg, self.tokenizer())
         if data is not None and (n := len(data.classes)) != options.classes:
-            found = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
-            raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {found}; set it to {n}")
+            present = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
+            raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {present}; set it to {n}")
         super().check(data)
 
     def _read(self, root: Path) -> Split:
@@ -367,7 +366,7 @@ class LabelledTask(Task):
     data_kind = "labelled"
 
     def check(self, objective: Any, length: int, data: LabelledData | None) -> None:
-        """Reject other lengths than that of training: sequences have fixed lengths."""
+        """Reject any length but the training length: sequences have fixed lengths."""
         if length != objective.cfg.data.sequence_length:
             raise UsageError("lengths: sequences have the lengths they have; leave it out")
 
@@ -380,7 +379,7 @@ class LabelledTask(Task):
         """[K] logits of a baseline that only knows the class frequencies of the training split."""
 
     def measure(self, context: Context) -> Measurement:
-        """The mean over `config.items` items of the split."""
+        """Return the mean over `config.items` items of the split."""
         data: LabelledData = context.prepared
         rows = context.scorer.rows(context.length)
         batches = data.batches(self.options.part, context.config.items, rows)
@@ -412,7 +411,7 @@ class Accuracy(LabelledTask):
         return (logits_BK.argmax(1) == labels_B).double()
 
     def guess(self, shares_K: Tensor) -> Tensor:
-        """The class frequencies."""
+        """Return the class frequencies."""
         return shares_K
 
 
@@ -423,7 +422,7 @@ class ValidationOptions(PartOptions):
 
 
 class ClassLoss(LabelledTask):
-    """Cross-entropy of the classes in nats; lower is better. Chance is that of their shares in training."""
+    """Cross-entropy of the classes in nats; lower is better. Chance guesses their shares in training."""
 
     name = "class_loss"
     Options = ValidationOptions
@@ -438,5 +437,5 @@ class ClassLoss(LabelledTask):
         return F.cross_entropy(logits_BK, labels_B, reduction="none")
 
     def guess(self, shares_K: Tensor) -> Tensor:
-        """The log class frequencies."""
+        """Return the log class frequencies."""
         return shares_K.log()

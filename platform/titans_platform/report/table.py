@@ -124,24 +124,24 @@ class Table:
     """Name of the study's folder and of its MLflow run."""
     description: str
     note: str
-    """What the study file says of the scale's numbers."""
+    """The study file's note on the scale's numbers."""
     comparable: bool
-    """Whether the numbers can be compared with the paper's, not only the order of the rows."""
+    """True if the numbers can be compared with the paper's, not only the order of the rows."""
     axes: Mapping[str, Axis]
     columns: Mapping[str, Column]
     rows: tuple[TableRow, ...]
     chance: Mapping[str, float]
-    """By column, in its unit; only of those that have a chance level."""
+    """By column, in its unit; columns without a chance level are left out."""
     side_by_side: bool
-    """Whether cells ran at the same time on one machine, so that none was timed alone."""
+    """True if cells ran at the same time on one machine, so that none was timed alone."""
     commit: str
     """The commit of the code that reads the results."""
     command: str
     """The command that reproduces the table."""
     unfinished: int
-    """Cells asked for that have no result."""
+    """Requested cells that have no result."""
     other_seeds: tuple[int, ...] = ()
-    """Seeds of the table that are not the scale's, such as those that a recipe was tuned on."""
+    """Seeds of the table that are not the scale's, such as the seeds a recipe was tuned on."""
 
     @property
     def results(self) -> list[Result]:
@@ -188,7 +188,7 @@ def build_table(run: StudyRun) -> Table:
         description=" ".join(study.description.split()), note=" ".join(scale.note.split()),
         comparable=scale.comparable, axes=study.axes, columns=columns, rows=tuple(rows),
         # cells of one row may have different levels
-        chance={key: columns[key].factor * statistics.fmean(found) for key, found in levels.items() if found},
+        chance={key: columns[key].factor * statistics.fmean(level) for key, level in levels.items() if level},
         side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
         command=f"titans sweep run {study.name} --scale {run.scale_name} "
         f"--seeds {','.join(map(str, seeds))}{changed}",
@@ -224,12 +224,12 @@ def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str)
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
+    """Return True if a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def task_of(key: str) -> tuple[str, str, int | None]:
-    """`column/task@tokens` in its parts; None where there is no length."""
+    """Split `column/task@tokens` into its parts; None without a length."""
     owner, _, rest = key.partition("/")
     task, at, length = rest.rpartition("@")
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
@@ -286,16 +286,16 @@ class Comparison:
     column: str
     baseline: str
     paper: float | None
-    """The paper's difference, in its own unit; positive is better. None where it prints no number."""
+    """The paper's difference, in its own unit; positive is better. None if it prints no number."""
     ours: Difference
     expected: Expectation | None = None
-    """What the study file expects, where the paper prints no number."""
+    """The study file's expectation, if the paper prints no number."""
     p: float | None = None
     """Holm-adjusted p value; None for one seed, and without an expected direction."""
 
     @property
     def better(self) -> bool | None:
-        """Whether the row is expected to be better than the baseline; None without an expectation."""
+        """True if the row is expected to be better than the baseline; None without an expectation."""
         if self.paper:
             return self.paper > 0
         return self.expected.better if self.expected else None
@@ -314,7 +314,7 @@ class Comparison:
 
 def compare(table: Table) -> list[Comparison]:
     """Every row and column that has numbers against the table's first row; reference rows are left out."""
-    rows, found = [row for row in table.rows if not row.row.reference], []
+    rows, comparisons = [row for row in table.rows if not row.row.reference], []
     for key, column in table.columns.items() if rows else ():
         first, sign = rows[0], 1 if column.higher_is_better else -1
         base = by_seed(first, key, column.factor)
@@ -323,27 +323,27 @@ def compare(table: Table) -> list[Comparison]:
                 paper, reference = row.entries[key].paper, first.entries[key].paper
                 theirs = None if paper is None or reference is None else sign * (paper - reference)
                 expected = row.row.expected.get(key)
-                found.append(Comparison(row.row.name, key, first.row.name, theirs, ours, expected))
-    return adjust(found)
+                comparisons.append(Comparison(row.row.name, key, first.row.name, theirs, ours, expected))
+    return adjust(comparisons)
 
 
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
-    """The column's value of each seed that has a finite one."""
+    """Return the column's value of each seed that has a finite one."""
     kept = measured_by_seed(row.cells, row.results, key)
     return {seed: factor * statistics.fmean(r.columns[key] for r in part) for seed, part in kept.items()}
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:
-    """Paired over the seeds that both have; None where there is none."""
+    """Pair over the seeds that both have; None without any."""
     pairs = tuple(sign * (ours[seed] - base[seed]) for seed in sorted(ours.keys() & base.keys()))
     return Difference(pairs) if pairs else None
 
 
-def adjust(found: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons with Holm-adjusted p values; the family is those with a direction and two seeds."""
-    family = [i for i, each in enumerate(found) if each.better is not None and each.ours.p is not None]
-    adjusted = dict(zip(family, holm([found[i].ours.p or 0.0 for i in family]), strict=True))
-    return [replace(each, p=adjusted.get(i)) for i, each in enumerate(found)]
+def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
+    """Add Holm-adjusted p values to the comparisons; the family has a direction and at least two seeds."""
+    family = [i for i, each in enumerate(comparisons) if each.better is not None and each.ours.p is not None]
+    adjusted = dict(zip(family, holm([comparisons[i].ours.p or 0.0 for i in family]), strict=True))
+    return [replace(each, p=adjusted.get(i)) for i, each in enumerate(comparisons)]
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -355,41 +355,41 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def count_outcomes(found: Sequence[Comparison]) -> dict[str, int]:
-    """How many comparisons have each outcome; those without an expected direction are left out."""
-    counts = Counter(each.outcome for each in found)
+def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
+    """Count the comparisons of each outcome, without the ones that have no expected direction."""
+    counts = Counter(each.outcome for each in comparisons)
     return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED)}
 
 
-def tally(found: Sequence[Comparison]) -> str:
-    """The counts in words."""
-    agree, disagree, unresolved, single = count_outcomes(found).values()
+def tally(comparisons: Sequence[Comparison]) -> str:
+    """Describe the counts in words."""
+    agree, disagree, unresolved, single = count_outcomes(comparisons).values()
     given = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
     return f"{text}, {single} have one seed" if single else text
 
 
-def method(found: Sequence[Comparison]) -> str:
-    """What the numbers of a verdict are, in one sentence."""
-    given = plural(sum(each.p is not None for each in found), "comparison")
+def method(comparisons: Sequence[Comparison]) -> str:
+    """Describe the numbers of a verdict in one sentence."""
+    given = plural(sum(each.p is not None for each in comparisons), "comparison")
     return (
         "Each number is the mean difference paired by seed (better is +), with its 95% Student interval and "
         f"the p value of the paired t test, Holm-adjusted over the {given}; it is resolved where p < {ALPHA}."
     )
 
 
-def cell(found: Comparison | None, decimals: int) -> str:
+def cell(comparison: Comparison | None, decimals: int) -> str:
     """`+0.35 [+0.24, +0.46] p=0.004 agrees`; a dash where nothing was compared."""
-    if found is None:
+    if comparison is None:
         return NONE
-    signed, ours = f"+.{decimals}f", found.ours
+    signed, ours = f"+.{decimals}f", comparison.ours
     ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval else ""
-    p = "" if found.p is None else "p<0.001" if found.p < 0.001 else f"p={found.p:.3f}"
-    return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, found.outcome) if part)
+    p = "" if comparison.p is None else "p<0.001" if comparison.p < 0.001 else f"p={comparison.p:.3f}"
+    return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, comparison.outcome) if part)
 
 
 def best_rows(table: Table, key: str) -> set[str]:
-    """The rows whose mean, as printed, is the best; none where it is not better than chance.
+    """Return the rows whose mean, as printed, is the best; none if it is not better than chance.
 
     Reference rows take no part, and there must be two different means to compare.
     """

@@ -27,20 +27,6 @@ from titans_platform.files import file_lock, is_locked, read_json, write_json
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """NaN where the file has null."""
 
-PATHWAY_TITLES = {
-    "memory": "memory's output off",
-    "attention": "attention off",
-    "cut": "attention cut at its window",
-    "decay": "decay off",
-}
-"""What each of `EvalConfig.pathways` switches off."""
-PATHWAYS_EXPLAINED = (
-    "The trained model, measured again with a part of it off. What is lost without the memory's output, the "
-    "memory carried; what is left, attention answered. Cut, attention does not cross multiples of its "
-    "window, so that several layers reach no further than one window. With decay off (alpha = 0) nothing is "
-    "forgotten."
-)
-
 
 class _Record(BaseModel):
     """Immutable. Unknown keys are ignored: another version may have written the file."""
@@ -62,7 +48,7 @@ class TaskScore(_Record):
 
 
 class Measures(_Record):
-    """What `evals.evaluate` measures of a model."""
+    """Measurements that `evals.evaluate` takes of a model."""
 
     columns: dict[str, Number] = Field(default_factory=dict)
     """By column of the table, the mean of its tasks."""
@@ -72,8 +58,6 @@ class Measures(_Record):
     """Chance level of each column."""
     buckets: dict[str, dict[str, Number]] = Field(default_factory=dict)
     """By ``column/task@tokens``, the value in each bucket: a needle's depth, a position."""
-    pathways: dict[str, dict[str, Number]] = Field(default_factory=dict)
-    """By part of the model that was switched off, the columns of generated tasks without it."""
 
 
 class Result(Measures):
@@ -125,7 +109,7 @@ class Result(Measures):
         return self.train_seconds + self.eval_seconds
 
     def record(self) -> dict[str, Any]:
-        """The result as a JSON value."""
+        """Return the result as a JSON value."""
         return self.model_dump(mode="json")
 
     def write(self, path: Path) -> None:
@@ -174,7 +158,7 @@ class RunFolder:
         return self.root / "cells" / self.name
 
     def record(self) -> dict[str, Any]:
-        """The content of ``run.json``; empty before the run has begun.
+        """Read the content of ``run.json``; empty before the run has begun.
 
         ``config``; ``commit``; ``began``, ``host`` and ``pid`` of the last attempt; ``progress``;
         ``attempt``, its begin, end and seconds by phase; ``failure``, why it failed; ``stale``, the result
@@ -193,12 +177,12 @@ class RunFolder:
             write_json(self.path / RECORD, {k: v for k, v in record.items() if v is not None})
 
     def result(self) -> Result | None:
-        """The result of the finished run, or None; a file that names another run is ignored."""
+        """Return the result of the finished run, or None; a file that names another run is ignored."""
         result = Result.read(self.path / RESULT)
         return result if result and result.cell == self.name else None
 
     def shown_result(self) -> Result | None:
-        """The result to show: the current one, or else the stale one while the run is repeated."""
+        """Return the result to show: the current one, or else the stale one while the run is repeated."""
         stale = self.record().get("stale")
         return self.result() or (Result.model_validate(stale) if stale else None)
 
@@ -207,17 +191,19 @@ class RunFolder:
         return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
-        """The last progress (step, steps, loss, ...), and its ``age`` in seconds; None before it began."""
+        """Return the last progress (step, steps, loss, ...), and its ``age`` in seconds; None before it
+        began.
+        """
         if progress := self.record().get("progress"):
             progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
         return progress
 
     def attempt(self) -> dict[str, Any] | None:
-        """The last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
+        """Return the last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
         return self.record().get("attempt")
 
     def is_held(self) -> bool:
-        """Whether a live process holds the run.
+        """Return True if a live process holds the run.
 
         Some file systems do not share locks between machines, so for a run that another machine began a
         recent progress record counts too.
@@ -237,7 +223,7 @@ class RunFolder:
         return "failed" if "failure" in record else "interrupted" if "progress" in record else "missing"
 
     def rungs(self) -> dict[int, float]:
-        """What a search measured at each rung, by optimiser step."""
+        """Return what a search measured at each rung, by optimiser step."""
         return {int(step): float(value) for step, value in self.record().get("rungs", {}).items()}
 
     def record_rung(self, step: int, value: float) -> None:
@@ -249,7 +235,7 @@ class RunFolder:
         self.update(stopped=reason)
 
     def was_stopped(self) -> bool:
-        """Whether a search stopped the run early."""
+        """Return True if a search stopped the run early."""
         return "stopped" in self.record()
 
     def request_interrupt(self) -> bool:
@@ -261,7 +247,7 @@ class RunFolder:
         return True
 
     def interrupt_requested(self) -> bool:
-        """Whether an interrupt is pending."""
+        """Return True if an interrupt is pending."""
         return (self.path / INTERRUPT).exists()
 
     def clear_interrupt(self) -> None:
@@ -280,7 +266,7 @@ class RunFolder:
             self.update(failure=None)
 
     def commit(self) -> str | None:
-        """The commit that began the run, or None before it has begun."""
+        """Return the commit that began the run, or None before it has begun."""
         return self.record().get("commit")
 
     def begin(self, commit: str) -> bool:

@@ -20,14 +20,14 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_platform.errors import Interrupted, StorageError, TitansError, one_line
+from titans_kernels import Registry
+from titans_platform.errors import Interrupted, StorageError, TitansError, UsageError, one_line
 from titans_platform.files import write_error, write_text
 from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
-from titans_platform.runs.loggers import Logger, open_loggers
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
-    from titans_platform.tracking import RunLog, Store
+    from titans_platform.tracking import RunLog, TrackingStore
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +48,34 @@ _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
 
+class Logger:
+    """Receives a run's metrics on rank 0, beside MLflow. A subclass overrides what it needs.
+
+    A run that resumes calls `start` with the step of its checkpoint; what was logged after that step before
+    the interruption is logged again, and a logger replaces it.
+    """
+
+    def __init__(self, spec: RunSpec):
+        """``spec`` is the run: its config, name, folder and labels. Raises UsageError."""
+        self.spec = spec
+
+    def start(self, step: int) -> None:
+        """Training starts, or resumes after ``step`` optimiser steps."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of an optimiser step: loss, tokens_per_second, lr, the memory's telemetry."""
+
+    def finish(self, step: int, columns: Mapping[str, float]) -> None:
+        """Log the measures ``columns`` after the run's evaluation."""
+
+    def close(self) -> None:
+        """Close the log at the end of the run, also after an error."""
+
+
+LOGGERS = Registry("log.loggers", Logger, {}, UsageError)
+"""Loggers by the names of ``log.loggers``, which are import paths unless a process registers others."""
+
+
 class Reporter:
     """Writes the files of a run and its MLflow run. On rank 0 only."""
 
@@ -57,7 +85,7 @@ class Reporter:
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
-        self._loggers = open_loggers(spec)
+        self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
         self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
@@ -186,7 +214,7 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     run.close(ended=ended)
 
 
-def end_orphaned_runs(store: Store, parent: str, root: Path) -> None:
+def end_orphaned_runs(store: TrackingStore, parent: str, root: Path) -> None:
     """End the MLflow runs below ``parent`` whose processes died."""
     for name, run_id in store.running(parent).items():
         folder = RunFolder(root, name)
@@ -214,7 +242,7 @@ def connected(folder: RunFolder) -> RunLog:
 
 
 def copy_metrics(source: RunFolder, target: RunFolder, last: int) -> None:
-    """Begin the metrics of a run with those of another up to step ``last``."""
+    """Begin the metrics of a run with another run's up to step ``last``."""
     lines = _lines(source.path / METRICS, 0, _size(source.path / METRICS))
     kept = [json.dumps(entry) + "\n" for entry, _ in lines if entry["step"] <= last]
     write_text(target.path / METRICS, "".join(kept))
@@ -236,7 +264,9 @@ def _send_rest(folder: RunFolder) -> str | None:
 
 
 def _due(step: int, steps: int, times: int) -> bool:
-    """Whether a step is one of about ``times`` evenly spaced ones, the last of ``steps`` among them."""
+    """Return True if a step is one of about ``times`` evenly spaced ones, the last of ``steps`` among
+    them.
+    """
     return step % max(1, steps // times) == 0 or step == steps
 
 
@@ -375,14 +405,14 @@ class Journal:
 
 
 def curve(folder: Path, metric: str = "loss") -> list[tuple[int, float]]:
-    """A metric of a run by step, from its journal; empty if the folder has none."""
+    """Return a metric of a run by step, from its journal; empty if the folder has none."""
     path = folder / METRICS
     entries = [entry for entry, _ in _lines(path, 0, _size(path))]
     return sorted((entry["step"], entry["values"][metric]) for entry in entries if metric in entry["values"])
 
 
 def unsent(folder: RunFolder) -> bool:
-    """Whether MLflow lacks part of a run's log. The run must not be held by a process."""
+    """Return True if MLflow lacks part of a run's log. The run must not be held by a process."""
     if (state := folder.record().get("mlflow")) is None:
         return False
     return state.get("sent", 0) < _size(folder.path / METRICS) or state.get("ended") is None
@@ -394,7 +424,7 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The entries between two byte offsets of the file, each with the offset of its end."""
+    """Yield the entries between two byte offsets of the file, each with the offset of its end."""
     if start >= end:
         return
     with path.open("rb") as file:

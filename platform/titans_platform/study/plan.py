@@ -60,7 +60,7 @@ def open_study(
     configs = {cell.row: cell.config for cell in whole}
     chosen = chosen_rows(rows, study.rows, file.name)
     cells = chosen_cells(configs, chosen, seeds or study.study.scales[study.scale_name].seeds)
-    # names of the scale's own cells come first, then those of other seeds
+    # names of the scale's own cells come first, then other seeds'
     keyed = {(cell.row, cell.seed): cell for cell in (*whole, *_of_other_seeds(study, configs), *cells)}
     return name_cells(replace(study, cells=tuple(cells), whole=tuple(keyed.values())))
 
@@ -155,7 +155,7 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
 def place(
     study: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
 ) -> tuple[StudyRun, str]:
-    """The study with its concurrency on ``machine``, by default this one or the cluster of the job.
+    """Set the study's concurrency on ``machine``, by default this one or the cluster of the job.
 
     ``requested`` cells run concurrently, by default as many as fit; fewer, with a warning, if the peak memory
     of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
@@ -240,7 +240,7 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
 
 
 def eval_tokens(config: RunConfig) -> float:
-    """Number of evaluation tokens of a run, estimated from its config."""
+    """Estimate the number of evaluation tokens of a run from its config."""
     tasks = [task for column in config.eval.columns.values() for task in column]
     lengths = sum(length for task in tasks for length in task.lengths)
     return config.eval.items * lengths * config.data.sequence_length

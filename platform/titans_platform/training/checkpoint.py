@@ -75,8 +75,8 @@ class Saver:
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
-        # the write runs in a thread during training: its collectives must not mix with those of the steps,
-        # nor with those of the main threads here
+        # the write runs in a thread during training: its collectives must not mix with the steps',
+        # nor with the main threads' here
         groups: Any = [dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)]
         self._group, self._writers = groups
         self._writing: tuple[Path, Future[Any]] | None = None
@@ -119,12 +119,12 @@ class Saver:
             raise _with_hint(error)
 
     def max_over_ranks(self, value: int) -> int:
-        """The maximum of ``value`` over ranks. A collective: all ranks must call it."""
+        """Return the maximum of ``value`` over ranks. A collective: all ranks must call it."""
         if self._group is None:
             return value
-        said = torch.tensor(value)
-        dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
-        return int(said)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        return int(largest)
 
     def _wait(self) -> TitansError | None:
         """Wait for the pending write. Returns why it failed, the same on all ranks, or None."""
@@ -187,7 +187,7 @@ class _Writer(FileSystemWriter):
         self.pinned = at_step(final.parent, saver.pinned) if saver.pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Called on rank 0 after all ranks have written."""
+        """Write the manifest and publish the checkpoint, on rank 0 after all ranks have written."""
         super().finish(metadata, results)
         write_manifest(self.partial, self.progress)
         if self.before_commit:
@@ -205,7 +205,7 @@ class _Writer(FileSystemWriter):
 
 
 def _with_hint(error: TitansError) -> TitansError:
-    """The error of a write that is not retried, with the remedy if storage caused it."""
+    """Return the error of a write that is not retried, with the remedy if storage caused it."""
     hint = "; run the same command to resume once it can be" if isinstance(error, StorageError) else ""
     return type(error)(f"{error}{hint}")
 
@@ -215,7 +215,9 @@ def _partial(final: Path) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises StorageError."""
+    """Return the newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises
+    StorageError.
+    """
     for path in saved(folder):
         if (wrong := find_corruption(path)) is None:
             return path
@@ -291,7 +293,7 @@ def load_model(path: Path, model: nn.Module) -> int:
 
 
 def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
-    """The model's weights, without the added ones that the checkpoint does not have."""
+    """Return the model's weights, without the added ones that the checkpoint does not have."""
     added: tuple[str, ...] = getattr(model, "added", ())
     own = model.state_dict()
     return {name: own[name] for name in own if f"model.{name}" in there or not name.startswith(added)}
@@ -311,7 +313,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
-    """This rank's states by group of streams, resharded if the world size changed."""
+    """Load this rank's states by group of streams, resharded if the world size changed."""
     there, (number, readers) = _saved(path), trainer.shard
     states: dict[int, ModelState] = {}
     for group in range(trainer.cfg.stream_groups):
@@ -323,7 +325,7 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
         saved: dict[str, Any] = {}
         for writer in wanted:
             prefix = f"{name}.rank{writer}.tensors."
-            own = {key.removeprefix(prefix): found for key, found in there.items() if key.startswith(prefix)}
+            own = {key.removeprefix(prefix): entry for key, entry in there.items() if key.startswith(prefix)}
             tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
         _read({name: saved}, path)
@@ -376,10 +378,12 @@ def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Te
     kept = {key.removeprefix("model."): entry for key, entry in there.items() if key.startswith("model.")}
     for name in [*weights, *kept]:
         here = tuple(weights[name].shape) if name in weights else "missing"
-        found = tuple(kept[name].size) if name in kept else "missing"
-        if here != found:
+        saved_shape = tuple(kept[name].size) if name in kept else "missing"
+        if here != saved_shape:
             fix = "give the config the checkpoint was made with, or another folder"
-            raise UsageError(f"{path}: {name} is {found} in the checkpoint and {here} in the model; {fix}")
+            raise UsageError(
+                f"{path}: {name} is {saved_shape} in the checkpoint and {here} in the model; {fix}"
+            )
 
 
 def _cause(error: CheckpointException) -> BaseException:
@@ -387,17 +391,17 @@ def _cause(error: CheckpointException) -> BaseException:
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, intact or not. Raises StorageError."""
+    """List the checkpoints in a folder, newest first, intact or not. Raises StorageError."""
     return retry_transient(lambda: sorted(folder.glob("step-*"), reverse=True))
 
 
 def step_of(path: Path) -> int:
-    """The optimiser step of a checkpoint, from its folder's name."""
+    """Return the optimiser step of a checkpoint, from its folder's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def at_step(folder: Path, step: int) -> Path:
-    """The path of the checkpoint after ``step`` optimiser steps."""
+    """Return the path of the checkpoint after ``step`` optimiser steps."""
     return folder / f"step-{step:08d}"
 
 
@@ -411,7 +415,7 @@ def _quiet() -> Iterator[None]:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator a run draws from."""
+    """Return the state of every generator a run draws from."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     numpy = np.random.get_state(legacy=False)
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, **cuda}
@@ -431,7 +435,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The content of ``manifest.json``, except for the hash of the manifest itself."""
 
     progress: Progress
@@ -442,19 +446,19 @@ class Manifest:
 def write_manifest(folder: Path, progress: Progress) -> None:
     """Hash every file of ``folder`` and write its manifest."""
     files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
-    content = asdict(Manifest(progress, files))
+    content = asdict(CheckpointManifest(progress, files))
     (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """The manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
+def read_manifest(folder: Path) -> CheckpointManifest:
+    """Read the manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("hash") != _hash_of(content):
             raise ValueError("it does not have the hash it was written with")
-        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+        return TypeAdapter(CheckpointManifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is not that of a checkpoint: {one_line(error, 160)}") from None
+        raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None
 
 
 def find_corruption(folder: Path) -> str | None:

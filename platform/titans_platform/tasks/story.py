@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from titans_platform.evals.items import WORDS
+from titans_platform.tasks.items import WORDS
 
 Action = Literal["move", "get", "drop"]
 Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
@@ -74,13 +74,15 @@ class World:
         return [thing for thing, holder in self.holder_of.items() if holder == person]
 
     def reachable(self, person: str) -> list[str]:
-        """Things that `person` could pick up here: those that lie here, and those without a fact so far."""
+        """List the things that `person` could pick up here: things that lie here, and things without a fact
+        so far.
+        """
         here = self.place_of[person]
         lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
         return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
 
     def next_fact(self, rng: random.Random, *, things: bool, drops: float, alone: bool) -> Fact:
-        """A random fact that is possible now.
+        """Draw a random fact that is possible now.
 
         Args:
             rng: what it is drawn with.
@@ -127,13 +129,13 @@ Guess = Callable[[Told], Sequence[str]]
 
 
 def commonest(names: Iterable[str]) -> list[str]:
-    """The names that occur most often."""
+    """Return the names that occur most often."""
     counts = Counter(names)
     return [name for name, count in counts.items() if count == max(counts.values())]
 
 
 def _place_before(told: Told, target: str) -> list[str]:
-    """The place named last before the last fact about ``target``."""
+    """Return the place named last before the last fact about ``target``."""
     last = max((i for i, fact in enumerate(told.facts) if fact.target == target), default=0)
     return [fact.target for fact in told.facts[:last] if fact.action == "move"][-1:]
 
@@ -152,22 +154,22 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     """Facts and question of the text before an answer; the facts are applied to a new ``world``."""
     if compact:
         text, question = before.rsplit("?", 1)
-        found = re.findall(r"([A-M])([+-]?)([a-z])\.", re.sub(r"\?[^.]*\.", "", text))
+        matches = re.findall(r"([A-M])([+-]?)([a-z])\.", re.sub(r"\?[^.]*\.", "", text))
         names = tuple(name for name in question if name.isalpha())
         words = {"yes": "Y", "no": "N"} | {str(n): str(n) for n in range(len(NUMBERS))}
     else:
         text, question = before.rsplit("\n", 1)
-        found = PROSE_FACT.findall(text + "\n")
+        matches = PROSE_FACT.findall(text + "\n")
         names = tuple(re.findall("|".join(PEOPLE + PLACES + THINGS), question))
         words = {"yes": "yes", "no": "no"} | {str(n): name for n, name in enumerate(NUMBERS)}
-    facts = [Fact(ACTIONS[word], person, target) for person, word, target in found]
+    facts = [Fact(ACTIONS[word], person, target) for person, word, target in matches]
     for fact in facts:
         world.apply(fact)
     return Told(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)
 
 
 def _carried(told: Told) -> list[int]:
-    """How many things each person carries."""
+    """Return the number of things that each person carries."""
     return [len(told.world.carried(person)) for person in told.world.place_of]
 
 
@@ -224,4 +226,4 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
         "things picked up by the person, less one": lambda told: _picked_up(told, 1),
     },
 }
-"""Of each kind, ways to guess that do not follow the person or thing asked about."""
+"""Of each kind, ways to guess that do not follow the person or thing in question."""
