@@ -104,12 +104,12 @@ def environment() -> dict[str, str]:
 def _device() -> str:
     import torch
 
-    from titans_kernels import native
+    from titans_kernels.native import library
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     # they round differently: the last digits of a run may depend on it
-    operators = "compiled" if native.library(torch.float32) else "PyTorch's"
+    operators = "compiled" if library(torch.float32) else "PyTorch's"
     return f"CPU, {os.cpu_count()} cores, {operators} operators"
 
 
