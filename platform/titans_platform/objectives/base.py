@@ -176,5 +176,5 @@ def build_objective(cfg: RunConfig) -> Objective[Any]:
     Raises:
         UsageError: the objective or an option does not exist, or an option's value is invalid.
     """
-    found = OBJECTIVES.find(cfg.objective.kind)
-    return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))
+    kind = OBJECTIVES.find(cfg.objective.kind)
+    return kind(cfg, validate(kind.Options, cfg.objective.options, "objective.options"))

@@ -225,15 +225,15 @@ class Regression(Objective[SeriesData]):
             with within("model", ValueError):
                 return SeriesModel(model, options.width, options.horizon, options.patch)
         try:
-            found = FORECASTERS.find(options.forecaster, FORECASTER)
+            kind = FORECASTERS.find(options.forecaster, FORECASTER)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        own = validate(found.Options, options.forecaster_options, at)
+        own = validate(kind.Options, options.forecaster_options, at)
         try:
-            return found(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
+            return kind(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
         except ValueError as error:
             # the message starts with the field
-            known = str(error).partition(":")[0] in found.Options.model_fields
+            known = str(error).partition(":")[0] in kind.Options.model_fields
             raise UsageError(f"{at if known else 'model'}.{error}") from None
 
     def least_activations(self, rows: int) -> int:

@@ -183,18 +183,18 @@ def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str
 
     ``spec`` is None if the data are not prepared yet.
     """
-    found: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
-    found |= {"data": spec.data, "cell": spec.name} if spec else {"data": "to be prepared"}
-    found["state"] = spec.folder.state() if spec else "missing"
+    planned: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
+    planned |= {"data": spec.data, "cell": spec.name} if spec else {"data": "to be prepared"}
+    planned["state"] = spec.folder.state() if spec else "missing"
     if spec and spec.start:
-        found["resume_from"] = str(spec.start)
-    found |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
-    found["worker_bytes"] = sum(least_memory(cfg, resources).values())
+        planned["resume_from"] = str(spec.start)
+    planned |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    planned["worker_bytes"] = sum(least_memory(cfg, resources).values())
     if (flops := training_flops(cfg)) is not None:
-        found["flops_per_token"] = flops / cfg.row_tokens
+        planned["flops_per_token"] = flops / cfg.row_tokens
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
-        found["seconds"] = each * cfg.tokens
-    return found
+        planned["seconds"] = each * cfg.tokens
+    return planned
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
