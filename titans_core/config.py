@@ -53,9 +53,10 @@ class MemoryConfig(Frozen):
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
     """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
-    channel_gates: Literal["none", "alpha"] = "none"
+    channel_gates: Literal["none", "alpha", "all"] = "none"
     """Gates that are a vector, with one value per output channel of each layer of the memory (with an
-    expansion, as many neighbouring hidden channels share one), instead of one per head. Slower."""
+    expansion, as many neighbouring hidden channels share one), instead of one per head: alpha, or alpha, eta
+    and theta as in eqs. 32 and 33. Slower; no Triton kernel supports it."""
     forget_to: Literal["zero", "initial"] = "zero"
     """What weights decay to: zero, as in the paper, or the learned initial weights M_0. Over a long text,
     decay to zero also erases M_0, and a deep memory at zero cannot learn any more; with initial, a memory

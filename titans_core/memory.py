@@ -36,9 +36,12 @@ from titans_kernels import (
 )
 from titans_kernels.memory.budget import effective_steps
 
+CHANNEL_GATES = {"none": (), "alpha": ("alpha",), "all": ("alpha", "eta", "theta")}
+"""Gates with a number per channel, by `MemoryConfig.channel_gates`."""
+
 
 class Writes(NamedTuple):
-    """Inputs of an update: k, v [B, T, H, E]; gates [B, T, H], or alpha [B, T, H, E]."""
+    """Inputs of an update: k, v [B, T, H, E]; gates [B, T, H], or per channel [B, T, H, E]."""
 
     k: Tensor
     v: Tensor
@@ -55,7 +58,7 @@ class MemoryCache(NamedTuple):
     memory: AnyState
     conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
-    """With one gate per chunk, those of the open chunk, [B, 1, H] each."""
+    """With one gate per chunk, the open chunk's, [B, 1, H] or [B, 1, H, E] each."""
     steps: tuple[Tensor, ...] = ()
     """With a write budget, the effective steps of the open chunk's tokens, [B, H, p]."""
 
@@ -106,12 +109,11 @@ class NeuralMemory(Projections):
         self.config, self.rule = config, own
         self.carries_momentum = config.momentum or own.has_own_chunk or type(own).update is not Rule.update
         """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
-        self.forgets_by_channel = config.decay and config.channel_gates == "alpha"
-        self.alpha = None
-        if config.decay:
-            self.alpha = GateLinear(d_model, channels if self.forgets_by_channel else config.heads)
-        self.eta = GateLinear(d_model, config.heads) if config.momentum else None
-        self.theta = GateLinear(d_model, config.heads)
+        outputs = dict.fromkeys(("alpha", "eta", "theta"), config.heads)
+        outputs |= dict.fromkeys(CHANNEL_GATES[config.channel_gates], channels)
+        self.alpha = GateLinear(d_model, outputs["alpha"]) if config.decay else None
+        self.eta = GateLinear(d_model, outputs["eta"]) if config.momentum else None
+        self.theta = GateLinear(d_model, outputs["theta"])
         self.extra = GateLinear(d_model, config.heads * own.extra_gates) if own.extra_gates else None
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
@@ -241,15 +243,17 @@ class NeuralMemory(Projections):
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.start_weights]
-        groups = self.head_dim if self.forgets_by_channel else None
-        per_head = state_numel(shapes, opened, self.rule, groups)
+        outputs = [gate.out_features for gate in (self.alpha, self.eta, self.theta) if gate is not None]
+        gates = sum(outputs) // c.heads + 3 - len(outputs)  # without momentum or decay, a zero per head
+        by_channel = gates > 3
+        per_head = state_numel(shapes, opened, self.rule, gates if by_channel else None)
         if not self.carries_momentum:
-            recomputed = opened > 0 and (groups is not None or not self.rule.linear)
+            recomputed = opened > 0 and (by_channel or not self.rule.linear)
             per_head -= (1 + recomputed) * (sum(D * F for D, F in shapes) - len(shapes))
         if c.write_budget is not None:
             per_head += opened
         if c.gates_per == "chunk" and opened:
-            per_head += 2 + (groups or 1) + self.rule.extra_gates
+            per_head += gates + self.rule.extra_gates
         state = state_dtype(self.theta.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -271,16 +275,15 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        found = self.sigmoids(x)
-        theta = self.config.max_theta * found["theta"]
-        none = torch.zeros_like(theta)
-        alpha, eta = (found.get(name, none) for name in ("alpha", "eta"))
+        given = self.sigmoids(x)
+        none = torch.zeros_like(given["theta"][..., : self.heads])
+        split = lambda y: y if y.shape[-1] == self.heads else y.unflatten(-1, (self.heads, -1))  # noqa: E731
+        alpha, eta, theta = (split(given.get(name, none)) for name in ("alpha", "eta", "theta"))
+        theta = self.config.max_theta * theta
         alpha = alpha if self.config.max_alpha == 1.0 else self.config.max_alpha * alpha
-        if self.forgets_by_channel:
-            alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         if not self.decays:
             alpha = torch.zeros_like(alpha)
-        extra = found.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
+        extra = given.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
 
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
@@ -341,7 +344,7 @@ class NeuralMemory(Projections):
         return y, MemoryCache(after, cache.conv_state, self._held(writes, after), held)
 
     def steps(self, writes: Writes, cache: MemoryCache) -> tuple[Tensor, Tensor]:
-        """theta [B, T, H] after the write budget, for tokens written after ``cache``.
+        """theta after the write budget, for tokens written after ``cache``.
 
         And the effective steps of the open chunk's tokens and of these [B, H, p + T]; empty without a budget.
         """
@@ -410,9 +413,14 @@ class NeuralMemory(Projections):
 
 def _rule(config: MemoryConfig) -> Rule:
     try:
-        return find_rule(config.rule)
+        rule = find_rule(config.rule)
     except ValueError as error:
         raise ValueError(f"memory.{error}") from None
+    if rule.has_own_chunk and config.channel_gates == "all":
+        raise ValueError(
+            f"memory.channel_gates: all, but rule {rule} takes eta and theta per head; set alpha"
+        )
+    return rule
 
 
 def _without_momentum(state: AnyState) -> AnyState:

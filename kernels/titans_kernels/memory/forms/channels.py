@@ -1,21 +1,23 @@
-"""The parallel form for alpha per group of columns of a layer: alpha [B, T, H, A].
+"""The parallel form for gates per group of columns of a layer: alpha, eta or theta [B, T, H, A].
 
-Eq. 13 with a vector is ``M_t = diag(1 - alpha_t) M_{t-1} + S_t``. The paper's M maps a column vector,
-``y = M q``, so diag scales its rows, the outputs of a layer; here ``y = q W``, so it scales the columns of W.
-A layer of F columns has A groups of F / A adjacent columns, each with its own alpha. Momentum and step size
-remain per head.
+Eqs. 32 and 33 are ``M_t = diag(1 - alpha_t) M_{t-1} + S_t`` and ``S_t = diag(eta_t) S_{t-1} - diag(theta_t)
+u_t``, with u_t the gradient. The paper's M maps a column vector, ``y = M q``, so diag scales its rows, the
+outputs of a layer; here ``y = q W``, so it scales the columns of W, in every layer of a deep memory. A layer
+of F columns has A groups of F / A adjacent columns, each with gates of its own.
 
 Columns are independent within a chunk: a read needs ``x W`` column by column, and the keys' gradients are
 taken at the weights at the start of the chunk. So each group g is a chunk with its own scalar gates (see
 `gates`),
 
-    u[:, g] = beta_g (x W[:, g]) + m_g (x S[:, g]) - ((x X^T) * C_g) d[:, g],    C_g = A_g E diag(theta),
+    u[:, g] = beta_g (x W[:, g]) + m_g (x S[:, g]) - ((x X^T) * C_g) theta_g d[:, g],    C_g = A_g E_g,
 
 with the same scores ``x X^T`` for all groups, and likewise for the state after the chunk. This takes A
-matrices [b, b] instead of one, so it needs more memory and time than alpha per head; there is no division,
-and alpha = 1 is exact. The backward is autograd's; large calls save only the states and recompute the rest.
+matrices [b, b] instead of one (none more for theta alone), so it needs more memory and time than gates per
+head; there is no division, and alpha = 1 and eta = 0 are exact. The backward is autograd's; large calls save
+only the states and recompute the rest.
 
-Shapes: N documents, n active documents, H heads, b tokens per chunk, D/F widths of a layer, A groups.
+Shapes: N documents, n active documents, H heads, b tokens per chunk, D/F widths of a layer, A groups; a gate
+per head is one group, and G is A or 1.
 """
 
 from __future__ import annotations
@@ -89,33 +91,33 @@ def _write_and_read(
 
 
 class Chunk(NamedTuple):
-    """Coefficients of a chunk per group; `gates.Gates` has them per head."""
+    """Coefficients of a chunk per group, but for theta; `gates.Gates` has them per head."""
 
-    C: Tensor  # [n, H, A, b, b]
-    N: Tensor  # [n, H, b, b]
-    beta: Tensor  # [n, H, b, A]
+    C: Tensor  # [n, H, G, b, b]
+    N: Tensor  # [n, H, G, b, b]
+    beta: Tensor  # [n, H, b, G]
     m: Tensor
-    h: Tensor  # [n, H, b]
+    h: Tensor
 
     @staticmethod
-    def of(alpha: Tensor, eta: Tensor, theta: Tensor) -> Chunk:
-        """From alpha [n, H, b, A], eta and theta [n, H, b]."""
-        keep, h = 1 - alpha, eta.cumprod(-1)
-        N = decay_products(eta) * theta[..., None, :]
-        both: Tensor = _Forgotten.apply(keep.movedim(2, 0), torch.cat([N, h[..., None]], -1).movedim(2, 0))
+    def of(alpha: Tensor, eta: Tensor) -> Chunk:
+        """From alpha and eta [n, H, b, G]."""
+        keep, h, N = 1 - alpha, eta.cumprod(-2), decay_products(eta.mT)
+        both = torch.cat([N.movedim(3, 0), h.movedim(2, 0)[..., None]], -1)
+        both: Tensor = _Forgotten.apply(keep.movedim(2, 0), both)
         C, m = both.movedim(0, 3).split([N.shape[-1], 1], -1)
         return Chunk(C, N, keep.cumprod(-2), m[..., 0].mT, h)
 
 
 class _Forgotten(torch.autograd.Function):
-    """A_g X for every group: ``Z_t = keep_t Z_{t-1} + X_t``.
+    """A_g X_g for every group: ``Z_t = keep_t Z_{t-1} + X_t``.
 
-    keep [b, n, H, A], X [b, n, H, c], Z [b, n, H, A, c].
+    keep [b, n, H, G], X [b, n, H, G, c], Z [b, n, H, A, c].
     """
 
     @staticmethod
     def forward(keep: Tensor, X: Tensor) -> Tensor:
-        Z = X[..., None, :].repeat(1, 1, 1, keep.shape[-1], 1)
+        Z = X.repeat(1, 1, 1, max(1, keep.shape[-1] // X.shape[-2]), 1)
         for t in range(1, len(Z)):
             Z[t].addcmul_(keep[t][..., None], Z[t - 1])
         return Z
@@ -123,6 +125,7 @@ class _Forgotten(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:
         ctx.save_for_backward(inputs[0], output)
+        ctx.groups = inputs[1].shape[-2]
 
     @staticmethod
     @once_differentiable
@@ -132,30 +135,30 @@ class _Forgotten(torch.autograd.Function):
         for t in range(len(Z) - 1, 0, -1):
             dZ[t - 1].addcmul_(keep[t][..., None], dZ[t])
         dkeep = (dZ[1:] * Z[:-1]).sum(-1)
-        return torch.cat([torch.zeros_like(keep[:1]), dkeep]), dZ.sum(-2)
+        dkeep = dkeep if keep.shape[-1] > 1 else dkeep.sum(-1, keepdim=True)
+        return torch.cat([torch.zeros_like(keep[:1]), dkeep]), dZ if ctx.groups > 1 else dZ.sum(-2, True)
 
 
 def _step(inputs: Inputs, state: list[Tensor], last: Tensor | int, options: Options) -> tuple[Tensor, ...]:
     """y [n, H, b, D] of a chunk of each document, and weights and momenta after its ``last`` token."""
     depth, f = len(state) // 2, ACTIVATIONS[options.activation]
     weights, momentum = state[:depth], state[depth:]
-    chunk = Chunk.of(inputs.alpha, inputs.eta, inputs.theta)
+    alpha, eta, theta = (x if x.ndim == inputs.q.ndim else x[..., None] for x in inputs[3:6])
+    chunk = Chunk.of(alpha, eta)
     keys, errors = surprise(tuple(weights), inputs.k, inputs.v, options, options.rule.error)
     x, outputs = inputs.q, []
     for l, (W, S, X, d) in enumerate(zip(weights, momentum, keys, errors, strict=True)):
         x = x if l == 0 else f.value(x)
         widen = lambda gate, width=W.shape[-1]: broadcast_gate(gate, width, True)  # noqa: E731
-        beta, m = (widen(gate)[..., 0, :] for gate in (chunk.beta, chunk.m))
+        beta, m, step = (widen(gate)[..., 0, :] for gate in (chunk.beta, chunk.m, theta))
+        d = step * d
         z, scores = beta * (x @ W) + m * (x @ S), x @ X.mT
         z = z + (1 - beta) * (x @ options.base[l]) if options.base else z
         x = z - _by_group(scores[:, :, None] * chunk.C, d)
-        c, n, h = (_token(part, last) for part in (chunk.C.movedim(2, 4), chunk.N, chunk.h[..., None]))
-        a, b = (widen(_token(gate, last)) for gate in (chunk.beta, chunk.m))
+        c, n = (widen(_token(part.movedim(2, 4), last))[..., 0, :] for part in (chunk.C, chunk.N))
+        a, b, h = (widen(_token(gate, last)) for gate in (chunk.beta, chunk.m, chunk.h))
         forgotten = a * W + (1 - a) * options.base[l] if options.base else a * W
-        outputs.append((
-            forgotten + b * S - X.mT @ (widen(c)[..., 0, :] * d),
-            h[..., None] * S - X.mT @ (n[..., None] * d),
-        ))  # fmt: skip
+        outputs.append((forgotten + b * S - X.mT @ (c * d), h * S - X.mT @ (n * d)))
     after = [x for part in zip(*outputs, strict=True) for x in part]
     return predict(options.residual, inputs.q, x), *after
 
@@ -178,5 +181,5 @@ def _last(layout: Layout, step: int, rows: int) -> Tensor | int:
 
 
 def _coefficient_bytes(inputs: Inputs, options: Options) -> int:
-    B, T, H, A = inputs.alpha.shape
-    return 4 * B * T * H * A * options.chunk_size * inputs.alpha.element_size()
+    per_token = max(gate[0, 0].numel() for gate in inputs[3:6])
+    return 4 * inputs.q.shape[:2].numel() * per_token * options.chunk_size * inputs.q.element_size()
