@@ -23,7 +23,7 @@ test-fast: .venv/test
 
 # Everything, the experiments' own tests too.
 test-all: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 tests experiments
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 tests benchmarks experiments
 
 check: .venv/dev
 	$(BIN)/ruff check .
@@ -44,7 +44,7 @@ bench: .venv/run
 FAULTS ?= 100
 SEED ?= 0
 chaos: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m tests.chaos --faults $(FAULTS) --seed $(SEED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m tools.chaos --faults $(FAULTS) --seed $(SEED)
 
 # Needs torch, Triton, numpy, click and pytest only, and installs nothing: with .venv where it is made.
 test-gpu:

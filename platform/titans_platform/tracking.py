@@ -275,12 +275,6 @@ class Store:
         found = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
 
-    def amend(self, run_id: str, values: Mapping[str, float], step: int) -> None:
-        """Add final values, at its last step, to a run that has ended. Idempotent."""
-        # the run may be in a store that no longer exists
-        with suppress(MlflowException):
-            log_new(self.client, run_id, values, step)
-
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """A metric by step, of each run that has it; runs that do not exist are skipped."""
         found: dict[str, list[tuple[int, float]]] = {}

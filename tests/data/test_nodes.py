@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.cluster import Nodes, nodes
 from tests.data.test_parts import files
 from tests.small import until
 from titans_platform.config import DataConfig
 from titans_platform.data import by_processes, open_prepared, prepare, sources
 from titans_platform.runs.ray_session import ADDRESS
+from tools.chaos.cluster import Nodes, nodes
 
 pytestmark = [pytest.mark.cluster, pytest.mark.slow]
 

@@ -12,12 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import NATIVE
-from titans_kernels import (
-    neural_memory,
-    read_memory,
-    state_dtype,
-    write_budget,
-)
+from titans_kernels import neural_memory, read_memory, state_dtype, write_budget
 from titans_kernels.memory import budget
 from titans_kernels.memory.forms.triton import budget as kernels
 from titans_kernels.memory.forms.triton import pieces

@@ -180,22 +180,6 @@ def test_measures_at_several_lengths_are_drawn_against_length(tmp_path):
     assert "length-acc" in {picture.key for picture in pictures(data)}
 
 
-def test_a_task_with_a_column_for_each_length_is_one_line(tmp_path):
-    columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
-    found = study([Row(name="LMM", paper={"pk_1": 99.0, "pk_2": 98.0})], **columns)
-    found = found.model_copy(update={"scales": {"small": Scale(comparable=True)}})
-    cell = Cell("LMM", 0, RunConfig(), "only")
-    tasks = ("pk_1/passkey@64", "pk_2/passkey@128")
-    finish(tmp_path, cell, 0, tasks, columns={"pk_1": 0.5, "pk_2": 0.25})
-    data = figure_data(table_of(tmp_path, found, [cell]))
-    assert data.rows[0].lengths == {"passkey": {64: (50.0,), 128: (25.0,)}}
-    assert data.rows[0].printed == {"passkey": {64: 99.0, 128: 98.0}}
-    assert data.lengths["passkey"].title == "PK"
-    picture = next(picture for picture in pictures(data) if picture.key == "length-passkey")
-    assert "Dashed: the paper's" in picture.caption
-    assert picture.legend[0].means == {64: 50.0, 128: 25.0}
-
-
 def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
     found = study([Row(name="LMM"), Row(name="Window")], **columns)

@@ -128,17 +128,6 @@ def test_numbers_that_are_none_are_left_out_of_a_summary(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
-def test_measures_stand_at_the_last_step_and_are_amended_there(store):
-    log = store.run(store.cell_run("last", "last"))
-    log.send(points(8, loss=2.0))
-    log.summary({"acc": 0.25}, 8)
-    log.close()
-    store.amend(log.run_id, {"acc": 25.0}, 8)
-    store.amend(log.run_id, {"acc": 25.0}, 8)
-    assert history(store, log.run_id, "acc") == [(8, 0.25), (8, 25.0)]
-    assert store.client.get_run(log.run_id).data.metrics["acc"] == 25.0
-
-
 def test_a_column_named_like_a_curve_is_no_point_of_it(store):
     log = store.run(store.cell_run("named loss", "named loss"))
     for step in (1, 2):

@@ -33,10 +33,10 @@ def test_list_and_show(tiny, capsys, answer):
     assert shown["seeds"] == [0, 1]
 
 
-def test_show_prints_expectations_and_training_data(capsys):
+def test_show_prints_columns_expectations_and_axes(capsys):
     assert call("show", "parts", "--scale", "smoke") == 0
     shown = " ".join(capsys.readouterr().out.split())
-    assert "counting: experiments.tasks.synthetic:Words at 1/2/4x" in shown
+    assert "counting: Counting (%) ↑" in shown
     assert "w/o Weight Decay model.memory.decay=False episodes should be worse. Every episode" in shown
     assert "one run of each for every task: recall capacity model.attention.window=160" in shown
 

@@ -145,7 +145,7 @@ def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
         assert steps == list(range(1, 251))
         assert folder.name in parents[0].data.tags["mlflow.note.content"]
     artifacts = {file.path for file in store.client.list_artifacts(parents[0].info.run_id)}
-    assert {"table.json", "table.md", "table.csv", "report.html", "figures"} <= artifacts
+    assert {"table.md", "table.csv", "report.html", "figures"} <= artifacts
 
 
 def _check_report(folder: Path, alone: dict[str, dict]) -> None:

@@ -11,7 +11,7 @@ import click
 
 from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
-from titans_platform.clusters.base import DETACHED, Answer, Cluster, Job, Jobs, Log
+from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
@@ -47,7 +47,11 @@ def list_clusters(as_json: bool) -> None:
     for name, path in sorted(known_clusters().items()):
         try:
             found = load_cluster(str(path))
-            kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
+            kind, state, about = (
+                found.kind,
+                "up" if found.recorded() else "-",
+                " ".join(found.description.split()),
+            )
         except UsageError as error:
             kind, state, about = "?", "invalid", str(error)
         rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": about})
@@ -82,9 +86,8 @@ def up(name: str, dry_run: bool, as_json: bool) -> int | None:
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
-@dry_run_option
 @json_option
-def status(name: str, dry_run: bool, as_json: bool) -> int | None:
+def status(name: str, as_json: bool) -> None:
     """Show the state, nodes and jobs of the cluster NAME.
 
     \b
@@ -92,8 +95,6 @@ def status(name: str, dry_run: bool, as_json: bool) -> int | None:
       titans cluster status nodes
     """
     found = load_cluster(name)
-    if dry_run:
-        return _show_jobs(found, lambda jobs: jobs.status_steps(), as_json)
     report: dict[str, Any] = {"name": found.name, "kind": found.kind, **found.status()}
     if as_json:
         return echo_json(report)
@@ -137,8 +138,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 @name_argument
 @job_argument
 @click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-@dry_run_option
-def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
+def logs(name: str, job: str, no_follow: bool) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
@@ -146,8 +146,6 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
     found = load_cluster(name)
-    if dry_run:
-        return _show_jobs(found, lambda jobs: jobs.log_steps(job))
     with found.connected() as jobs:
         log = Log(_echo)
         if not no_follow:
@@ -204,7 +202,7 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
     named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
     named += [("--set", change) for change in changes]
     options = [part for option, value in named if value for part in (option, str(value))]
-    options += ["--rerun-stale"] * given["rerun_stale"] + ["--json"] * given["as_json"]
+    options += ["--rerun-stale"] * given["rerun_stale"]
     job = study_job(found, given["study"], given["scale"], root, options, cells)
     return _submit(found, name, job, given["dry_run"], given["as_json"])
 
@@ -215,7 +213,6 @@ def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
 
     given, found = context.params, load_cluster(name)
     options = [part for change in given["overrides"] for part in ("--set", change)]
-    options += ["--json"] * given["as_json"]
     job = data_job(found, given["config"], _root_on(found, context), options, data)
     return _submit(found, name, job, given["dry_run"], given["as_json"])
 
@@ -229,7 +226,7 @@ def _root_on(found: Cluster, context: click.Context) -> Path:
 
 
 def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
-    """Submit and follow. With ``as_json`` the log goes to stderr and the command's JSON to stdout."""
+    """Submit and follow. With ``as_json`` the log goes to stderr, the job's id and exit code to stdout."""
     if dry_run:
         return _show_jobs(found, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
     with found.connected() as jobs:
@@ -238,11 +235,9 @@ def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, d
             echo_json({"job": job_id}) if as_json else click.echo(job_id)
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
-        if not as_json:
-            return _follow(jobs, name, job_id, Log(_echo))
-        answer = Answer(partial(_echo, err=True))
-        code = _follow(jobs, name, job_id, Log(answer.write))
-        _echo(answer.text())
+        code = _follow(jobs, name, job_id, Log(partial(_echo, err=as_json)))
+        if as_json:
+            echo_json({"job": job_id, "exit_code": code})
         return code
 
 

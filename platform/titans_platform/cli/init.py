@@ -1,4 +1,4 @@
-"""`titans init`: a starter run file and the reference of all fields, generated from the config models."""
+"""`titans init`: a starter run file that explains every field, generated from the config models."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import os
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
-from inspect import cleandoc
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,8 +27,7 @@ WORDS = {"string": "text", "boolean": "true, false"}
 @click.option("--data", metavar="FILE", help="Text: a file, folder or glob  [default: the shipped corpus]")
 @click.option("--preset", default="laptop", help="Size of the model.")
 @click.option("--force", is_flag=True, help="Overwrite PATH if it exists.")
-@click.option("--reference", is_flag=True, help="Print the reference of all fields and tasks instead.")
-def init(path: Path, data: str | None, preset: str, force: bool, reference: bool) -> None:
+def init(path: Path, data: str | None, preset: str, force: bool) -> None:
     """Write a run file, ready to train, that lists every field with its default and meaning.
 
     \b
@@ -37,9 +35,6 @@ def init(path: Path, data: str | None, preset: str, force: bool, reference: bool
       titans init run.yaml --data book.txt
       titans train run.yaml
     """
-    if reference:
-        click.echo(reference_page(), nl=False)
-        return
     if path.exists() and not force:
         raise UsageError(f"{path} exists already; --force overwrites it")
     text = run_file(data, preset)
@@ -80,7 +75,7 @@ def run_file(data: str | None, preset: str) -> str:
     config = validate(RunConfig, complete(given, fit=False))
     return "\n".join([
         "# Config of a `titans train` run. Commented lines show the defaults: uncomment a line to change it.",
-        "# Tasks and their options: `titans init --reference`.",
+        "# Tasks and their options: docs/config.md.",
         *_section(config, given), "",
     ])  # fmt: skip
 
@@ -114,33 +109,6 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
 
 def _comment(about: str, start: str, width: int) -> Iterator[str]:
     return (start + line for line in textwrap.wrap(about.replace("`", ""), width))
-
-
-def reference_page() -> str:
-    """The Markdown page of every field of a run file, and every task with its options."""
-    # objectives register tasks of their own
-    import titans_platform.objectives  # noqa: F401
-    from titans_platform.config import RunConfig, TaskConfig
-    from titans_platform.evals import TASKS
-    from titans_platform.report import render
-
-    def about(kind: type) -> str:
-        return cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("``", "`")
-
-    sections, tasks = list(_sections(RunConfig, "")), sorted(TASKS.items())
-    values = {"about": about, "fields_of": fields_of, "task": TaskConfig}
-    return render("reference.md", sections=sections, tasks=tasks, **values)
-
-
-def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every model below ``model``, with its dotted path; tasks are listed separately."""
-    from titans_platform.config import TaskConfig
-
-    yield path, model
-    for field in fields_of(model):
-        if field.model and field.model is not TaskConfig:
-            below = f"{path}.{field.name}".lstrip(".") + (".0" if field.many else "")
-            yield from _sections(field.model, below)
 
 
 class ConfigField(NamedTuple):

@@ -26,7 +26,6 @@ from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import read_json
 
 if TYPE_CHECKING:
-    from titans_platform.config import TaskConfig
     from titans_platform.report.table import Table
     from titans_platform.study.grid import StudyRun
 
@@ -141,15 +140,10 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
-    console.print(f"[bold]{found.name}[/] at {scale}: {' '.join(size.about.split())}")
-    runs = dict.fromkeys(
-        f"{config.optim.steps} steps of {config.optim.global_batch_size} rows of {config.row_tokens} tokens"
-        for config in configs.values()
-    )
-    console.print(f"{', '.join(runs)}; seeds {', '.join(map(str, size.seeds))}")
-    columns = {key: tasks for config in configs.values() for key, tasks in config.eval.columns.items()}
-    for key, tasks in columns.items():
-        console.print(f"  {key}: {', '.join(map(_task_text, tasks))}")
+    about, seeds = " ".join(size.about.split()), ", ".join(map(str, size.seeds))
+    console.print(f"[bold]{found.name}[/] at {scale}: {about} Seeds {seeds}.")
+    for key, column in found.columns_at(scale).items():
+        console.print(f"  {key}: {column.heading}", markup=False)
     for row in found.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
@@ -167,12 +161,6 @@ def _changes(sets: Mapping[str, Any]) -> str:
 
     shown = {field: value for field, value in flatten(dict(sets)).items() if not field.startswith(LONG)}
     return ", ".join(f"{field}={value}" for field, value in shown.items())
-
-
-def _task_text(task: TaskConfig) -> str:
-    kind = f" {task.options['kind']}" if "kind" in task.options else ""
-    lengths = "" if task.lengths == (1.0,) else f" at {'/'.join(f'{x:g}' for x in task.lengths)}x"
-    return f"{task.task}{kind}{lengths}"
 
 
 @sweep.command(short_help="Run the cells that have no result, then write table and figures.")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import secrets
 import shutil
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -27,7 +25,6 @@ from titans_platform.files import read_json, write_json
 Count = Annotated[int, Field(ge=0)]
 DETACHED = 130
 """A shell's exit code after Ctrl-C; the job keeps running."""
-_OPENS = re.compile(r"^[{\[]\n", re.MULTILINE)
 
 
 class Cluster(Frozen, ABC):
@@ -111,11 +108,6 @@ class Cluster(Frozen, ABC):
     def one_machine(self) -> bool:
         """Whether all its workers are on one machine, so that an SQLite file can take their metrics."""
         return False
-
-    @property
-    def is_up(self) -> bool:
-        """Whether jobs can be submitted, without contacting the cluster."""
-        return self.recorded() is not None
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """CPUs and GPUs of each node at full autoscaling; None if it does not autoscale."""
@@ -217,10 +209,6 @@ class JobInfo:
         return 128 - self.code if self.code < 0 else self.code
 
 
-class ReaderGone(BrokenPipeError):
-    """The reader of our output closed the pipe; the connection to the cluster may be intact."""
-
-
 class Log:
     """Writes a job's log once: every read starts at its beginning and skips what was written before."""
 
@@ -235,10 +223,7 @@ class Log:
     def add(self, text: str) -> None:
         """Add the next chunk of this read."""
         fresh, self._skip = text[self._skip :], max(0, self._skip - len(text))
-        try:
-            self._write(fresh)
-        except BrokenPipeError as error:
-            raise ReaderGone(*error.args) from None
+        self._write(fresh)
         self.written += len(fresh)
 
 
@@ -268,14 +253,6 @@ class Jobs(ABC):
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
         """The steps that stop a job."""
-
-    @abstractmethod
-    def log_steps(self, job_id: str) -> list[Step]:
-        """The steps that read the log."""
-
-    @abstractmethod
-    def status_steps(self) -> list[Step]:
-        """The steps that query nodes and jobs."""
 
     def access_steps(self) -> list[Step]:
         """The steps required before any of those above, such as forwarding a port."""
@@ -323,31 +300,3 @@ class Jobs(ABC):
             if info.ended:
                 return info.shell_code
             time.sleep(self.poll)
-
-
-class Answer:
-    """Separates a command's JSON answer from the rest of its log, in which Ray joins stdout and stderr.
-
-    `--json` prints one object or list, last, whose first line is a bracket alone.
-    """
-
-    def __init__(self, rest: Callable[[str], None]):
-        self._rest, self._held = rest, ""
-
-    def write(self, text: str) -> None:
-        """Add a chunk of the log; all before the last line that may open an answer goes to the rest."""
-        self._held += text
-        count = whole = self._held.rfind("\n") + 1
-        for match in _OPENS.finditer(self._held, 0, whole):
-            count = match.start()
-        self._rest(self._held[:count])
-        self._held = self._held[count:]
-
-    def text(self) -> str:
-        """The answer, empty where the command printed none; all other lines go to the rest."""
-        answer, rest = "", self._held
-        with suppress(ValueError):
-            _, end = json.JSONDecoder().raw_decode(self._held)
-            answer, rest = self._held[:end] + "\n", self._held[end:].removeprefix("\n")
-        self._rest(rest)
-        return answer

@@ -3,7 +3,7 @@
 Kind `existing` is a running Ray cluster, given by the address of its dashboard and its token; kind `ray-up`
 is machines that Ray's cluster launcher provisions (AWS, GCP, ...) or reaches by ssh. What is under `ray:` is
 the launcher's YAML as Ray documents it. Added to it are the name, the token (copied to the nodes as a file)
-and start commands that require it; Ray's schema validates the result.
+and start commands that require it.
 
 Uploading packages and following a log go through Ray's client. The rest is plain HTTP, since the client
 cannot tell a wrong token from a dashboard without authentication.
@@ -19,7 +19,6 @@ import logging
 import shlex
 import sys
 import tempfile
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +33,7 @@ import yaml
 from pydantic import Field, JsonValue, model_validator
 
 from titans_platform.clusters import packaging
-from titans_platform.clusters.base import Cluster, Job, JobInfo, Jobs, Log, ReaderGone
+from titans_platform.clusters.base import Cluster, Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import (
     LOOPBACK,
     Note,
@@ -60,8 +59,6 @@ _NOISY_LOGGERS = (
     "ray.dashboard.modules.job.sdk",
     "ray._private.runtime_env.packaging",
 )
-_MAX_RECONNECTS = 40
-"""Consecutive reconnects, half a second apart, before following a log fails."""
 
 
 def _http_status(address: str, token: str | None) -> int:
@@ -157,38 +154,18 @@ class RayJobs(Jobs):
                 async for chunk in chunks:
                     log.add(chunk)
 
-        if follow:
-            asyncio.run(tail())
-        else:
-            log.add(self.client.get_job_logs(job_id))
-
-    def follow(self, job_id: str, log: Log) -> int:
-        """As for every kind, with reconnects when the connection breaks."""
-        self.info(job_id)
-        reconnects = 0
-        while True:
-            before = log.written
-            try:
-                return super().follow(job_id, log)
-            except ReaderGone:
-                raise
-            except Exception as error:
-                reconnects = reconnects + 1 if log.written == before else 0
-                if reconnects > _MAX_RECONNECTS:
-                    why = f"following the log of {job_id} failed: {one_line(error)}"
-                    fix = f"titans cluster logs {self.cluster} {job_id} resumes it"
-                    raise ClusterError(f"cluster {self.cluster}: {why}; {fix}") from None
-                time.sleep(self.poll)
+        try:
+            asyncio.run(tail()) if follow else log.add(self.client.get_job_logs(job_id))
+        except BrokenPipeError:
+            # the reader of our output is gone, not the cluster
+            raise
+        except Exception as error:
+            fix = f"titans cluster logs {self.cluster} {job_id} resumes it"
+            raise self._error(f": reading the log of {job_id} failed: {one_line(error)}; {fix}") from None
 
     def stop_steps(self, job_id: str) -> list[Step]:
         line = f"ray job stop --address {shlex.quote(self.address)} {shlex.quote(job_id)}"
         return [Step(line, lambda: self.client.stop_job(job_id))]
-
-    def log_steps(self, job_id: str) -> list[Step]:
-        return [Note(f"GET {self.address}/api/jobs/{job_id}/logs/tail with the token in {self.token}")]
-
-    def status_steps(self) -> list[Step]:
-        return [Note(f"GET {self.address}/api/version, /api/v0/nodes, /api/jobs/ with the token")]
 
     def about(self) -> dict[str, Any]:
         """Version, nodes and jobs."""
@@ -330,7 +307,6 @@ class RayUp(Cluster):
             "head_start_ray_commands": ["ray stop", f"{LOCK}; {head}"],
             "worker_start_ray_commands": ["ray stop", f"{LOCK}; ray start --address=$RAY_HEAD_IP:6379"],
         }
-        _check(config, f"{self.name}.yaml.ray")
         return config
 
     def grows_to(self) -> list[dict[str, float]] | None:
@@ -361,22 +337,3 @@ class RayUp(Cluster):
         port = str(self.port)
         forward = (*_RAY, "exec", str(self.file), "--port-forward", port, "sleep infinity")
         return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token_used, forward)
-
-
-def _check(config: dict[str, Any], where: str) -> None:
-    """Validate against Ray's schema, before and after Ray fills in its defaults. Raises UsageError."""
-    import jsonschema
-    import ray.autoscaler
-    from ray.autoscaler._private.util import prepare_config, validate_config
-
-    logging.getLogger("ray.autoscaler").setLevel(logging.ERROR)
-    schema = json.loads((Path(ray.autoscaler.__file__).parent / "ray-schema.json").read_text())
-    try:
-        # before the defaults are filled in, which needs what the schema requires
-        jsonschema.validate(config, schema)
-        validate_config(prepare_config(copy.deepcopy(config)))
-    except jsonschema.ValidationError as error:
-        place = ".".join([where, *map(str, error.absolute_path)])
-        raise UsageError(f"{place}: {error.message[:200]}") from None
-    except Exception as error:
-        raise UsageError(f"{where}: Ray rejects it: {one_line(error, 200)}") from None

@@ -116,12 +116,6 @@ class SlurmJobs(Jobs):
         if (path := self.folder / job_id / "log.txt").exists():
             log.add(path.read_text(encoding="utf-8", errors="replace"))
 
-    def log_steps(self, job_id: str) -> list[Step]:
-        return [Run(("tail", "--follow", "--lines=+1", str(self.folder / job_id / "log.txt")))]
-
-    def status_steps(self) -> list[Step]:
-        return [_QUEUE]
-
     def stop_steps(self, job_id: str) -> list[Step]:
         number = _number(self.folder / job_id)
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from typing import Any
 
 from titans_platform.report.table import Table, TableRow, task_of
@@ -20,8 +18,6 @@ from titans_platform.text import flatten
 
 Value = float | str
 Curve = Sequence[tuple[int, float]]
-Split = Mapping[str, Mapping[float, str]]
-"""Tasks with a column for each length: by task, the column at each length."""
 THROUGHPUT = "throughput"
 LENGTH_FIELDS = ("sequence_length", "length", "tokens")
 
@@ -54,10 +50,8 @@ class Series:
     values: Mapping[str, tuple[float, ...]]
     """By measure, a number for each finished seed."""
     lengths: Mapping[str, Mapping[float, tuple[float, ...]]]
-    """By column or task that was measured at several lengths: the numbers at each length."""
+    """By column that was measured at several lengths: the numbers at each length."""
     paper: Mapping[str, float | None] = field(default_factory=dict)
-    printed: Mapping[str, Mapping[float, float]] = field(default_factory=dict)
-    """The paper's numbers at each of these lengths, where the scale is comparable with the paper."""
     curves: Sequence[Curve] = ()
     """Training loss by step, for each seed."""
     reference: bool = False
@@ -79,7 +73,7 @@ class FigureData:
     measures: Mapping[str, Column]
     """The columns of the table, and training throughput."""
     lengths: Mapping[str, Column]
-    """Columns and tasks that were measured at several lengths."""
+    """Columns that were measured at several lengths."""
     trials: Sequence[Mapping[str, Any]] = ()
     """Trials of a search: params, steps and value of each."""
 
@@ -92,58 +86,25 @@ def figure_data(
     ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
     search: its trials with their params, steps and value.
     """
-    split = _split_tasks(table)
-    rows = tuple(_series(table, row, curves or {}, split) for row in table.rows)
+    rows = tuple(_series(table, row, curves or {}) for row in table.rows)
     measures = dict(table.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    lengths = _at_lengths(table.columns, rows, split)
+    lengths = {k: c for k, c in table.columns.items() if any(k in row.lengths for row in rows)}
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
     return FigureData(table, rows, _axes(rows, table.axes), measures, lengths, trials)
 
 
-def _series(table: Table, row: TableRow, curves: Mapping[str, Curve], split: Split) -> Series:
+def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
     values = {key: entry.values for key, entry in row.entries.items()}
     lengths = {key: at for key, c in table.columns.items() if (at := _by_length(key, c.factor, row.results))}
-    printed: dict[str, dict[float, float]] = {}
-    for task, places in split.items():
-        lengths[task] = {length: values[key] for length, key in places.items() if values[key]}
-        paper = {length: row.row.paper.get(key) for length, key in places.items() if table.comparable}
-        printed[task] = {length: number for length, number in paper.items() if number is not None}
     speeds = [(result.tokens, result.train_seconds) for result in row.results]
     throughput = tuple(tokens / seconds for tokens, seconds in speeds if tokens and seconds)
     kept = [curves[run] for each in row.results if (run := each.mlflow_run_id) and curves.get(run)]
     return Series(
         row.row.name, axis_values(row.row), {THROUGHPUT: throughput} | values, lengths, row.row.paper,
-        printed, kept, row.row.reference, bool(row.failures),
+        kept, row.row.reference, bool(row.failures),
     )  # fmt: skip
-
-
-def _split_tasks(table: Table) -> Split:
-    """Tasks with a column for each length, from the results: `pk_1/passkey@64` and `pk_2/passkey@128`."""
-    places: dict[str, dict[float, str]] = {}
-    crowded: set[str] = set()
-    for result in table.results:
-        parts = [task_of(key) for key in result.tasks]
-        crowded |= {owner for owner, n in Counter(owner for owner, _, _ in parts).items() if n > 1}
-        for owner, task, length in parts:
-            if length is not None and owner in table.columns:
-                places.setdefault(task, {})[float(length)] = owner
-    owners = {task: set(at.values()) for task, at in places.items()}
-    split = [t for t, owned in owners.items() if len(places[t]) == len(owned) > 1 and not crowded & owned]
-    return {task: dict(sorted(places[task].items())) for task in split}
-
-
-def _at_lengths(columns: Mapping[str, Column], rows: Sequence[Series], split: Split) -> dict[str, Column]:
-    """The columns and tasks that are plotted against length, with their titles and units."""
-    taken = {key: column for key, column in columns.items() if any(key in row.lengths for row in rows)}
-    order = list(columns)
-    for task, places in sorted(split.items(), key=lambda item: min(map(order.index, item[1].values()))):
-        shown = [columns[key] for key in places.values()]
-        words = zip(*(column.title.split() for column in shown), strict=False)
-        shared = " ".join(at[0] for at in takewhile(lambda at: len(set(at)) == 1, words))
-        taken[task] = shown[0].model_copy(update={"title": shared or task})
-    return taken
 
 
 def axis_values(row: Row) -> dict[str, Value]:

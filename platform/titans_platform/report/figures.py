@@ -141,10 +141,9 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
     """Measures at several lengths against tokens, a panel for each."""
     for key, column in data.lengths.items():
         rows = [row for row in data.rows if row.lengths.get(key)]
-        lines = [Line(row.name, row.lengths[key], printed=row.printed.get(key, {})) for row in rows]
+        lines = [Line(row.name, row.lengths[key]) for row in rows]
         shown, grey = coloured(lines)
         caption = f"Measured at each length in tokens; {column.better}; bars: one standard deviation{GREY}"
-        caption += " Dashed: the paper's." * any(line.printed for line in shown)
         drawn = panel(column.heading, plot.lines, "tokens", logarithmic=True, shown=shown, grey=grey)
         title = f"{column.titled()} against the length that is read"
         yield Picture(f"length-{key}", title, caption, [drawn], ALONE, shown)

@@ -8,7 +8,7 @@ import os
 import re
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
 from textwrap import fill
@@ -75,8 +75,6 @@ class Line:
     points: Mapping[float, tuple[float, ...]]
     colour: str = "accent"
     marker: str = "o"
-    printed: Mapping[float, float] = field(default_factory=dict)
-    """The paper's numbers by x, drawn dashed."""
     spread: bool = True
     """Whether the standard deviation over seeds is shown."""
 

@@ -68,8 +68,6 @@ def lines(
             [*means], [*means.values()], yerr=bars if any(bars) else None, color=colour, linewidth=1.3,
             elinewidth=0.7, capsize=1.5, marker=line.marker if len(means) <= 12 else "", markersize=3.4,
         )  # fmt: skip
-        dashed = {"linewidth": 0.9, "linestyle": (0, (3, 2))}
-        axis.plot([*line.printed], [*line.printed.values()], color=colour, **dashed)
     if log_y:
         axis.set_yscale("log")
         axis.yaxis.set_minor_locator(NullLocator())

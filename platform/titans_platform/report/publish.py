@@ -176,31 +176,11 @@ def log_report(store: Store, report: StudyReport, paths: dict[str, Path]) -> str
     tags = {f"titans.{named.get(name, name)}": value for name, value in report.facts.items()}
     run_id = store.study_run(table.label, tags)
     log = store.run(run_id)
-    log.table(_records(report), "table.json")
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
     log.note("\n".join([export.markdown(report), "**Cells**", "", *_cell_links(store, report), ""]))
-    for run, result in _runs(table).items():
-        store.amend(run, _in_units(table, result), result.steps)
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
-
-
-def _in_units(table: Table, result: Result) -> dict[str, float]:
-    """A cell's measures in the units of the table's columns, and the tasks of each column too."""
-    measured = result.columns | {key: task.value for key, task in result.tasks.items()}
-    factors = {key: column.factor for key, column in table.columns.items() if column.factor != 1}
-    owned = ((name, name.partition("/")[0], value) for name, value in measured.items())
-    return {name: factors[owner] * value for name, owner, value in owned if owner in factors}
-
-
-def _records(report: StudyReport) -> list[dict[str, Any]]:
-    fields = [f"{key}, paper" if paper else key for key, paper in report.fields()]
-    names = ["row", *fields, "parameters", "state bytes"]
-    return [
-        dict(zip(names, line, strict=True)) | {"cells": " ".join(result.cell for result in row.results)}
-        for row, line in zip(report.table.rows, export.body(report), strict=True)
-    ]
 
 
 def _cell_links(store: Store, report: StudyReport) -> Iterator[str]:

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.local import BATCH, EVERY, Line, config, samples, weights
 from titans_platform.runs.folder import RunFolder
 from titans_platform.training.checkpoint import step_of
+from tools.chaos.local import BATCH, EVERY, Line, config, samples, weights
 
 ELASTIC = {"elastic shrink": [2, 1], "elastic growth": [1, 2]}
 """Faults that change the number of workers, and from which to which."""
@@ -40,7 +40,7 @@ from titans_platform.runs.spec import Resources
 config, root, address, workers = sys.argv[1:]
 quiet()
 ray.init(address=address, log_to_driver=False, runtime_env={
-    "worker_process_setup_hook": "tests.chaos.attempt.patch", "env_vars": {"CHAOS": os.environ["CHAOS"]}})
+    "worker_process_setup_hook": "tools.chaos.attempt.patch", "env_vars": {"CHAOS": os.environ["CHAOS"]}})
 resources = Resources.model_validate_json('{"workers": %s}' % workers)
 execute(spec_for(RunConfig.model_validate_json(config), Path(root), resources, name="run"))
 """

@@ -48,7 +48,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, refused
     monkeypatch.setattr(memory, "versions", dict)
     with pytest.raises(UsageError, match=f"pip install {memory.PEER_REQUIREMENT}$"):
         memory.run([32], 1, 1, against=PEER)
-    extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    extras = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
     assert extras["optional-dependencies"]["peers"] == [memory.PEER_REQUIREMENT]
     assert "'nobody' is not known" in refused("bench", "memory", "--quick", "--against", "nobody")
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.audit.mutations import D, Ema, adapt, mutants
+from experiments.audit.mutations import D, Ema, adapt, mutants
 from titans_core.audit import audit
 
 MUTANTS = mutants()

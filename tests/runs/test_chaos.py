@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tests.chaos.local import FAULTS, series
+from tools.chaos.local import FAULTS, series
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 

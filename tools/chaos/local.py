@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.chaos.attempt import FULL, SAMPLES, attempt
 from tests.runs.test_journal import Server
 from tests.small import RUN
 from titans_platform.runs.folder import RunFolder
+from tools.chaos.attempt import FULL, SAMPLES, attempt
 
 STEPS, EVERY, BATCH = 60, 5, 4
 FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip")
@@ -84,7 +84,7 @@ def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
 def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], seconds: float = 0.01) -> Any:
     """A process that trains from where the run is; forked from one that has imported everything."""
     context = mp.get_context("forkserver")
-    modules = ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tests.chaos.attempt"]
+    modules = ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tools.chaos.attempt"]
     context.set_forkserver_preload(modules)
     options = {"poisoned": poisoned, "seconds": seconds}
     process = context.Process(target=attempt, args=(text, str(root), uri, options))

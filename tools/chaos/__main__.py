@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    from tests.chaos import cluster, local
+    from tools.chaos import cluster, local
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--faults", type=int, default=100, help="how many in all, shared out over the kinds")

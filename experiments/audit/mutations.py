@@ -1,6 +1,6 @@
 """Faults planted by a program at seeded periods and residues, and the checks that see each.
 
-python -m tests.audit.mutations    # the table
+python -m experiments.audit.mutations    # the table
 """
 
 import random

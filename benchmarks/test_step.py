@@ -10,7 +10,7 @@ from titans_platform.cli import run
 from titans_platform.errors import UsageError
 
 QUICK = ["--scale", "smoke", "--rounds", "1", "--steps", "1"]
-TREE = Path(__file__).parents[2]
+TREE = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
