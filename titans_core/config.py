@@ -136,6 +136,9 @@ class AttentionConfig(Frozen):
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
     qk_norm: bool = True
     """L2-normalise queries and keys, with a learned scale per head."""
+    output: Annotated[tuple[Literal["norm", "gate"], ...], Field(strict=False)] = ()
+    """Applied to the heads before the output projection, as `memory.output` is to reads: Section 4.4 has both
+    in all blocks. Of the Transformer too, with ``projections: titans``."""
 
 
 class ModelConfig(Frozen):
@@ -155,6 +158,9 @@ class ModelConfig(Frozen):
     mlp_expansion: Annotated[float, Field(ge=0, le=1024)] = 8 / 3
     """Hidden width of each block's SwiGLU layer over d_model; 0 omits the layer."""
     tie_embeddings: bool = True
+    pointwise_conv: bool = False
+    """The pointwise half of the depthwise-separable convolution (Section 4.4): a linear layer over the
+    channels after each depthwise convolution of a block's memory and attention. Baselines have none."""
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
 

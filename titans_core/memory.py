@@ -11,12 +11,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import GateLinear, HeadNorm, RMSNorm
+from titans_core.layers import GateLinear, HeadNorm
 from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import (
     AnyState,
@@ -95,16 +94,19 @@ class NeuralMemory(Projections):
         d_model: width D of the input and output.
         config: the memory's components.
         initialized: False leaves initialisation to the model, whose depth scales the output projection.
+        pointwise: as `ModelConfig.pointwise_conv`.
 
     Raises:
         ValueError: the rule is unknown, or does not take the given parameters; one line that begins with the
             field of `ModelConfig`.
     """
 
-    def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
+    def __init__(
+        self, d_model: int, config: MemoryConfig, *, initialized: bool = True, pointwise: bool = False
+    ):
         channels, kernel = d_model, config.conv or None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
-        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit)
+        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, pointwise=pointwise)
         own = _rule(config)
         self.config, self.rule = config, own
         self.carries_momentum = config.momentum or own.has_own_chunk or type(own).update is not Rule.update
@@ -120,9 +122,7 @@ class NeuralMemory(Projections):
         layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
         self.initial_weights = nn.ParameterList(layers)
         self.inner_norm = HeadNorm(config.heads, self.head_dim) if config.residual == "norm" else None
-        self.output_norm = RMSNorm(self.head_dim) if "norm" in config.output else None
-        self.output_gate = nn.Linear(d_model, channels, bias=False) if "gate" in config.output else None
-        self.w_o = nn.Linear(channels, d_model, bias=False)
+        self.add_output(d_model, config.output)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         # switches of `titans_core.interventions`
@@ -401,14 +401,7 @@ class NeuralMemory(Projections):
         """Reads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
-        y, gate = y_BTHE, None
-        if self.output_gate is not None:
-            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
-        if self.output_norm is not None:
-            y = self.output_norm(y, gate)
-        elif gate is not None:
-            y = y.to(gate.dtype) * F.silu(gate)
-        return self.w_o(y.flatten(-2).to(x_BTD.dtype))
+        return self.merge(y_BTHE, x_BTD)
 
 
 def _rule(config: MemoryConfig) -> Rule:
