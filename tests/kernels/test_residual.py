@@ -26,7 +26,7 @@ def parallel(groups: int | tuple | None) -> list[str]:
     return ["chunked", *(["native"] if compiled else [])]
 
 
-GATES = [(4, 4, 4), (None, 2, None), (None, None, 4), (2, None, 2)]
+GATES = [(4, 4, 4), (None, 4, None), (None, None, 4), (2, None, 2)]
 SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2), *(("none", gates) for gates in GATES)]
 PLAIN = ("none", None)
 AROUND = [(*case, base) for base in (False, True) for case in (PLAIN, *SWITCHED)]

@@ -41,7 +41,7 @@ class DecodeState(NamedTuple):
 
     @staticmethod
     def of(state: MemoryState) -> DecodeState:
-        """A `DecodeState` on a chunk boundary; the tensors of ``state`` are [B, H, D, F]."""
+        """Return a `DecodeState` on a chunk boundary; the tensors of ``state`` are [B, H, D, F]."""
         first = state.weights[0]
         B, H = first.shape[:2]
         no_rows = first.new_zeros(B, H, 0)
@@ -114,7 +114,7 @@ def has_factors(rule: Rule, by_column: bool) -> bool:
 
 
 def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, gates: int | None = None) -> int:
-    """Number of elements in the state of one head, ``position`` tokens into a chunk.
+    """Count the elements in the state of one head, ``position`` tokens into a chunk.
 
     Args:
         shapes: [D, F] of each layer.
@@ -181,7 +181,7 @@ def _products(r: Tensor) -> Tensor:
 
 
 def _written(state: DecodeState, rows: _Rows, new: tuple[list[Tensor], list[Tensor]]) -> DecodeState:
-    """The open chunk with the new tokens. Copies, since a view would keep all tokens of the call alive."""
+    """Append new tokens to the open chunk. Copies, since a view would keep all tokens of the call alive."""
     inputs, errors = (
         tuple(torch.cat(pair, 2) for pair in zip(old, add, strict=True))
         for old, add in zip((state.inputs, state.errors), new, strict=True)
