@@ -275,15 +275,15 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        given = self.sigmoids(x)
-        none = torch.zeros_like(given["theta"][..., : self.heads])
+        sigmoids = self.sigmoids(x)
+        none = torch.zeros_like(sigmoids["theta"][..., : self.heads])
         split = lambda y: y if y.shape[-1] == self.heads else y.unflatten(-1, (self.heads, -1))  # noqa: E731
-        alpha, eta, theta = (split(given.get(name, none)) for name in ("alpha", "eta", "theta"))
+        alpha, eta, theta = (split(sigmoids.get(name, none)) for name in ("alpha", "eta", "theta"))
         theta = self.config.max_theta * theta
         alpha = alpha if self.config.max_alpha == 1.0 else self.config.max_alpha * alpha
         if not self.decays:
             alpha = torch.zeros_like(alpha)
-        extra = given.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
+        extra = sigmoids.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
 
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:

@@ -15,8 +15,8 @@ import torch
 from titans_kernels.bench.machine import describe
 from titans_kernels.bench.peers import PEERS
 from titans_kernels.bench.run import Bench, failures
-from titans_kernels.bench.shapes import SHAPES, Shape, chosen
-from titans_kernels.bench.subjects import Subject, registered
+from titans_kernels.bench.shapes import SHAPES, BenchShape, chosen
+from titans_kernels.bench.subjects import TimedForm, registered
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ON_CPU = ("triton", "online", "chunked")
@@ -76,7 +76,7 @@ def kernels(
     _writable(path)
     if small or not on_gpu:
         shapes = [shape.reduced() for shape in shapes]
-    report = Report(describe(device, commit), path, timed=not check, judged=on_gpu and not small)
+    report = BenchReport(describe(device, commit), path, timed=not check, judged=on_gpu and not small)
     for dtype in dtypes or ("bfloat16" if on_gpu else "float32",):
         bench = Bench(
             [subject for subject in subjects.values() if subject.name in wanted],
@@ -92,7 +92,7 @@ def kernels(
     return 1 if report.failures else 0
 
 
-class Report:
+class BenchReport:
     """Prints results and writes them to the JSON file as they arrive."""
 
     def __init__(self, machine: dict[str, Any], path: Path | None, *, timed: bool, judged: bool):
@@ -100,7 +100,7 @@ class Report:
         self.runs: list[dict[str, Any]] = []
         self.failures: list[str] = []
 
-    def take(self, bench: Bench, shapes: list[Shape]) -> None:
+    def take(self, bench: Bench, shapes: list[BenchShape]) -> None:
         """Run the shapes; the file is complete after each."""
         results: list[dict[str, Any]] = []
         run = {"dtype": str(bench.dtype).removeprefix("torch."), "repeats": bench.repeats}
@@ -136,7 +136,7 @@ def _writable(path: Path | None) -> None:
         raise click.UsageError(f"--json: {path.parent} is not a writable folder")
 
 
-def _listing(subjects: dict[str, Subject]) -> list[str]:
+def _listing(subjects: dict[str, TimedForm]) -> list[str]:
     lines = ["shapes:"]
     for shape in SHAPES.values():
         lines += wrapped(f"  {shape.name:<17} {shape}", indent=20)

@@ -20,7 +20,7 @@ from titans_platform.errors import UsageError, one_line
 FORMS = "`byte`, `dna`, a SentencePiece .model, a tokenizer.json, or a Hub repository: openai-community/gpt2"
 # the tokenizer that the paper scales name is not shipped
 _HINT = (
-    "; for that of Llama 2 (32,000 ids) give --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
+    "; for Llama 2's (32,000 ids) give --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
     "which downloads it"
 )
 # names in use for the two special tokens, most specific first; the end-of-text token of models
@@ -243,8 +243,8 @@ def train_tokenizer(texts: Iterable[str], size: int) -> str:
     model.decoder = decoders.ByteLevel()
     options: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": special}
     model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
-    if (found := model.get_vocab_size()) < size:
-        raise UsageError(f"--size: the text gives {found} ids, not {size}; name fewer or more text")
+    if (ids := model.get_vocab_size()) < size:
+        raise UsageError(f"--size: the text gives {ids} ids, not {size}; name fewer or more text")
     return model.to_str()
 
 

@@ -1,4 +1,8 @@
-"""The registry of tasks; base classes of tasks and of tasks that generate items; floors."""
+"""Tasks: their registry, the base classes of tasks and of tasks that generate items, floors.
+
+A task outside this package is named by its import path, `task: my_lab.tasks:MyTask`, and needs no line here.
+`titans_platform.evals` measures models on tasks, `titans_platform.data` trains on their items.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,21 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import chain, islice
+from functools import lru_cache
 from statistics import fmean, pvariance
 from typing import Any, ClassVar, NamedTuple, TypeVar
-
-import torch
 
 from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError, nearest
-from titans_platform.evals.items import Item, Tokenizer, answer_spans, encode_item
-from titans_platform.evals.scoring import Scorer, measure_distributed
 from titans_platform.loading import validate
+from titans_platform.tasks.items import Item, ItemTokenizer, encode_item
+
+__all__ = [
+    "TASKS", "Context", "GeneratedTask", "Item", "Measurement", "Task", "build_generated", "build_task",
+    "encode_item", "eval_version", "register", "row_length",
+]  # fmt: skip
 
 # consecutive items that were seen before, after which a task has no more new items
 PATIENCE = 1000
@@ -59,14 +64,15 @@ class Measurement:
 class Context:
     """Inputs of a measurement: the scorer (model, tokenizer, device), the data, the evaluation config."""
 
-    scorer: Scorer
+    scorer: Any
+    """A `titans_platform.evals.Scorer`."""
     prepared: Any
     config: EvalConfig
     length: int
     """Tokens of a row, document start included."""
 
 
-class NoOptions(Frozen):
+class NoTaskOptions(Frozen):
     """Options of a task without options."""
 
 
@@ -76,7 +82,7 @@ class Task(ABC):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Increment it with every change that changes a number: cells of another version run again."""
-    Options: ClassVar[type[Frozen]] = NoOptions
+    Options: ClassVar[type[Frozen]] = NoTaskOptions
     data_kind: ClassVar[str] = "tokens"
     """Kind of data that the task needs: the ``data_kind`` of an objective."""
 
@@ -126,7 +132,7 @@ class GeneratedTask(Task):
         """Shortcuts by name: ways to guess without what the task is meant to measure."""
         return {}
 
-    def floor(self, length: int, tokenizer: Tokenizer) -> Floor | None:
+    def floor(self, length: int, tokenizer: ItemTokenizer) -> Floor | None:
         """Accuracy of the best heuristic on a fixed sample of items of `length` tokens, or chance.
 
         A heuristic counts only if it beats chance by three standard errors. The result is cached.
@@ -136,7 +142,7 @@ class GeneratedTask(Task):
         """
         return _floor(type(self), self.options, length, tokenizer) if self.heuristics else None
 
-    def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
+    def floor_items(self, length: int, tokenizer: ItemTokenizer) -> Iterator[Item]:
         """Items that heuristics are measured on: a function of the options and the length only."""
         rng = random.Random(f"floor of {self.name} {self.options.model_dump_json()} {length}")
         answers = 0
@@ -153,7 +159,7 @@ class GeneratedTask(Task):
             self.item(random.Random(0), length, data.tokenizer)
 
     @abstractmethod
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Generate an item of `length` tokens, document start included (`encode_item` pads what is missing).
 
         Raises:
@@ -166,11 +172,9 @@ class GeneratedTask(Task):
         The standard error takes the item, not the answer, as what is drawn independently; with one answer
         an item it is sqrt(p (1 - p) / n).
         """
-        rows, items = context.scorer.parallel_rows(context.length), iter(self._fresh_items(context))
-        measured = measure_distributed(iter(lambda: list(islice(items, rows)), []), partial(_graded, context))
         shares: list[float] = []
         buckets: dict[str, list[bool]] = {}
-        for names, right in chain.from_iterable(measured):
+        for names, right in context.scorer.grade(self._fresh_items(context), context.length):
             shares.append(fmean(right))
             for bucket, one in zip(names, right, strict=False):
                 buckets.setdefault(bucket, []).append(one)
@@ -220,28 +224,8 @@ def _natural(name: str) -> tuple[int, str]:
     return int(digits[0]) if digits else 0, name
 
 
-def _graded(context: Context, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
-    """For each item, the buckets of its answers and whether each answer is correct.
-
-    Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
-    decoding from the question gives the whole answer: one forward pass does for generation.
-    """
-    rows, spans = [], []
-    for item in items:
-        row, is_answer = encode_item(item, context.scorer.tokenizer, context.length)
-        rows.append(torch.tensor(row))
-        spans.append(list(answer_spans(is_answer)))
-    tokens = torch.stack(rows)
-    start = min(first for row in spans for first, _ in row) - 1
-    right = (context.scorer.greedy(tokens[:, :-1], start) == tokens[:, start + 1 :]).tolist()
-    return [
-        (item.buckets, [all(row[first - 1 - start : end - 1 - start]) for first, end in answers])
-        for item, row, answers in zip(items, right, spans, strict=True)
-    ]
-
-
 @lru_cache(maxsize=256)
-def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Tokenizer) -> Floor:
+def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: ItemTokenizer) -> Floor:
     task = kind(options)
     shares: dict[str, list[float]] = {name: [] for name in task.heuristics}
     for item in task.floor_items(length, tokenizer):
@@ -265,17 +249,16 @@ TASKS = Registry(
     "task",
     Task,
     {
-        "babi": "titans_platform.evals.tasks.babi:Babi",
-        "babilong": "titans_platform.evals.tasks.babi:Babilong",
-        "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
-        "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
+        "babi": "titans_platform.tasks.babi:Babi",
+        "babilong": "titans_platform.tasks.babi:Babilong",
+        "babilong_hub": "titans_platform.tasks.babi:BabilongHub",
         "lm_eval": "titans_platform.evals.lm_harness:LmEval",
-        "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
-        "needle": "titans_platform.evals.tasks.needle:Needle",
-        "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
-        "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
-        "recall": "titans_platform.evals.tasks.recall:Recall",
-        "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
+        "loss": "titans_platform.evals.perplexity:HeldOutLoss",
+        "needle": "titans_platform.tasks.needle:Needle",
+        "perplexity": "titans_platform.evals.perplexity:Perplexity",
+        "reasoning": "titans_platform.tasks.reasoning:Reasoning",
+        "recall": "titans_platform.tasks.recall:Recall",
+        "throughput": "titans_platform.evals.perplexity:Throughput",
     },
     UsageError,
 )
@@ -312,6 +295,11 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
         able = sorted(name for name, kind in TASKS.items() if issubclass(kind, GeneratedTask))
         raise UsageError(f"task: {config.task} generates no items to train on; use one of {', '.join(able)}")
     return task
+
+
+def row_length(multiple: float, sequence_length: int) -> int:
+    """Tokens of an evaluation row that is ``multiple`` training rows long."""
+    return max(2, round(multiple * sequence_length))
 
 
 def eval_version(config: EvalConfig) -> str:

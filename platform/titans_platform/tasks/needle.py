@@ -20,11 +20,12 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
-from titans_platform.evals.items import (
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     ADJECTIVES,
     NOUNS,
     Item,
-    Tokenizer,
+    ItemTokenizer,
     cycle,
     fill,
     load_prose,
@@ -33,7 +34,6 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, Heuristic
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 COMPACT_NOISE = "grass is green sky is blue sun is yellow "
@@ -100,7 +100,7 @@ class Needle(GeneratedTask):
 
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Needles at independent uniform depths; queries of distinct keys, in random order, at the end."""
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)
