@@ -16,8 +16,9 @@ from titans_core.attention import Attention
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
 from titans_core.interventions import Intervention, intervene
-from titans_kernels import accelerate, exchange, native
+from titans_kernels import accelerate, exchange
 from titans_kernels.attention import MAX_SPAN
+from titans_kernels.native import library
 
 pytestmark = needs_compiler
 METHODS = [f"{cls}.{name}" for cls, methods in exchange.METHODS.items() for name in methods]
@@ -409,12 +410,12 @@ def test_copies_and_pickles_are_exchanged_and_parameters_keep_their_names(served
 
 def test_without_a_compiler_nothing_is_exchanged(monkeypatch, served):
     monkeypatch.setenv("TITANS_NATIVE", "0")
-    native.library.cache_clear()
+    library.cache_clear()
     try:
         results(accelerate(model("mac")), 2, [40])
     finally:
         monkeypatch.undo()
-        native.library.cache_clear()
+        library.cache_clear()
     assert not served
 
 

@@ -15,11 +15,11 @@ from titans_kernels import (
     Residual,
     Rule,
     extend_memory,
-    native,
     neural_memory,
 )
+from titans_kernels.native import library
 
-needs_compiler = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(library(torch.float64) is None, reason="no C++ compiler")
 NATIVE = pytest.param("native", marks=needs_compiler)
 
 

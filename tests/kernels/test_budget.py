@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional as F
 
 from tests.kernels.cases import NATIVE
@@ -189,11 +189,11 @@ def test_the_operators_keep_the_rules_of_the_library():
     for shape, chunk_size, borders in (CASES[1], CASES[4]):
         leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
         options = chunk_size, borders
-        torch.library.opcheck(budget.budget_steps, (*leaves, *options, 0))
+        library.opcheck(budget.budget_steps, (*leaves, *options, 0))
         tokens = [x.detach() for x in leaves]
         found = budget.budget_steps(*tokens, *options, 0)
         arguments = (*map(torch.ones_like, found), *tokens, *found, *options)
-        torch.library.opcheck(budget.budget_steps_backward, arguments)
+        library.opcheck(budget.budget_steps_backward, arguments)
 
 
 @pytest.mark.slow

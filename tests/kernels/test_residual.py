@@ -11,6 +11,7 @@ from titans_kernels import Extension, MemoryState, Residual, neural_memory, read
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.options import Options
+from titans_kernels.native import library
 
 KINDS = ["none", "input", "norm"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -22,7 +23,7 @@ CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)
 
 def parallel(groups: int | tuple | None) -> list[str]:
     """Parallel forms that support a case."""
-    compiled = groups is None and native.library(torch.float64) is not None
+    compiled = groups is None and library(torch.float64) is not None
     return ["chunked", *(["native"] if compiled else [])]
 
 

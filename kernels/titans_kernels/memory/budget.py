@@ -24,6 +24,7 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch import library as operators
 from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import state_dtype, without_autocast
@@ -154,7 +155,7 @@ class _Steps(torch.autograd.Function):
         return *_steps_backward([*grads, *tensors], ctx.chunk_size, cu_seqlens), None, None, None
 
 
-@torch.library.custom_op(
+@operators.custom_op(
     "titans::budget_steps",
     mutates_args=(),
     schema="(Tensor k, Tensor eta, Tensor theta, int chunk_size, Tensor? cu_seqlens, int held) -> Tensor[]",
@@ -164,7 +165,7 @@ def budget_steps(k, eta, theta, chunk_size, cu_seqlens, held):
     return _steps(k, eta, theta, chunk_size, cu_seqlens, held)
 
 
-@torch.library.custom_op(
+@operators.custom_op(
     "titans::budget_steps_backward",
     mutates_args=(),
     schema="(Tensor dlimited, Tensor de, Tensor k, Tensor eta, Tensor theta, Tensor limited, Tensor e, "
@@ -268,7 +269,7 @@ class _Compiled:
     """A call of `native/budget.cpp`, parallel over documents and heads."""
 
     def __init__(self, shape: _Shape, borders: ctypes.Array, found: ctypes.CDLL):
-        self.shape, self.borders, self.library = shape, borders, found
+        self.shape, self.borders, self.compiled = shape, borders, found
 
     @staticmethod
     def of(k: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int = 0) -> _Compiled:
@@ -280,12 +281,12 @@ class _Compiled:
 
     def forward(self, k: Tensor, eta: Tensor, theta: Tensor) -> list[Tensor]:
         out = [torch.empty_like(theta), torch.empty_like(theta)]
-        self._run(self.library.budget_forward, (k, eta, theta, *out))
+        self._run(self.compiled.budget_forward, (k, eta, theta, *out))
         return out
 
     def backward(self, tensors: list[Tensor]) -> list[Tensor]:
         grads = [torch.empty_like(x) for x in tensors[2:5]]
-        self._run(self.library.budget_backward, (*tensors, *grads))
+        self._run(self.compiled.budget_backward, (*tensors, *grads))
         return grads
 
     def _run(self, function, tensors: tuple[Tensor, ...]) -> None:
