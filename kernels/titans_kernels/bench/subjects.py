@@ -49,7 +49,9 @@ def _form(name: str, note: str, backend: str, within: Within = nullcontext, **mo
 
 
 def _no_kernel(inputs: BenchInputs) -> str | None:
-    """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
+    """Return the reason for which no Triton kernel takes these inputs, as the operator would log it, or
+    None.
+    """
     try:
         module = importlib.import_module("titans_kernels.memory.forms.triton.refusal")
     except ImportError:
@@ -58,7 +60,7 @@ def _no_kernel(inputs: BenchInputs) -> str | None:
 
 
 def _one_token(inputs: BenchInputs) -> str | None:
-    """Why a form for chunks is not for these inputs."""
+    """Return the reason for which a form for chunks is not for these inputs, or None."""
     return "chunks of one token: online" if inputs.shape.chunk_size == 1 else None
 
 
@@ -76,7 +78,7 @@ def _compiled() -> dict[str, Callable[..., object]]:
 
 @contextmanager
 def compiled_passes() -> Iterator[None]:
-    """While it lasts, the parallel form runs its passes compiled."""
+    """Compile the passes of the parallel form within the context."""
     plain = {name: getattr(chunked, name) for name in COMPILED}
     try:
         _replace(_compiled())

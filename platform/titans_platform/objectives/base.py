@@ -76,7 +76,9 @@ class Objective(ABC, Generic[D]):
         """Build the model at initialisation, from the config only. Raises UsageError."""
 
     def least_activations(self, rows: int) -> int:
-        """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
+        """Return a lower bound on the activations kept for the backward pass of ``rows`` rows: each block's
+        input.
+        """
         return rows * self.cfg.row_tokens * self.cfg.model.d_model * self.cfg.model.n_layers
 
     @abstractmethod

@@ -40,7 +40,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             return LanguageModel(self.cfg.model)
 
     def least_activations(self, rows: int) -> int:
-        """Also count the logits that are in memory at once."""
+        """Count also the logits that are in memory at once."""
         logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
         return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
 
@@ -70,7 +70,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")
 
     def check(self, data: PreparedData | None = None) -> None:
-        """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
+        """Check also that the vocabulary covers the data, and that task sources name existing tasks."""
         if data is not None:
             check_vocabulary(self.cfg, data.tokenizer)
         elif self.cfg.data.tokenizer in VOCABULARIES:

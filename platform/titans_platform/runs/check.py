@@ -65,7 +65,7 @@ def _model_alone(cfg: RunConfig) -> RunConfig:
 
 @cache
 def _sizes(text: str) -> Sizes:
-    """All blocks have the same size, so models of one and two blocks give the size at any depth."""
+    """Extrapolate from models of one and two blocks to any depth: all blocks have the same size."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
     one, two = (build_small(objective, blocks) for blocks in (1, 2))
@@ -114,7 +114,7 @@ def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
 
 
 def least_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
-    """Lower bound on the memory of each worker in bytes, by the field of the config that it grows with.
+    """Return a lower bound on each worker's memory in bytes, by the field of the config that it grows with.
 
     model: weights, gradients and optimiser moments, only the worker's shard of them under fsdp and hsdp;
     workers: a process; data.sequence_length: activations saved for the backward pass of a micro-batch;

@@ -291,7 +291,7 @@ def chosen_cells(configs: Mapping[str, RunConfig], rows: Collection[str], seeds:
 
 
 def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, RunConfig]]) -> None:
-    """Every line of the table needs every column, from one run or several. Raises UsageError."""
+    """Check that every line of the table has every column, from one run or several. Raises UsageError."""
     measured: dict[str, set[str]] = {}
     for row, config in configs:
         measured.setdefault(row.as_line().name, set()).update(config.eval.columns)

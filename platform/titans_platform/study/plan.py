@@ -207,7 +207,7 @@ def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
 
 
 def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
-    """From the mean seconds of each row's finished cells; None without any."""
+    """Estimate from the mean seconds of each row's finished cells; None without any."""
     known: dict[str, list[float]] = {}
     for cell in study.cells:
         if (result := cell.folder(study.root).shown_result()) and result.train_seconds:

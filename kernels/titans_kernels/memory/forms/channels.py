@@ -100,7 +100,7 @@ class Chunk(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, theta: Tensor) -> Chunk:
-        """From alpha [n, H, b, A], eta and theta [n, H, b]."""
+        """Compute the coefficients from alpha [n, H, b, A], eta and theta [n, H, b]."""
         keep, h = 1 - alpha, eta.cumprod(-1)
         N = decay_products(eta) * theta[..., None, :]
         both: Tensor = _Forgotten.apply(keep.movedim(2, 0), torch.cat([N, h[..., None]], -1).movedim(2, 0))

@@ -20,7 +20,9 @@ TYPES = (torch.bfloat16, torch.float16, torch.float32)
 def refusal(
     q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Why no kernel supports a call, or None if one does. ``dtype``: of the operands; q's by default."""
+    """Return the reason for which no kernel supports a call, or None. ``dtype``: of the operands; q's by
+    default.
+    """
     if not q.is_cuda and not INTERPRETED:
         return f"tensors are on {q.device.type}, and Triton's interpreter is off"
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
@@ -31,7 +33,8 @@ def refusal(
 def shape_refusal(
     widths: Sequence[int], chunk_size: int, dtype: torch.dtype, arch: int | None = None
 ) -> str | None:
-    """Why no kernel supports a memory on an architecture such as 90 (None: in the interpreter), or None.
+    """Return the reason for which no kernel supports a memory on an architecture such as 90 (None: in the
+    interpreter), or None.
 
     ``widths``: of keys, hidden layers and values.
     """
@@ -52,7 +55,7 @@ def shape_refusal(
 
 
 def too_large(dtype: torch.dtype, chunk_size: int) -> str | None:
-    """Why a program of some kernel does not fit into a multiprocessor, or None if all do.
+    """Return the reason for which a program of some kernel does not fit into a multiprocessor, or None.
 
     A float32 product splits its operands into two parts, so 128 x 128 tiles need four times the memory of
     bf16: the backward of the reads would need 256 KB of Hopper's 227 KB of shared memory, 320 KB with hidden
