@@ -21,7 +21,7 @@ from titans_kernels.memory.forms import chunked
 from titans_kernels.memory.forms.online import BLOCK
 
 CPU = torch.device("cpu")
-TINY = BenchShape("tiny", 2, 8, 16, 1, 50, chunk_size=16, heads=2, small=(1, 50))
+TINY = BenchShape("tiny", 2, 8, 16, 1, 50, chunk_size=24, heads=2, small=(1, 50))
 
 
 @pytest.fixture
@@ -100,7 +100,7 @@ def test_it_prints_a_table_and_writes_everything(tiny, tmp_path):
     ((shape,),) = [one["shapes"] for one in written["runs"]]
     triton, ours, online = shape["rows"]
     assert triton["state"] == online["state"] == "refused"
-    assert f"triton            other form ({triton['why']}" in result.output
+    assert triton["why"][:20] in result.output
     assert ours["state"] == "timed"
     for phase in ("forward", "backward"):
         measured = ours[phase]

@@ -17,6 +17,7 @@ from titans_kernels.bench.peers import PEERS
 from titans_kernels.bench.run import Bench, failures
 from titans_kernels.bench.shapes import SHAPES, BenchShape, chosen
 from titans_kernels.bench.subjects import TimedForm, registered
+from titans_kernels.bench.support import table
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ON_CPU = ("triton", "online", "chunked")
@@ -52,9 +53,10 @@ REPEATS = {"cuda": 30, "cpu": 5}
 )
 @click.option("--commit", metavar="ID", help="Of the code, for FILE, where it is no git checkout.")
 @click.option("--list", "listing", is_flag=True, help="Show shapes, targets and what can be timed.")
+@click.option("--support", is_flag=True, help="Show which kernels compute which memory, in Markdown.")
 def kernels(
     names: tuple[str, ...], backends: tuple[str, ...], dtypes: tuple[str, ...], repeats: int | None,
-    small: bool, check: bool, path: Path | None, commit: str | None, listing: bool,
+    small: bool, check: bool, path: Path | None, commit: str | None, listing: bool, support: bool,
 ) -> int:  # fmt: skip
     """Time the neural memory's kernels, forward and backward, beside others.
 
@@ -65,6 +67,9 @@ def kernels(
     Example:
       titans bench kernels --shape l1-d128 --json l1.json
     """
+    if support:
+        click.echo("\n".join(table()))
+        return 0
     subjects = registered(PEERS)
     if listing:
         click.echo("\n".join(_listing(subjects)))

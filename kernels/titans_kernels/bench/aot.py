@@ -26,6 +26,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from titans_kernels.bench.shapes import SHAPES, BenchShape
+from titans_kernels.bench.support import GPUS
 from titans_kernels.memory.forms.online import BLOCK
 from titans_kernels.memory.forms.triton import assembler, budget, delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
@@ -33,8 +34,7 @@ from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_b
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
 from titans_kernels.memory.forms.triton.refusal import too_large
 
-TARGETS = (80, 90, 100)
-"""Compute capabilities: A100; H100 and H200; B200."""
+TARGETS = tuple(GPUS)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 

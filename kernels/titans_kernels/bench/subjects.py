@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,6 +14,8 @@ from titans_kernels.bench.check import Judge, Verdict, interpreting
 from titans_kernels.bench.inputs import BenchInputs
 from titans_kernels.bench.timing import Op, Within
 from titans_kernels.memory.forms import chunked
+from titans_kernels.memory.forms.triton.refusal import refusal
+from titans_kernels.memory.options import Options
 
 
 @dataclass(frozen=True)
@@ -52,11 +53,7 @@ def _no_kernel(inputs: BenchInputs) -> str | None:
     """Return the reason for which no Triton kernel takes these inputs, as the operator would log it, or
     None.
     """
-    try:
-        module = importlib.import_module("titans_kernels.memory.forms.triton.refusal")
-    except ImportError:
-        return "no kernels in this version"
-    return module.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
+    return refusal(inputs.tokens[0], inputs.weights, Options(inputs.shape.chunk_size, "silu", None, None))
 
 
 def _one_token(inputs: BenchInputs) -> str | None:
