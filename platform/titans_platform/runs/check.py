@@ -20,7 +20,6 @@ import torch
 from titans_core import Model
 from titans_core.sequence_parallel import row_parts
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
-from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, within
 from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
@@ -179,21 +178,16 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def plan(cfg: RunConfig, root: Path, resources: Resources) -> dict[str, Any]:
+def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str, Any]:
     """Return the run, its sizes and its cost, by the keys of `titans train --dry-run --json`. Trains nothing.
 
-    Raises what the run itself would raise before it trains.
+    ``spec`` is None if the data are not prepared yet.
     """
-    objective = build_objective(cfg)
     planned: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
-    try:
-        objective.check(data := objective.open(root))
-    except NotPrepared:
-        objective.check_sources()
-        planned |= {"data": "to be prepared", "state": "missing"}
-    else:
-        spec = spec_for(cfg, root, resources)
-        planned |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
+    planned |= {"data": spec.data, "cell": spec.name} if spec else {"data": "to be prepared"}
+    planned["state"] = spec.folder.state() if spec else "missing"
+    if spec and spec.start:
+        planned["resume_from"] = str(spec.start)
     planned |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
     planned["worker_bytes"] = sum(least_memory(cfg, resources).values())
     if (flops := training_flops(cfg)) is not None:
@@ -208,8 +202,9 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 
     Raises UsageError if the data are not prepared.
     """
-    name = run_name(cfg, build_objective(cfg).open(root).fingerprint, resources.hashed_workers)
-    return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
+    data = build_objective(cfg).open(root).fingerprint
+    given = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
+    return RunSpec(cfg, root.resolve(), **given | {"resources": resources} | fields)
 
 
 def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:

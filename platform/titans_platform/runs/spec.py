@@ -99,6 +99,22 @@ class Rung:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A checkpoint of a shorter run that took the same steps; as text `step 20 of run 3f2a91c0`."""
+
+    run: RunFolder
+    point: Path
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps that are done."""
+        return int(self.point.name.removeprefix("step-"))
+
+    def __str__(self) -> str:
+        return f"step {self.step} of run {self.run.name}"
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """Everything `execute` needs; built by `titans train`, the cells of a grid and the trials of a search.
 
@@ -113,10 +129,14 @@ class RunSpec:
     """The run's folder under ``root/cells``; computed by `run_name`."""
     commit: str
     """The commit of the code that runs it."""
+    data: str = ""
+    """Fingerprint of its data."""
     resources: Resources = Resources()
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """Copied into the result: ``study`` and ``row``."""
+    start: Start | None = None
+    """Where a run that has not begun starts from; None: from its own checkpoint, or step 0."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 
