@@ -275,8 +275,8 @@ class Worker:
 
     def _evaluate(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
         config = self.cfg.eval.model_copy(update={"columns": columns})
-        length = self.cfg.data.sequence_length
-        return evaluate(trainer.model, self.data, config, length, device=trainer.device)
+        length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
+        return evaluate(trainer.model, self.data, config, length, device=trainer.device, precision=precision)
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()
