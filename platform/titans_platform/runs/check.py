@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from titans_core import Model, NeuralMemory
+from titans_core.footprint import saved_bytes_per_token
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
@@ -34,9 +35,10 @@ PROCESS_BYTES, CUDA_BYTES = 300 * 2**20, 3 * 2**29
 """Memory of a worker before it builds a model: interpreter, torch and Ray; on a GPU CUDA, NCCL and cuBLAS."""
 BYTES_A_PARAMETER, BUCKET_BYTES = 16, 4
 """Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32; DDP's buckets."""
-SAVED_BYTES = {"transformer": 38, "lmm": 73, "mal": 119, "mag": 134, "mac": 180}
-"""Bytes that a block saves for its backward pass, for each value of its input, compiled in bfloat16. Other
-variants count as the largest."""
+MOST_SAVED, UNTRACED = 400, 8 * 2**30
+"""Bytes that any block saves at most for each value of its input, and below which that bound will do."""
+RECOMPUTED = 3
+"""A block's activations, relative to what selective recomputation keeps of them."""
 TIMED_PARAMETERS = 50e6
 """Models with more parameters are not timed."""
 TIMED_FLOPS = 5e11
@@ -142,15 +144,26 @@ def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
 def _activations(objective: Objective[Any], rows: int, parts: int) -> int:
     """Return the bytes of activations of a micro-batch on a GPU, each row divided into ``parts``.
 
-    What torch.compile saves of every block for the backward pass, once more of one block, while its backward
-    pass runs, and the logits.
+    What torch.compile saves of every block for the backward pass; what one block holds while its backward
+    pass runs; and the logits. Of small models an upper bound, which takes no tracing.
     """
     cfg, length = objective.cfg, objective.block_tokens // parts
-    once = SAVED_BYTES.get(cfg.model.variant, max(SAVED_BYTES.values()))
-    once *= 1 if cfg.optim.precision == "bf16" else 2
-    saved = 4 if cfg.optim.recompute else once
-    blocks = rows * length * cfg.model.d_model * (cfg.model.n_layers * saved + once)
-    return blocks + 4 * objective.head_activations(rows)
+    tokens, layers = rows * length, cfg.model.n_layers
+    head = 4 * objective.head_activations(rows)
+    if (most := MOST_SAVED * tokens * cfg.model.d_model * (layers + 1)) <= UNTRACED:
+        return most + head
+    recompute = recomputed(cfg.optim)
+    block = cfg.model.model_copy(update={"n_layers": 1})
+    saved = partial(saved_bytes_per_token, block, rows, length, precision=cfg.optim.precision)
+    kept = saved(recompute=recompute)
+    # a block that was recomputed holds all that it would have saved
+    once = saved(recompute=False) if recompute is True else RECOMPUTED * kept if recompute else kept
+    return round(tokens * (layers * kept + once)) + head
+
+
+def recomputed(optim: OptimConfig) -> bool | str:
+    """Return what is recomputed on a GPU, as `Block.recompute`; ``optim.recompute`` may leave it open."""
+    return ("selective" if optim.compile is not False else False) if optim.recompute is None else optim.recompute
 
 
 def seconds_per_token(config: RunConfig) -> float | None:
@@ -330,7 +343,7 @@ def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> Non
         room = own - (total - have)
         fewer = next((n for n in range(rows - 1, 0, -1) if rows % n == 0 and n * own <= rows * room), None)
         fix = f"{rows} is too large; give {fewer}" if fewer else "use a larger GPU, or optim.parallel: fsdp"
-        fix += "" if cfg.optim.recompute else ", or set optim.recompute: true"
+        fix += "" if cfg.optim.recompute is True else ", or set optim.recompute: true"
     raise UsageError(
         f"{field}: {of} take {about} {total / 2**30:,.1f} GiB to train ({shares}), {where} "
         f"{have / 2**30:,.1f} GiB; {fix}"
