@@ -16,7 +16,16 @@ from titans_core.config import AttentionConfig
 from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RotaryEmbedding, rotate
 from titans_core.projections import ConvState, Projections, expand_rows
-from titans_core.window import KeyCache, last_keys, packed_attention, softmax_attention, window_attention
+from titans_core.window import (
+    KeyCache,
+    flash_attention,
+    flash_supports,
+    last_keys,
+    packed_attention,
+    softmax_attention,
+    window_attention,
+)
+from titans_kernels import operand_dtype
 
 
 class AttentionState(NamedTuple):
@@ -62,6 +71,15 @@ class Attention(Projections):
         self.w_o = nn.Linear(d_model, d_model, bias=False)
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
 
+    def project(
+        self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
+    ) -> tuple[list[Tensor], ConvState]:
+        """As `Projections.project`; on a GPU values have the precision of products, which flash attention takes."""
+        heads, after = super().project(x_BTD, names, conv_state, documents)
+        if x_BTD.is_cuda:  # the convolution's weights are float32 under autocast
+            heads[-1] = heads[-1].to(operand_dtype(heads[-1]))
+        return heads, after
+
     def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:
         """Keys and values of the persistent tokens, and the state after them, for a batch of one.
 
@@ -101,14 +119,18 @@ class Attention(Projections):
         Returns y [B, T, H, E], keys and values to cache, None when packed, and `AttentionState.held_B`.
         """
         rotary, window = self.rotary(position_BT), self.window
-        plain_q, new = self._queries(q, v), self._keys(k, v, rotary)
+        plain_q, new, T = self._queries(q, v), self._keys(k, v, rotary), q.shape[1]
         q = rotate(plain_q, rotary)
+        masked = documents is not None or prefix is not None or (window is not None and window < T)
+        if masked and state.keys is None and not self.cut and flash_supports(q):
+            y = flash_attention(q, [new], prefix, plain_q, window, documents).transpose(1, 2)
+            return y, None if documents is not None else last_keys(new, self.kept(state, T, T)[0]), None
         if documents is not None:
             seen = _unrotated_prefix(plain_q, q, new, prefix) if rotary else (q, new, prefix)
             y = packed_attention(*seen, window, documents, self.cut)
             return y[..., : self.head_dim].transpose(1, 2), None, None
         keys = new if state.keys is None else state.keys.extended(new)
-        T, S = q.shape[2], keys.k.shape[2]
+        S = keys.k.shape[2]
         seen = _unrotated_prefix(plain_q, q, keys, prefix) if rotary else (q, keys, prefix)
         hidden_BS = None
         if state.held_B is not None:  # cached keys from before a row's reset

@@ -64,14 +64,19 @@ class CausalConv(nn.Module):
         ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
         when packed). Returns y and the state after the last token.
         """
-        kernel, T = self.weight_KC.shape[0], x_BTC.shape[1]
+        w, T = self.weight_KC, x_BTC.shape[1]
         padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
-        y = self.weight_KC[0] * x_BTC
-        for j in range(1, kernel):
-            shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
-            if documents is not None:
-                shifted = _reset(shifted, state_BKC, documents.position_BT, j)
-            y = torch.addcmul(y, self.weight_KC[j], shifted)
+        position = None if documents is None else documents.position_BT[..., None]
+        y, last = w[0] * x_BTC, len(w) - 1
+        for j in range(1, len(w)):
+            shifted = padded[:, last - j : last - j + T]
+            if position is not None:
+                shifted = torch.where(position >= j, shifted, 0)
+            y = torch.addcmul(y, w[j], shifted)
+        if position is not None:
+            for t in range(last):  # masks: the gradient of an index into the state would be accumulated
+                before_C = (w[t + 1 :] * state_BKC[0, t:].flip(0)).sum(0)
+                y = y + torch.where(position == t, before_C, 0)
         # a copy: a view would keep every input alive for as long as the state
         return y, padded[:, T:].clone()
 
@@ -79,13 +84,6 @@ class CausalConv(nn.Module):
         """Return the state before the first token: zeros [B, K - 1, C]."""
         kernel, channels = self.weight_KC.shape
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
-
-
-def _reset(shifted: Tensor, state_BKC: Tensor, position: Tensor, j: int) -> Tensor:
-    """Take input j back from ``state`` if fewer than j tokens of the document precede the position."""
-    last = state_BKC.shape[1] - 1
-    before = state_BKC[0, (last + 1 + position - j).clamp(0, last)]
-    return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
 
 
 class SwiGLU(nn.Module):

@@ -1,0 +1,152 @@
+"""Activations that a block saves for its backward pass, measured on fake tensors: no GPU, no data.
+
+torch.compile traces one block as a GPU would train it: float32 parameters, autocast, the kernels of the
+memory as operators. Inductor's partitioner (min-cut) divides forward and backward; what the backward takes
+from the forward, parameters aside, is saved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Literal, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.fx import GraphModule, Node
+
+from titans_core.blocks import Positions, resolve
+from titans_core.blocks.base import Recompute
+from titans_core.config import ModelConfig
+from titans_core.documents import Documents
+
+Precision = Literal["fp32", "bf16"]
+
+
+class Card(NamedTuple):
+    """A GPU as the kernels see it: fields of `torch.cuda.get_device_properties`."""
+
+    total_memory: int = 80 * 2**30
+    multi_processor_count: int = 132
+    major: int = 9
+    minor: int = 0
+
+
+H100 = Card()
+
+
+class Graphs(NamedTuple):
+    """The forward and backward pass of a block as graphs of ATen operators, and what passes between them."""
+
+    forward: GraphModule
+    backward: GraphModule
+    saved: list[Node]
+    """Nodes of the forward whose values are saved, parameters aside."""
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes saved for the backward pass, each storage counted once."""
+        return sum(size_of(node.meta.get("val")) for node in self.saved)
+
+
+def saved_bytes_per_token(
+    config: ModelConfig, rows: int = 16, length: int = 4096, *,
+    recompute: Recompute = False, precision: Precision = "bf16", card: Card = H100,
+) -> float:  # fmt: skip
+    """Return the bytes of activations that one block saves for each token of a micro-batch.
+
+    A model saves ``config.n_layers`` times as much for its blocks. Kernels keep more of small calls, so the
+    number depends on the micro-batch. Takes seconds; the result is cached.
+
+    Args:
+        config: of the model.
+        rows: rows of the micro-batch.
+        length: tokens of a row.
+        recompute: as `Block.recompute`.
+        precision: of autocast, as in training.
+        card: the GPU, whose memory decides what kernels keep.
+
+    Raises:
+        ValueError: the config's variant is unknown, or refuses the config.
+    """
+    return _saved_bytes(config.model_dump_json(), rows, length, recompute, precision, card) / (rows * length)
+
+
+@cache
+def _saved_bytes(config: str, *options: Any) -> int:
+    rows, length, recompute, precision, card = options
+    given = ModelConfig.model_validate_json(config)
+    return trace(given, rows, length, recompute=recompute, precision=precision, card=card).saved_bytes
+
+
+def trace(
+    config: ModelConfig, rows: int, length: int, documents: int = 0, *,
+    recompute: Recompute = False, precision: Precision = "bf16", card: Card = H100,
+) -> Graphs:  # fmt: skip
+    """Trace one block on ``rows`` rows of ``length`` tokens, with as many packed documents if any.
+
+    Raises:
+        RuntimeError: the block's graph is broken.
+    """
+    from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+    from torch._inductor.decomposition import select_decomp_table
+
+    traced: list[Graphs] = []
+
+    def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
+        parts = min_cut_rematerialization_partition(
+            joint, inputs, num_fwd_outputs=num_fwd_outputs, compiler="inductor", **options
+        )
+        (end,) = (node for node in parts[0].graph.nodes if node.op == "output")
+        inputs_saved = [node for node in end.args[0][num_fwd_outputs:] if isinstance(node, Node)]
+        traced.append(Graphs(*parts, [n for n in inputs_saved if n.op != "placeholder" or _is_input(n)]))
+        return parts
+
+    def _is_input(node: Node) -> bool:
+        value = node.meta.get("val")
+        return isinstance(value, Tensor) and value.shape[:2] == (rows, length)
+
+    backend = aot_autograd(
+        fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=lambda graph, inputs: graph.forward,
+        partition_fn=partition, decompositions=select_decomp_table,
+    )  # fmt: skip
+    torch._dynamo.reset()
+    with torch.device("meta"):
+        block = resolve(config)(config)
+    block.recompute = recompute
+    with pretended(card), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
+        block.to_empty(device="cuda")
+        x = torch.empty(rows, length, config.d_model, requires_grad=True)
+        positions = Positions(torch.arange(length)[None], _documents(rows, length, documents))
+        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+            torch.compile(block, backend=backend, fullgraph=True)(x, None, positions)
+    return traced[0]
+
+
+def size_of(value: Any) -> int:
+    """Return the bytes of a value in a graph, 0 if it is no tensor."""
+    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+
+
+def _documents(rows: int, length: int, documents: int) -> Documents | None:
+    if not documents:
+        return None
+    index = torch.zeros(rows, length, dtype=torch.long)
+    return Documents(torch.zeros(documents + 1, dtype=torch.int32), index, index)
+
+
+@contextmanager
+def pretended(card: Card) -> Iterator[None]:
+    """Answer questions about the GPU as if ``card`` were here."""
+    from titans_kernels.memory.forms.triton import op
+
+    answers = {"get_device_properties": lambda device=None: card,
+               "get_device_capability": lambda device=None: (card.major, card.minor)}  # fmt: skip
+    with mock.patch.multiple(torch.cuda, **answers):
+        op.processors.cache_clear()
+        yield
+    op.processors.cache_clear()
