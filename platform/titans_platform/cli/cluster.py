@@ -218,7 +218,7 @@ def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
 
 
 def _root_on(found: Cluster, context: click.Context) -> Path:
-    """The command's --root as the cluster's nodes see it. Raises UsageError."""
+    """Return the command's --root as the cluster's nodes see it. Raises UsageError."""
     from titans_platform.clusters.packaging import root_on
 
     explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE

@@ -58,7 +58,7 @@ class KubeRay(Cluster):
         return self
 
     def kubectl(self, *arguments: str) -> tuple[str, ...]:
-        """A command of kubectl in this context and namespace."""
+        """Return a kubectl command in this context and namespace."""
         context = ("--context", self.context) if self.context else ()
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
@@ -87,7 +87,7 @@ class KubeRay(Cluster):
         return [apply, self.record_step(), Run(self.kubectl(*ready))]
 
     def placed(self, item: dict[str, Any]) -> dict[str, Any]:
-        """A Kubernetes object in this namespace, with our label."""
+        """Return a Kubernetes object in this namespace, with our label."""
         given = item.get("metadata") or {}
         labels = {**LABEL, **(given.get("labels") or {})}
         return {**item, "metadata": {**given, "namespace": self.namespace, "labels": labels}}
@@ -127,7 +127,7 @@ def _container(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _resources(group: dict[str, Any]) -> dict[str, float]:
-    """The CPUs and GPUs of a pod, from its container's limits: `64`, `500m`, `nvidia.com/gpu`."""
+    """Return the CPUs and GPUs of a pod, from its container's limits: `64`, `500m`, `nvidia.com/gpu`."""
     limits = _container(group).get("resources", {}).get("limits", {})
     cpu = str(limits.get("cpu", 1))
     cpus = float(cpu[:-1]) / 1000 if cpu.endswith("m") else float(cpu)

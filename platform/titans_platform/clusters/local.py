@@ -87,7 +87,9 @@ class Nodes(Cluster):
         return True
 
     def up_steps(self) -> list[Step]:
-        """A private folder, a token, a head, the other nodes; on ports that are free now."""
+        """Return the steps: a private folder, a token, a head, the other nodes; on ports that are free
+        now.
+        """
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp"
         folder = Path(base) / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)
@@ -217,18 +219,18 @@ def _end_steps(found: Mapping[str, Any], *folders: str) -> list[Step]:
 
 
 def _psutil() -> Any:
-    """The psutil that Ray bundles; it can be imported once Ray is."""
+    """Import the psutil that Ray bundles, which needs Ray to be imported first."""
     importlib.import_module("ray")
     return importlib.import_module("psutil")
 
 
 def record(pid: int, role: str) -> dict[str, Any]:
-    """A process's unique identity: pids are reused, a pid with its creation time is not."""
+    """Return a process's unique identity: pids are reused, a pid with its creation time is not."""
     return {"pid": pid, "born": _psutil().Process(pid).create_time(), "role": role}
 
 
 def find(process: Mapping[str, Any]) -> Any | None:
-    """The living process of a record, or None."""
+    """Return the living process of a record, or None."""
     psutil = _psutil()
     try:
         found = psutil.Process(process["pid"])
@@ -239,7 +241,7 @@ def find(process: Mapping[str, Any]) -> Any | None:
 
 
 def family(process: Mapping[str, Any]) -> list[Any]:
-    """The living process of a record and all its descendants."""
+    """Return the living process of a record and all its descendants."""
     if (found := find(process)) is None:
         return []
     with suppress(_psutil().Error):

@@ -62,7 +62,7 @@ _NOISY_LOGGERS = (
 
 
 def _http_status(address: str, token: str | None) -> int:
-    """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
+    """Return the HTTP status of the Jobs API at ``address``, 0 if nothing answers."""
     try:
         with _open(f"{address}/api/version", token, timeout=10) as reply:
             return reply.status
@@ -102,7 +102,7 @@ class RayJobs(Jobs):
             yield self
 
     def check(self) -> None:
-        """Raises ClusterError: no answer, a rejected token, or a cluster without authentication."""
+        """Raise ClusterError: no answer, a rejected token, or a cluster without authentication."""
         status = _http_status(self.address, self.token.read(self.cluster))
         if status in (401, 403):
             raise self._error(f" rejects the token in {self.token}")
@@ -289,7 +289,7 @@ class RayUp(Cluster):
         return self.state_folder / "cluster.yaml"
 
     def config(self) -> dict[str, Any]:
-        """The launcher's YAML, complete. Raises UsageError for what Ray would reject."""
+        """Return the launcher's YAML, complete. Raises UsageError for what Ray would reject."""
         if self.token_used.env:
             raise UsageError(f"{self.name}.yaml.token.env: nodes get the token as a file; give `file`")
         config: dict[str, Any] = copy.deepcopy(dict(self.ray))
