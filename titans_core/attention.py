@@ -25,7 +25,7 @@ from titans_core.window import (
     softmax_attention,
     window_attention,
 )
-from titans_kernels import operand_dtype
+from titans_kernels.memory.options import on_gpu, operand_dtype
 
 
 class AttentionState(NamedTuple):
@@ -74,9 +74,9 @@ class Attention(Projections):
     def project(
         self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[list[Tensor], ConvState]:
-        """As `Projections.project`; on a GPU values have the precision of products, which flash attention takes."""
+        """As `Projections.project`; on a GPU values have the precision of products, for flash attention."""
         heads, after = super().project(x_BTD, names, conv_state, documents)
-        if x_BTD.is_cuda:  # the convolution's weights are float32 under autocast
+        if on_gpu(x_BTD):  # the convolution's weights are float32 under autocast
             heads[-1] = heads[-1].to(operand_dtype(heads[-1]))
         return heads, after
 

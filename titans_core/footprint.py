@@ -7,8 +7,6 @@ from the forward, parameters aside, is saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import cache
 from typing import Any, Literal, NamedTuple
 from unittest import mock
@@ -22,20 +20,13 @@ from titans_core.blocks import Positions, resolve
 from titans_core.blocks.base import Recompute
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
+from titans_kernels.memory.options import as_on_gpu
 
 Precision = Literal["fp32", "bf16"]
 
 
-class Card(NamedTuple):
-    """A GPU as the kernels see it: fields of `torch.cuda.get_device_properties`."""
-
-    total_memory: int = 80 * 2**30
-    multi_processor_count: int = 132
-    major: int = 9
-    minor: int = 0
-
-
-H100 = Card()
+H100 = 80 * 2**30
+"""Bytes of an H100's memory."""
 
 
 class Graphs(NamedTuple):
@@ -53,9 +44,13 @@ class Graphs(NamedTuple):
 
 
 def saved_bytes_per_token(
-    config: ModelConfig, rows: int = 16, length: int = 4096, *,
-    recompute: Recompute = False, precision: Precision = "bf16", card: Card = H100,
-) -> float:  # fmt: skip
+    config: ModelConfig,
+    rows: int = 16,
+    length: int = 4096,
+    recompute: Recompute = False,
+    precision: Precision = "bf16",
+    gpu_bytes: int = H100,
+) -> float:
     """Return the bytes of activations that one block saves for each token of a micro-batch.
 
     A model saves ``config.n_layers`` times as much for its blocks. Kernels keep more of small calls, so the
@@ -67,25 +62,29 @@ def saved_bytes_per_token(
         length: tokens of a row.
         recompute: as `Block.recompute`.
         precision: of autocast, as in training.
-        card: the GPU, whose memory decides what kernels keep.
+        gpu_bytes: memory of the GPU, which decides what kernels keep.
 
     Raises:
         ValueError: the config's variant is unknown, or refuses the config.
     """
-    return _saved_bytes(config.model_dump_json(), rows, length, recompute, precision, card) / (rows * length)
+    options = rows, length, recompute, precision, gpu_bytes
+    return _saved_bytes(config.model_dump_json(), *options) / (rows * length)
 
 
 @cache
 def _saved_bytes(config: str, *options: Any) -> int:
-    rows, length, recompute, precision, card = options
-    given = ModelConfig.model_validate_json(config)
-    return trace(given, rows, length, recompute=recompute, precision=precision, card=card).saved_bytes
+    return trace(ModelConfig.model_validate_json(config), *options).saved_bytes
 
 
 def trace(
-    config: ModelConfig, rows: int, length: int, documents: int = 0, *,
-    recompute: Recompute = False, precision: Precision = "bf16", card: Card = H100,
-) -> Graphs:  # fmt: skip
+    config: ModelConfig,
+    rows: int,
+    length: int,
+    recompute: Recompute = False,
+    precision: Precision = "bf16",
+    gpu_bytes: int = H100,
+    documents: int = 0,
+) -> Graphs:
     """Trace one block on ``rows`` rows of ``length`` tokens, with as many packed documents if any.
 
     Raises:
@@ -94,6 +93,8 @@ def trace(
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
+
+    from titans_kernels.memory.forms.triton import op
 
     traced: list[Graphs] = []
 
@@ -118,11 +119,12 @@ def trace(
     with torch.device("meta"):
         block = resolve(config)(config)
     block.recompute = recompute
-    with pretended(card), FakeTensorMode(allow_non_fake_inputs=True), torch.device("cuda"):
-        block.to_empty(device="cuda")
+    kept = mock.patch.object(op, "KEEP_BYTES", gpu_bytes // op.KEPT_OF)
+    with as_on_gpu(), kept, FakeTensorMode(allow_non_fake_inputs=True):
+        block.to_empty(device="cpu")
         x = torch.empty(rows, length, config.d_model, requires_grad=True)
         positions = Positions(torch.arange(length)[None], _documents(rows, length, documents))
-        with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             torch.compile(block, backend=backend, fullgraph=True)(x, None, positions)
     return traced[0]
 
@@ -137,16 +139,3 @@ def _documents(rows: int, length: int, documents: int) -> Documents | None:
         return None
     index = torch.zeros(rows, length, dtype=torch.long)
     return Documents(torch.zeros(documents + 1, dtype=torch.int32), index, index)
-
-
-@contextmanager
-def pretended(card: Card) -> Iterator[None]:
-    """Answer questions about the GPU as if ``card`` were here."""
-    from titans_kernels.memory.forms.triton import op
-
-    answers = {"get_device_properties": lambda device=None: card,
-               "get_device_capability": lambda device=None: (card.major, card.minor)}  # fmt: skip
-    with mock.patch.multiple(torch.cuda, **answers):
-        op.processors.cache_clear()
-        yield
-    op.processors.cache_clear()

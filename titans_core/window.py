@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from titans_core.documents import Documents
 from titans_kernels import document_borders, state_dtype
+from titans_kernels.memory.options import on_gpu
 
 
 class KeyCache(NamedTuple):
@@ -139,7 +140,7 @@ def _blocked(q: Tensor, keys: KeyCache, w: int, prefix: KeyCache | None, index_B
 def flash_supports(q: Tensor) -> bool:
     """Return True if varlen flash attention supports q: half precision on a GPU."""
     low = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return on_gpu(q) and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def flash_attention(
@@ -183,7 +184,8 @@ class _Flash(torch.autograd.Function):
         lse_HN = torch.stack(lses).logsumexp(0)
         y = sum(y * (lse - lse_HN).exp().T[..., None] for y, lse in parts)
         if prefix_k is not None:
-            y = y + torch.einsum("hnp,hpe->nhe", (scores - lse_HN[..., None]).exp(), prefix_v.to(scores.dtype))
+            P = (scores - lse_HN[..., None]).exp()
+            y = y + torch.einsum("hnp,hpe->nhe", P, prefix_v.to(P.dtype))
         y = y.to(q.dtype)
         ctx.save_for_backward(q, plain_q, prefix_k, prefix_v, borders, y, lse_HN, *keys)
         ctx.longest, ctx.left = longest, left
@@ -233,5 +235,6 @@ def flash_forward(q, k, v, borders, longest: int, left: int) -> tuple[Tensor, Te
 
 def flash_backward(dy, q, k, v, y, lse, borders, longest: int, left: int) -> Sequence[Tensor]:
     """Return gradients of q, k and v, given the outputs and log-sum-exps over all keys."""
-    op, unused = torch.ops.torch_attn._varlen_attn_backward, torch.empty(2, dtype=torch.uint64, device=q.device)
-    return op(dy, q, k, v, y, lse, borders, borders, longest, longest, left < 0, unused, None, [left, 0])
+    op, longs = torch.ops.torch_attn._varlen_attn_backward, (longest, longest)
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+    return op(dy, q, k, v, y, lse, borders, borders, *longs, left < 0, unused, None, [left, 0])

@@ -16,7 +16,6 @@ from titans_core.config import Frozen, ModelConfig
 from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RMSNorm, SwiGLU
 
-
 Recompute = bool | Literal["selective"]
 """Recomputed in the backward pass: nothing (False), a block's forward pass (True), or (selective) its norms,
 convolutions, gates and activations, but no matrix product, attention or kernel of the memory."""

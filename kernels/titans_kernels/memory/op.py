@@ -19,6 +19,7 @@ from titans_kernels.memory.options import (
     Options,
     Result,
     distances,
+    on_gpu,
     operand_dtype,
     state_dtype,
     whole,
@@ -96,7 +97,7 @@ def _folded(compute: Compute, base: bool = True) -> Compute:
         for part in added:
             v = v - part(k)
         if added:  # the kernels need operands of one dtype
-            inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
+            inputs = inputs._replace(v=v.to(inputs.v.dtype) if on_gpu(inputs.v) else v)
         y, weights, momentum = compute(inputs, whole(weights, options.base), momentum, options)
         for part in reversed(added):
             y = part(q) + y
@@ -235,7 +236,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     reason, slower = None, None
     for form in FORMS:
         if backend == "auto":
-            here = {"any": True, "cpu": not traced, "cuda": inputs.q.is_cuda}
+            here = {"any": True, "cpu": not traced, "cuda": on_gpu(inputs.q)}
             if not here[form.device]:
                 continue
         elif backend != form.name:

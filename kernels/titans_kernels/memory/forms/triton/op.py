@@ -262,6 +262,8 @@ def _write_backward(
     return dstart
 
 
+KEPT_OF = 64
+"""A call may save this part of the GPU's memory for its backward."""
 KEEP_BYTES: int | None = None
 """Maximum bytes that the forward saves for its backward; None for a fraction of the GPU's memory. A call that
 needs more recomputes in the backward, with the same result."""
@@ -313,7 +315,7 @@ def keep_bytes(device: torch.device) -> int:
         return KEEP_BYTES
     if device.type != "cuda":
         return 512 * 2**20
-    return torch.cuda.get_device_properties(device).total_memory // 64
+    return torch.cuda.get_device_properties(device).total_memory // KEPT_OF
 
 
 def _chunk_bytes(widths: list[int], b: int, element: int) -> int:

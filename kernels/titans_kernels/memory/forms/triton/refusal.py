@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
-from titans_kernels.memory.options import Layers
+from titans_kernels.memory.options import Layers, on_gpu
 
 WIDTHS = (16, 32, 64, 128, 256)
 HIDDEN = (16, 32, 64, 128, 256, 512)
@@ -21,10 +21,10 @@ def refusal(
     q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
 ) -> str | None:
     """Why no kernel supports a call, or None if one does. ``dtype``: of the operands; q's by default."""
-    if not q.is_cuda and not INTERPRETED:
+    if not on_gpu(q) and not INTERPRETED:
         return f"tensors are on {q.device.type}, and Triton's interpreter is off"
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
-    arch = None if INTERPRETED else assembler.arch_of(q.device.index)
+    arch = None if INTERPRETED or not q.is_cuda else assembler.arch_of(q.device.index)
     return shape_refusal(widths, chunk_size, dtype or q.dtype, arch)
 
 
