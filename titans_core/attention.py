@@ -22,7 +22,7 @@ from titans_core.window import (
     flash_supports,
     last_keys,
     packed_attention,
-    softmax_attention,
+    segment_attention,
     window_attention,
 )
 from titans_kernels.memory.options import on_gpu, operand_dtype
@@ -165,25 +165,28 @@ class Attention(Projections):
         position_BT: Tensor,
         state: SegmentState,
         prefix: KeyCache | None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, SegmentState]:
-        """Attention over ``[p] || r || Z`` of one segment, or the next part of one (eqs. 22-23).
+        """Attend to ``[p] || r || Z`` of one segment, or the next part of one (eqs. 22-23).
 
         Token i sees p, the reads r_j and the tokens Z_j with j <= i: r_j is a function of token j, so a
         plain causal mask over the concatenation would show it the future. For the same reason r and Z have a
         convolution each. ``position_BT`` counts from the start of the segment: in a text of any length
         positions are then those of training. ``state`` is that of the segment's earlier part, `closed` at its
-        start. Returns [B, T, D] and the state after the tokens.
+        start. ``documents`` are whole segments in one row, with a state each. Returns [B, T, D] and the state
+        after the tokens.
         """
         rotary = self.rotary(position_BT)
-        (q, k, v), conv_state = self.project(x_BTD, "qkv", state.tokens.conv_state)
-        (read_k, read_v), read_conv_state = self.project(read_BTD, "kv", state.reads.conv_state)
+        (q, k, v), conv_state = self.project(x_BTD, "qkv", state.tokens.conv_state, documents)
+        (read_k, read_v), read_conv_state = self.project(read_BTD, "kv", state.reads.conv_state, documents)
         q, tokens, reads = self._queries(q, v), self._keys(k, v, rotary), self._keys(read_k, read_v, rotary)
-        if state.tokens.keys is not None and state.reads.keys is not None:
-            tokens, reads = state.tokens.keys.extended(tokens), state.reads.keys.extended(reads)
-        T, S = q.shape[2], tokens.k.shape[2]
-        causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        mask = torch.cat([causal, causal], 1)
-        y = softmax_attention(rotate(q, rotary), reads.extended(tokens), mask, prefix)
+        q = rotate(q, rotary)
+        if state.tokens.keys is None and flash_supports(q):
+            y = flash_attention(q, [tokens, reads], prefix, q, None, documents)
+        else:
+            if state.tokens.keys is not None and state.reads.keys is not None:
+                tokens, reads = state.tokens.keys.extended(tokens), state.reads.keys.extended(reads)
+            y = segment_attention(q, tokens, reads, prefix, documents)
         after = SegmentState(AttentionState(reads, read_conv_state), AttentionState(tokens, conv_state))
         return self._output(y.transpose(1, 2)), after
 

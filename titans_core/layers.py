@@ -65,7 +65,8 @@ class CausalConv(nn.Module):
         when packed). Returns y and the state after the last token.
         """
         w, T = self.weight_KC, x_BTC.shape[1]
-        padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
+        state = state_BKC if documents is None else state_BKC[:1]
+        padded = torch.cat([state.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
         position = None if documents is None else documents.position_BT[..., None]
         y, last = w[0] * x_BTC, len(w) - 1
         for j in range(1, len(w)):
@@ -73,6 +74,8 @@ class CausalConv(nn.Module):
             if position is not None:
                 shifted = torch.where(position >= j, shifted, 0)
             y = torch.addcmul(y, w[j], shifted)
+        if documents is not None and documents.part and last:
+            return _continued(y, x_BTC, w, state_BKC, documents.cu_seqlens)
         if position is not None:
             for t in range(last):  # masks: the gradient of an index into the state would be accumulated
                 before_C = (w[t + 1 :] * state_BKC[0, t:].flip(0)).sum(0)
@@ -84,6 +87,19 @@ class CausalConv(nn.Module):
         """Return the state before the first token: zeros [B, K - 1, C]."""
         kernel, channels = self.weight_KC.shape
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
+
+
+def _continued(y: Tensor, x: Tensor, w: Tensor, state: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
+    """Add what ``state`` [N or 1, K - 1, C] brings to N parts in one row; with the state after each."""
+    first, end, last = borders[:-1, None].long(), borders[1:, None].long(), len(w) - 1
+    state, step = state.expand(len(first), -1, -1).to(x.dtype), torch.arange(last, device=x.device)
+    before = torch.stack([(w[t + 1 :] * state[:, t:].flip(1)).sum(1) for t in range(last)], 1)
+    before = torch.where((first + step < end)[..., None], before, 0)
+    at = (first + step).clamp(max=x.shape[1] - 1).flatten()
+    y = y.index_add(1, at, before.flatten(0, 1)[None].to(y.dtype))
+    back = end - last + step
+    held = state.gather(1, (back - first + last).clamp(0, last - 1)[..., None].expand_as(state))
+    return y, torch.where((back >= first)[..., None], x[0, back.clamp(min=0)], held)
 
 
 class SwiGLU(nn.Module):

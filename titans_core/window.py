@@ -103,6 +103,27 @@ def packed_attention(
     return y[0].unflatten(1, (B, T)).transpose(0, 1)
 
 
+def segment_attention(
+    q: Tensor, tokens: KeyCache, reads: KeyCache, prefix: KeyCache | None, documents: Documents | None
+) -> Tensor:
+    """Attention of the last T of S tokens of a segment to the reads and tokens up to their own; [B, H, T, E].
+
+    ``documents`` are segments in one row, which do not see each other.
+    """
+    if documents is not None:
+        q, *others = (_swapped(documents.rows(_swapped(x))) for x in (q, *tokens, *reads))
+        y = segment_attention(q, KeyCache(*others[:2]), KeyCache(*others[2:]), prefix, None)
+        return _swapped(documents.row(_swapped(y)))
+    T, S = q.shape[2], tokens.k.shape[2]
+    causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return softmax_attention(q, reads.extended(tokens), torch.cat([causal, causal], 1), prefix)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """[B, H, T, E] to [B, T, H, E], and back."""
+    return x.transpose(1, 2)
+
+
 def _dense(q: Tensor, keys: KeyCache, prefix: KeyCache | None, hidden_BS: Tensor | None = None) -> Tensor:
     """Causal attention of the last T of S tokens to all before them."""
     T, S = q.shape[2], keys.k.shape[2]

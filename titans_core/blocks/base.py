@@ -136,6 +136,15 @@ class Block(nn.Module, ABC):
             modified in place.
         """
 
+    def layout(self, documents: Documents) -> Documents:
+        """Return documents with what `mix` needs beside their borders; called outside of a compiled block."""
+        return documents
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return True after `compile`."""
+        return self._compiled_call_impl is not None
+
     def reset(self, state: Any, reset_B: Tensor) -> Any:
         """Return the state with rows ``reset_B`` [B] as at the start of a sequence, differentiable.
 
