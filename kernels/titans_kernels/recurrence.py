@@ -201,7 +201,7 @@ def selective_scan(
 
         h_t = exp(-dt_t rate) h_{t-1} + dt_t x_t b_t,    y_t = <c_t, h_t>
 
-    Compiled on a CPU; elsewhere `scan` of all states, which takes N times the memory of x.
+    Compiled on a CPU; elsewhere in parts of tokens, whose states take at most `PART_BYTES`.
 
     Args:
         dt: steps, at least 0, [B, T, C].
@@ -219,12 +219,10 @@ def selective_scan(
     starts = _starts(index_BT)
     if x.numel() and serves(dt, x, b, c, rate, state):
         return _Select.apply(dt, x, b, c, rate, state, starts)  # pyright: ignore[reportReturnType]
-    decay = torch.exp(-dt[..., None] * rate)  # [B, T, C, N]
-    if starts is not None:
-        decay = torch.where(starts[..., None, None], 0, decay)
-    h = scan(decay, (dt * x)[..., None] * b[:, :, None], state)
-    # a copy: a view would keep the states of all tokens alive
-    return (h @ c[..., None]).squeeze(-1), h[:, -1].clone() if x.shape[1] else state
+    if not x.shape[1]:
+        return x, state
+    y, states = scan_parts(dt, x, b, c, rate, state, starts)
+    return y, states[-1]
 
 
 def _starts(index_BT: Tensor | None) -> Tensor | None:
@@ -232,6 +230,91 @@ def _starts(index_BT: Tensor | None) -> Tensor | None:
     if index_BT is None:
         return None
     return F.pad(index_BT[:, 1:] != index_BT[:, :-1], (1, 0))
+
+
+PART_BYTES = 2**28
+"""Most bytes of the states [B, t, C, N] of a part."""
+_SCAN = "Tensor dt, Tensor x, Tensor b, Tensor c, Tensor rate, Tensor state, Tensor? starts"
+
+
+# opaque to torch.compile, which would unroll every step; the backward computes the states again
+@torch.library.custom_op("titans::scan_parts", mutates_args=(), schema=f"({_SCAN}) -> Tensor[]")
+def scan_parts(dt, x, b, c, rate, state, starts):
+    """y [B, T, C] and the states before each part and after the last, [parts + 1, B, C, N]."""
+    outputs, states = [], [state.clone()]
+    for part in _parts(state, dt, x, b, c, starts):
+        _, h = _part_states(*part, rate, states[-1])
+        outputs.append((h @ part[3][..., None]).squeeze(-1))
+        states.append(h[:, -1].clone())
+    return [torch.cat(outputs, 1), torch.stack(states)]
+
+
+@torch.library.custom_op(
+    "titans::scan_parts_backward",
+    mutates_args=(),
+    schema=f"(Tensor dy, Tensor dend, Tensor states, {_SCAN}) -> Tensor[]",
+)
+def scan_parts_backward(dy, dend, states, dt, x, b, c, rate, state, starts):
+    """Gradients of dt, x, b, c, rate and state."""
+    found, drate = [], torch.zeros_like(rate)
+    parts = zip(_parts(state, dt, x, b, c, starts), dy.split(_part_tokens(state), 1), states, strict=False)
+    for (dt_, x_, b_, c_, starts_), dy_, first in reversed(list(parts)):
+        decay, h = _part_states(dt_, x_, b_, c_, starts_, rate, first)
+        dh, dend = _swept(
+            _collect, decay, dy_[..., None] * c_[:, :, None], dend, _scan_tokens(decay), back=True
+        )
+        dc = (dy_[..., None, :] @ h).squeeze(-2)
+        dexponent = dh * torch.cat([first[:, None], h[:, :-1]], 1) * decay
+        drate -= (dexponent * dt_[..., None]).sum((0, 1))
+        dinput = (dh @ b_[..., None]).squeeze(-1)
+        db = ((dt_ * x_)[..., None, :] @ dh).squeeze(-2)
+        found.append((dinput * x_ - (dexponent * rate).sum(-1), dinput * dt_, db, dc))
+    return [*(torch.cat(grad[::-1], 1) for grad in zip(*found, strict=True)), drate, dend.clone()]
+
+
+def _part_tokens(state: Tensor) -> int:
+    return max(1, PART_BYTES // state.nbytes)
+
+
+def _parts(state: Tensor, *tokens: Tensor | None) -> list[tuple[Any, ...]]:
+    size, length = _part_tokens(state), tokens[0].shape[1] if tokens[0] is not None else 0
+    none = [None] * -(-length // size)
+    return list(zip(*(none if x is None else x.split(size, 1) for x in tokens), strict=True))
+
+
+def _part_states(
+    dt: Tensor, x: Tensor, b: Tensor, c: Tensor, starts: Tensor | None, rate: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Decays and states of tokens, [B, t, C, N]."""
+    decay = torch.exp(-dt[..., None] * rate)
+    if starts is not None:
+        decay = torch.where(starts[..., None, None], 0, decay)
+    h = _swept(_write, decay, (dt * x)[..., None] * b[:, :, None], state, _scan_tokens(decay), back=False)[0]
+    return decay, h
+
+
+@scan_parts.register_fake
+def _(dt, x, b, c, rate, state, starts):
+    count = -(-dt.shape[1] // _part_tokens(state))
+    return [dt.new_empty(dt.shape), state.new_empty(count + 1, *state.shape)]
+
+
+@scan_parts_backward.register_fake
+def _(dy, dend, states, dt, x, b, c, rate, state, starts):
+    return [y.new_empty(y.shape) for y in (dt, x, b, c, rate, state)]
+
+
+def _scan_context(ctx, inputs, output) -> None:
+    ctx.save_for_backward(output[1], *inputs)
+
+
+def _scan_gradients(ctx, grads):
+    states, *inputs = ctx.saved_tensors
+    # of the states only the last has a gradient
+    return *scan_parts_backward(grads[0].contiguous(), grads[1][-1].contiguous(), states, *inputs), None
+
+
+scan_parts.register_autograd(_scan_gradients, setup_context=_scan_context)
 
 
 EVERY = 16
@@ -326,10 +409,15 @@ def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> 
     if not T:
         return b
     compiling = torch.compiler.is_compiling()
-    whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
-    size = min(T, chunk_size or (T if whole else max(16, int((T // 2) ** 0.5))))
+    size = min(T, chunk_size or _scan_tokens(a, compiling))
     # torch.compile derives its own backward
     return _swept(_write, a, b, state, size, back=False)[0] if compiling else _Scan.apply(a, b, state, size)
+
+
+def _scan_tokens(a: Tensor, compiling: bool = False) -> int:
+    """Tokens of a chunk of `scan` of a [B, T, ...]."""
+    T, whole = a.shape[1], a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
+    return min(T, T if whole else max(16, int((T // 2) ** 0.5)))
 
 
 class _Scan(torch.autograd.Function):
