@@ -34,11 +34,10 @@ from titans_core.config import Frozen, MemoryConfig, PositiveInt
 from titans_kernels import Extension, Rule, find_rule, neural_memory
 from titans_platform.config import digest
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Objective, Report, reject_data
 from titans_platform.objectives.files import ItemStream
+from titans_platform.tasks import Context, Measurement, Task
 
 ROWS = 100_000
 """Training rows before they repeat."""

@@ -1,4 +1,4 @@
-"""Tasks of key-value pairs in blocks, after `titans_platform.evals.tasks.recall`.
+"""Tasks of key-value pairs in blocks, after `titans_platform.tasks.recall`.
 
 - `Composition`: zoology's compositional recall (Arora et al. 2023, arXiv 2312.04927).
 - `Episodes`: several blocks in one row, without a mark between them.
@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.registry import Heuristic
-from titans_platform.evals.tasks.recall import (
+from titans_platform.tasks import Heuristic
+from titans_platform.tasks.recall import (
     VALUES,
     Associative,
     Block,
@@ -78,7 +78,7 @@ class Composition(Associative):
 
 
 def sharing(place: int, before: str) -> list[str]:
-    """Values of the keys with the same letter at ``place`` as the key asked about."""
+    """Values of the keys with the same letter at ``place`` as the queried key."""
     key, bound = key_and_pairs(before)
     return [value for other, value in bound.items() if other[place] == key[place]]
 

@@ -14,7 +14,7 @@ from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_generated, build_task
+from titans_platform.tasks import build_generated, build_task
 
 BYTE = load_tokenizer("byte")
 BLOCKS = {"composition": "Composition", "episodes": "Episodes", "resets": "Resets"}

@@ -53,8 +53,11 @@ class Registry(MutableMapping[str, type[Kind]]):
         key, line = key or self.key, self._lines.get(name, name)
         try:
             if isinstance(line, str) and ":" not in line:
-                hint = near(name, self._lines) or f"or name a class of your own by its import path, {EXAMPLE}"
-                raise ValueError(f"{key}: {name!r} is not one of {', '.join(self)}; {hint}")
+                known = f"one of {', '.join(self)}; or" if self._lines else "an import path;"
+                hint = f"{known} name a class of your own by its import path, {EXAMPLE}"
+                if close := near(name, self._lines):
+                    hint = f"one of {', '.join(self)}; {close}"
+                raise ValueError(f"{key}: {name!r} is not {hint}")
             kind = _imported(key, line) if isinstance(line, str) else line
             if not (isinstance(kind, type) and issubclass(kind, self.base)):
                 base = f"{self.base.__module__}.{self.base.__name__}"

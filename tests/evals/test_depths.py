@@ -9,8 +9,9 @@ from rich.console import Console
 from tests.evals.test_run import COMPACT, Oracle, config, prepared, solve_needle
 from titans_core import LanguageModel
 from titans_platform.cli.live import bucket_tables
-from titans_platform.evals import Item, evaluate
+from titans_platform.evals import evaluate
 from titans_platform.runs.folder import Measures
+from titans_platform.tasks import Item
 
 TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
 

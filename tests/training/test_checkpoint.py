@@ -117,7 +117,7 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    *((text, "is not that of a checkpoint") for text in ("[]", "7", "", "\x00", '{"progress": {}}')),
+    *((text, "is not a checkpoint's") for text in ("[]", "7", "", "\x00", '{"progress": {}}')),
     ({"files": ["a"]}, "files Input should be an object"),
     ({"files": {"__0_0.distcp": 7}}, r"__0_0\.distcp.? Input should be a valid string"),
     ({"files": None}, "files Input should be an object"),

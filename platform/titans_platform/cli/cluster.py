@@ -12,7 +12,7 @@ import click
 from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
 from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
-from titans_platform.clusters.steps import Step
+from titans_platform.clusters.steps import Note, Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.study.grid import Cell
@@ -86,8 +86,9 @@ def up(name: str, dry_run: bool, as_json: bool) -> int | None:
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
+@dry_run_option
 @json_option
-def status(name: str, as_json: bool) -> None:
+def status(name: str, dry_run: bool, as_json: bool) -> int | None:
     """Show the state, nodes and jobs of the cluster NAME.
 
     \b
@@ -95,6 +96,8 @@ def status(name: str, as_json: bool) -> None:
       titans cluster status nodes
     """
     found = load_cluster(name)
+    if dry_run:
+        return _show_jobs(found, lambda jobs: [Note("then read its nodes and jobs")], as_json)
     report: dict[str, Any] = {"name": found.name, "kind": found.kind, **found.status()}
     if as_json:
         return echo_json(report)
@@ -138,7 +141,8 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 @name_argument
 @job_argument
 @click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-def logs(name: str, job: str, no_follow: bool) -> int:
+@dry_run_option
+def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
@@ -146,6 +150,8 @@ def logs(name: str, job: str, no_follow: bool) -> int:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
     found = load_cluster(name)
+    if dry_run:
+        return _show_jobs(found, lambda jobs: [Note(f"then read the log of {job}")])
     with found.connected() as jobs:
         log = Log(_echo)
         if not no_follow:

@@ -27,7 +27,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from titans_platform import text
-from titans_platform.runs.folder import PATHWAY_TITLES, Result, RunFolder
+from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
 from titans_platform.text import clock, count, number
@@ -250,18 +250,6 @@ def measures_table(result: Measures) -> Table:
                 measured = map(_short, (task.value, task.stderr, task.chance, task.floor))
                 last = (task.heuristic or "",) if heuristics else ()
                 table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
-    return table
-
-
-def pathway_grid(result: Measures) -> Table:
-    """Return a table of generated tasks with each part switched off; a dash for a part that the model
-    lacks.
-    """
-    columns = list(next(iter(result.pathways.values()), {}))
-    table = text.table("", *columns)
-    table.add_row("all on", *(_short(result.columns[column]) for column in columns))
-    for part, title in PATHWAY_TITLES.items():
-        table.add_row(title, *(_short(result.pathways.get(part, {}).get(column)) for column in columns))
     return table
 
 

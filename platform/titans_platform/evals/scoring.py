@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from titans_core import LanguageModel
 from titans_core.generation import PREFILL_TOKENS
 from titans_platform.errors import TitansError
-from titans_platform.evals.items import Tokenizer
+from titans_platform.tasks.items import Item, Tokenizer, answer_spans, encode_item
 
 LOGITS_PER_BLOCK = 2**24
 """Logits that are computed together."""
@@ -179,6 +180,27 @@ class Scorer:
             if end > start:
                 found.append(out.logits.argmax(-1).cpu()[:, max(0, start - end + piece_BT.shape[1]) :])
         return torch.cat(found, 1)
+
+    def grade(self, items: Iterable[Item], length: int) -> Iterator[tuple[tuple[str, ...], list[bool]]]:
+        """Yield for each item, in rows of ``length`` tokens, the buckets of its answers and which are right.
+
+        Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
+        decoding from the question gives the whole answer: one forward pass does for generation. Every rank of
+        a process group calls this with the same items.
+        """
+        left, rows = iter(items), self.parallel_rows(length)
+        batches = iter(lambda: list(islice(left, rows)), [])
+        return chain.from_iterable(measure_distributed(batches, partial(self._graded, length)))
+
+    def _graded(self, length: int, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
+        rows, answers = zip(*(encode_item(item, self.tokenizer, length) for item in items), strict=True)
+        spans, tokens_BT = [list(answer_spans(row)) for row in answers], torch.tensor(rows)
+        start = min(first for row in spans for first, _ in row) - 1
+        right = (self.greedy(tokens_BT[:, :-1], start) == tokens_BT[:, start + 1 :]).tolist()
+        return [
+            (item.buckets, [all(row[first - 1 - start : end - 1 - start]) for first, end in found])
+            for item, row, found in zip(items, right, spans, strict=True)
+        ]
 
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
         """Scores in the order of `requests`; contexts are truncated on the left to fit `max_length` tokens.

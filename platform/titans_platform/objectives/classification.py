@@ -31,11 +31,10 @@ from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Objective, Report, check_vocabulary, reject_data
 from titans_platform.objectives.files import ItemStream, load_copy, read_table, save_copy
+from titans_platform.tasks import Context, Measurement, Task
 
 OPTIONS = "objective.options"
 GENOMIC_BENCHMARKS = (

@@ -24,8 +24,6 @@ from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import Fraction, digest
 from titans_platform.errors import UsageError, nearest, within
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
 from titans_platform.objectives.base import Objective, Report, reject_data
@@ -40,6 +38,7 @@ from titans_platform.objectives.files import (
     save_series,
     sines,
 )
+from titans_platform.tasks import Context, Measurement, Task
 
 PATH = "objective.options.path"
 FORECASTER = "objective.options.forecaster"

@@ -6,14 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
 from titans_platform.report.picture import Picture
 from titans_platform.report.table import Comparison, Table, best_rows, cell, compare, method, tally
-from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED
 from titans_platform.text import commit, number, plural
 
 DAGGERS = "†‡§¶"
@@ -73,7 +71,7 @@ class StudyReport:
     """Signs of the commits, other than the present one, that made some of the cells."""
     comparisons: tuple[Comparison, ...]
     sections: tuple[Section, ...]
-    """The verdict, and which part of a model its answers came from, where they were measured."""
+    """The verdict, if there is one."""
     pictures: tuple[Picture, ...]
     commands: tuple[str, ...]
     """Commands that were run on the study."""
@@ -130,7 +128,7 @@ def build_report(
         bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
         notes=(*_notes(table, marks, only), *filter(None, found)), marks=marks,
         comparisons=tuple(comparisons),
-        sections=tuple(filter(None, (verdict(comparisons, table), pathways(table)))),
+        sections=tuple(filter(None, [verdict(comparisons, table)])),
         commands=tuple(commands), facts=_facts(table), links=links,
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
     )  # fmt: skip
@@ -151,27 +149,6 @@ def verdict(comparisons: Sequence[Comparison], table: Table) -> Section | None:
     whose = "the paper's" if any(each.paper for each in found) else "the study file's"
     text = f"Against {base}, beside {whose} direction: {tally(found)}. {method(found)}"
     return Section("The paper's directions, here", text, heads, lines)
-
-
-def pathways(table: Table) -> Section | None:
-    """Tabulate means over the seeds that measured pathways; None if no cell did."""
-    measured = {row.row.name: [r for r in row.results if r.pathways] for row in table.rows}
-    parts = [part for results in measured.values() for r in results for part in r.pathways.values()]
-    columns = {key: column for key, column in table.columns.items() if any(key in part for part in parts)}
-    lines = []
-    for name, results in measured.items():
-        of = {"all on": [result.columns for result in results]}
-        for part, title in PATHWAY_TITLES.items():
-            of[title] = [result.pathways[part] for result in results if part in result.pathways]
-        for part, cells in ((part, cells) for part, cells in of.items() if cells):
-            line = [name, part]
-            for key, column in columns.items():
-                values = [cell[key] for cell in cells if key in cell]
-                line.append(number(column.factor * fmean(values) if values else None, column.decimals))
-            lines.append(line)
-    heads = ["row", "part", *(column.titled() for column in columns.values())]
-    title = "Which part the answers came from"
-    return Section(title, PATHWAYS_EXPLAINED, heads, lines) if lines else None
 
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:

@@ -24,8 +24,8 @@ from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, within
 from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
-from titans_platform.runs.loggers import LOGGERS
 from titans_platform.runs.ray_session import available
+from titans_platform.runs.reporter import LOGGERS
 from titans_platform.runs.spec import Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
 from titans_platform.training.loop import Trainer, deterministic

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from titans_core.config import Frozen, PositiveInt
 from titans_kernels.bench.timing import Clock
 from titans_platform.errors import UsageError
-from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import measure_distributed, measure_on_rank_0, sharded_modules
+from titans_platform.tasks import Context, Measurement, Task
 
 
 class _Row(NamedTuple):

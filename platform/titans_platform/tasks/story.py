@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from titans_platform.evals.items import WORDS
+from titans_platform.tasks.items import WORDS
 
 Action = Literal["move", "get", "drop"]
 Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
@@ -226,4 +226,4 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
         "things picked up by the person, less one": lambda told: _picked_up(told, 1),
     },
 }
-"""Of each kind, ways to guess that do not follow the person or thing asked about."""
+"""Of each kind, ways to guess that do not follow the person or thing in question."""

@@ -21,7 +21,8 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, one_line
-from titans_platform.evals.items import (
+from titans_platform.tasks import FLOOR_ITEMS, GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     Item,
     Piece,
     Tokenizer,
@@ -32,7 +33,6 @@ from titans_platform.evals.items import (
     make_item,
     scatter,
 )
-from titans_platform.evals.registry import FLOOR_ITEMS, GeneratedTask, Heuristic
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10

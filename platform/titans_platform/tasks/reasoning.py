@@ -20,7 +20,8 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import (
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     Item,
     Piece,
     Tokenizer,
@@ -30,8 +31,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, Heuristic
-from titans_platform.evals.tasks.story import (
+from titans_platform.tasks.story import (
     HEURISTICS,
     MARKS,
     NUMBERS,
@@ -78,7 +78,7 @@ class ReasoningOptions(Frozen):
 
 
 class Question(NamedTuple):
-    """The person or thing that is asked about, the place in the question (if any), and the answer."""
+    """A question's subject (a person or thing), its place (if any), and the answer."""
 
     subject: str
     place: str
@@ -265,7 +265,7 @@ class Reasoning(GeneratedTask):
         answer = rng.choice(sorted({question.answer for question in questions}))
         questions = [question for question in questions if question.answer == answer]
         if self.options.kind == "counting":
-            # otherwise the things that a person picked up are mostly those that the person carries
+            # otherwise the things that a person picked up are mostly the ones that the person carries
             questions = [question for question in questions if question.subject in world.dropped] or questions
         return rng.choice(questions)
 
