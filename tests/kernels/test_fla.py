@@ -18,7 +18,8 @@ from torch.nn import functional as F
 
 from titans_kernels import Extension, forms_used, linear_attention, native, neural_memory, recurrence
 from titans_kernels.memory.forms.triton import pieces
-from titans_kernels.recurrence import recurrent_linear_attention, scan
+from titans_kernels.recurrence import recurrent_linear_attention
+from titans_kernels.scans import scan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="fla-core is not installed: pip install -e '.[dev]'"
