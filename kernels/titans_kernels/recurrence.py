@@ -4,7 +4,7 @@ Each comes as a token-by-token recurrence and as a parallel form with the same s
 the recurrences of GLA, HGRN2 and Mamba run in C++ if a compiler is found (`titans_kernels.native`).
 
 Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E
-for a decay per key channel and 1 for a decay per head. Of the selective scan: C channels, N states of each.
+for a decay per key channel and 1 for a decay per head.
 """
 
 from __future__ import annotations

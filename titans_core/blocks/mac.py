@@ -101,10 +101,7 @@ class MAC(Block):
         self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None,
         documents: Documents | None = None, padded: bool = False,
     ) -> tuple[Tensor, MACState]:  # fmt: skip
-        """Read, attend and write in the open segment, not beyond its end (eqs. 21-25).
-
-        ``documents``: segments in one row, with a state each; ``padded``: some are not of the text.
-        """
+        """Read, attend and write (eqs. 21-25): within the open segment, or segments of documents in a row."""
         z = self.norm(x_BTD)
         seen = state.seen + x_BTD.shape[1]
         position_BT = torch.arange(state.seen, seen, device=x_BTD.device)[None]
