@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -33,6 +34,10 @@ SAVED = (
 )  # fmt: skip
 """ATen operators that ``selective`` saves, beside ours and varlen attention."""
 SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
+# it warns of operators that work in place, at every compilation; blocks have none
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda line: "context_fn" not in line.getMessage()
+)
 
 
 class Positions(NamedTuple):
