@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_map
 
 from titans_core.blocks import Positions, resolve
 from titans_core.blocks.base import Recompute
@@ -119,13 +120,15 @@ def trace(
     with torch.device("meta"):
         block = resolve(config)(config)
     block.recompute = recompute
+    block.compile(backend=backend, fullgraph=True)
+    packed = block.layout(_documents(rows, length, documents)) if documents else None
     kept = mock.patch.object(op, "KEEP_BYTES", gpu_bytes // op.KEPT_OF)
-    with as_on_gpu(), kept, FakeTensorMode(allow_non_fake_inputs=True):
+    with as_on_gpu(), kept, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         block.to_empty(device="cpu")
         x = torch.empty(rows, length, config.d_model, requires_grad=True)
-        positions = Positions(torch.arange(length)[None], _documents(rows, length, documents))
+        packed = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, packed)
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            torch.compile(block, backend=backend, fullgraph=True)(x, None, positions)
+            block(x, None, Positions(torch.arange(length)[None], packed))
     return traced[0]
 
 
@@ -134,8 +137,8 @@ def size_of(value: Any) -> int:
     return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
 
 
-def _documents(rows: int, length: int, documents: int) -> Documents | None:
-    if not documents:
-        return None
-    index = torch.zeros(rows, length, dtype=torch.long)
-    return Documents(torch.zeros(documents + 1, dtype=torch.int32), index, index)
+def _documents(rows: int, length: int, count: int) -> Documents:
+    """Documents of about equal lengths, at least one in each row."""
+    starts = torch.zeros(rows * length, dtype=torch.bool)
+    starts[torch.linspace(0, rows * length - 1, count).long()] = True
+    return Documents.from_starts(starts.view(rows, length))
