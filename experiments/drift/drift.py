@@ -118,8 +118,8 @@ def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False
 
     settings = {"xatol": 1e-7, "fatol": 1e-13, "maxiter": 4000}
     starts = [(3.0, 0.0, -2.0), (2.0, -3.0, 4.0)] if momentum else [(3.0, 0.0, 0.0)]
-    found = [minimize(risk, start, method="Nelder-Mead", options=settings) for start in starts]
-    at = min(found, key=lambda result: result.fun)
+    minima = [minimize(risk, start, method="Nelder-Mead", options=settings) for start in starts]
+    at = min(minima, key=lambda result: result.fun)
     return Gates(*gates(at.x), float(at.fun))
 
 

@@ -113,13 +113,13 @@ class Episodes(KeyValue):
         """As many blocks as fit."""
         pairs, new = self.options.pairs, round(self.options.renewed * self.options.pairs)
         keys = rng.sample(self._keys, pairs)
-        found = []
+        blocks = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
             rng.shuffle(keys)
             text, bound = paired(keys, spread(rng, self._values, pairs))
-            found.append((text, bound))
+            blocks.append((text, bound))
             keys = keys[new:] + rng.sample([key for key in self._keys if key not in bound], new)
-        return found
+        return blocks
 
 
 MARK, NO_VALUE = "\n", "-"
@@ -179,9 +179,9 @@ class Resets(KeyValue):
         pairs = self.options.pairs
         drawn = rng.sample(self._keys, 2 * pairs)
         keys, over = drawn[:pairs], drawn[pairs:]
-        found = []
+        blocks = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
             text, bound = paired(keys, spread(rng, self._values, pairs))
-            found.append((MARK + text, bound | dict.fromkeys(over, NO_VALUE)))
+            blocks.append((MARK + text, bound | dict.fromkeys(over, NO_VALUE)))
             over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
-        return found
+        return blocks

@@ -71,7 +71,7 @@ class ByPositionTask(Task):
         return 0.0 if self.options.measure == "gain" else math.inf
 
     def measure(self, context: Context) -> Measurement:
-        """The measure over its rows of texts of `context.length` tokens; buckets hold perplexities.
+        """Measure over rows of texts of `context.length` tokens; buckets hold perplexities.
 
         A standard error takes texts as independent; of a single text, its 16 parts.
 
@@ -82,19 +82,19 @@ class ByPositionTask(Task):
         row, wanted = context.prepared.config.sequence_length, self.options.measure
         ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(wanted, (wanted,))
         windows = self.options.windows if wanted in ("gain", WINDOW) else ()
-        found = read_by_position(context.scorer, texts, row, ways, windows)
+        result = read_by_position(context.scorer, texts, row, ways, windows)
         first = row * (self.options.from_row - 1) + 1
         last = self.options.to_row and row * self.options.to_row
-        items = found.tokens(first, last)
+        items = result.tokens(first, last)
         buckets = {
-            f"{name} {begin}-{end}": math.exp(found.loss(name, begin, end)[0])
-            for name, (begin, end) in product(found.shown, found.buckets())
+            f"{name} {begin}-{end}": math.exp(result.loss(name, begin, end)[0])
+            for name, (begin, end) in product(result.shown, result.buckets())
         }
         if wanted == "gain":
-            return Measurement(*found.gain(first, last), 0.0, items, buckets)
-        way = found.best_window if wanted == WINDOW else wanted
+            return Measurement(*result.gain(first, last), 0.0, items, buckets)
+        way = result.best_window if wanted == WINDOW else wanted
         assert way is not None
-        loss, stderr = found.loss(way, first, last)
+        loss, stderr = result.loss(way, first, last)
         chance = float(context.scorer.tokenizer.vocab_size)
         return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
 

@@ -46,13 +46,13 @@ def test_the_task_gives_the_gain_and_perplexities(prepared):
     buckets = gain["buckets"]["col/by_position-gain@256"]
     assert {key.partition(" ")[0].partition("-")[0] for key in buckets} == {"carried", "fresh", "window"}
     assert buckets["fresh 129-256"] == pytest.approx(math.exp(by_hand.loss("fresh", 129, 256)[0]))
-    found = measured(measure="carried", from_row=3, to_row=4)
-    task = found["tasks"]["col/by_position-carried-3-4@256"]
+    measurement = measured(measure="carried", from_row=3, to_row=4)
+    task = measurement["tasks"]["col/by_position-carried-3-4@256"]
     loss, stderr = by_hand.loss("carried", 65, 128)
     assert task["value"] == pytest.approx(math.exp(loss))
     assert task["stderr"] == pytest.approx(math.exp(loss) * stderr)
     assert task["chance"] == BYTE.vocab_size
-    buckets = found["buckets"]["col/by_position-carried-3-4@256"]
+    buckets = measurement["buckets"]["col/by_position-carried-3-4@256"]
     assert {key.partition(" ")[0] for key in buckets} == {"carried"}
     assert json.loads(json.dumps(gain)) == gain
 

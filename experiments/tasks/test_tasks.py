@@ -73,8 +73,8 @@ def made(task, options, length, count=200):
 
 def right(items, answer):
     """Share of the questions that `answer(text before)` answers, and how many there are."""
-    found = [answer(before) == said for item in items for before, said in questions(item)]
-    return sum(found) / len(found), len(found)
+    hits = [answer(before) == said for item in items for before, said in questions(item)]
+    return sum(hits) / len(hits), len(hits)
 
 
 def near(share, level, items):

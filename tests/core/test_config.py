@@ -8,6 +8,7 @@ import torch
 
 from tests.core.small import VARIANTS, config, model, tokens
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, count_parameters, presets
+from titans_kernels import supports
 
 
 def test_a_window_that_mac_would_not_heed_is_named():
@@ -21,6 +22,14 @@ def test_presets_have_the_parameters_of_their_name(size, variant):
     with torch.device("meta"):
         count = LanguageModel(presets.preset(size, variant)).num_parameters()
     assert count == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_presets_have_kernels_on_every_gpu(arch):
+    for size in presets.SIZES:
+        c = presets.size_config(size)
+        support = supports(c.memory, c.d_model // c.memory.heads, torch.bfloat16, arch)
+        assert (support.form, support.kernels, support.reason) == ("triton", "resident", "")
 
 
 @pytest.mark.parametrize("tied", [True, False])

@@ -25,7 +25,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from titans_kernels.bench.shapes import SHAPES, Shape
+from titans_kernels.bench.shapes import SHAPES, BenchShape
+from titans_kernels.bench.support import GPUS
 from titans_kernels.memory.forms.online import BLOCK
 from titans_kernels.memory.forms.triton import assembler, budget, delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
@@ -33,28 +34,27 @@ from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_b
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
 from titans_kernels.memory.forms.triton.refusal import too_large
 
-TARGETS = (80, 90, 100)
-"""Compute capabilities: A100; H100 and H200; B200."""
+TARGETS = tuple(GPUS)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
-def largest(dtype: torch.dtype) -> tuple[Shape, ...]:
+def largest(dtype: torch.dtype) -> tuple[BenchShape, ...]:
     """For each kind of write kernel, the supported shape with the largest programs.
 
     Tiles are at most 64 wide, except for the keys of a linear memory, and at most a chunk long.
     """
     b = 64 if too_large(dtype, 128) else 128
     return (
-        Shape("largest-delta", 1, 128, 0, 32, 4096, 1),
-        Shape("largest-columns", 1, 128, 0, 32, 4096, b),
-        Shape("largest-columns-bound", 1, 64, 0, 32, 4096, b, bound=0.5),
-        Shape("largest-resident", 2, 64, 64, 32, 4096, 64, bound=0.5),
-        Shape("largest-streamed", 2, 256, 512, 1, 4096, b, bound=0.5),
+        BenchShape("largest-delta", 1, 128, 0, 32, 4096, 1),
+        BenchShape("largest-columns", 1, 128, 0, 32, 4096, b),
+        BenchShape("largest-columns-bound", 1, 64, 0, 32, 4096, b, bound=0.5),
+        BenchShape("largest-resident", 2, 64, 64, 32, 4096, 64, bound=0.5),
+        BenchShape("largest-streamed", 2, 256, 512, 1, 4096, b, bound=0.5),
     )
 
 
-class Report(NamedTuple):
+class KernelReport(NamedTuple):
     """Resource usage of a compiled kernel."""
 
     kernel: str
@@ -76,7 +76,7 @@ class Report(NamedTuple):
     """of PTX"""
 
 
-def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
+def launches(shape: BenchShape, dtype: torch.dtype) -> list[Launch]:
     """Return the launches of a shape's forward and backward, with and without saving for the backward.
 
     A memory of several layers also with decay towards a base.
@@ -91,7 +91,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
     tokens = [q, k, v, *(torch.empty(B, T, H, device="meta") for _ in range(3))]
     start, base = torch.empty(B, H, size, device="meta"), torch.empty(H, size // 2, device="meta")
     rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
-    with record_launches() as found:
+    with record_launches() as recorded:
         for keep, towards in product((True, False), (None, base) if shape.depth > 1 else (None,)):
             y, after, *kept = memory_triton._init_fn(*tokens, start, towards, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, towards, None, kept, *rule)
@@ -99,19 +99,19 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
             k, eta, theta = tokens[1], *tokens[4:]
             limited = budget.forward(k, eta, theta, shape.chunk_size, None, 0)
             budget.backward([*limited, k, eta, theta, *limited], shape.chunk_size, None)
-    return found
+    return recorded
 
 
 def _delta_launches(R: int, n: int, D: int, F: int) -> list[Launch]:
     """Of the states of ``n`` blocks; float32 whatever the inputs are."""
     x, *keys = (torch.empty(R, n, BLOCK, width, device="meta") for width in (F, D, D, D))
     writes, ends = torch.empty(2, R, n, BLOCK, device="meta"), torch.empty(3, R, n, device="meta")
-    with record_launches() as found:
+    with record_launches() as recorded:
         states, written = delta.delta_states._init_fn(
             x, *keys, writes, ends, torch.empty(R, 2 * D, F, device="meta")
         )
         delta.delta_states_backward._init_fn(*keys, writes, ends, states, written)
-    return found
+    return recorded
 
 
 def source(launch: Launch) -> ASTSource:
@@ -138,12 +138,12 @@ def compiled(launch: Launch, target: int) -> Any:
     return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=launch.options)
 
 
-def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
+def report(launch: Launch, shape: str, dtype: str, target: int) -> KernelReport:
     """Compile one launch for one target and report its resource usage."""
     made = compiled(launch, target)
     registers, spilled = _resources(made.asm["cubin"])
     tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
-    return Report(
+    return KernelReport(
         name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
         tensor_core, _carried(made.asm["ptx"]), len(re.findall(r"^\s+[@a-z{].*;$", made.asm["ptx"], re.M)),
     )  # fmt: skip
@@ -180,15 +180,18 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         text = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if usage is None:
         raise RuntimeError(f"cuobjdump: no register count in its output: {text}")
-    return int(found[1]), int(found[2])
+    return int(usage[1]), int(usage[2])
 
 
 def reports(
-    shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[int], kernels: tuple[str, ...] = ("",)
-) -> Iterator[Report]:
+    shapes: Iterable[BenchShape],
+    dtypes: Iterable[str],
+    targets: Iterable[int],
+    kernels: tuple[str, ...] = ("",),
+) -> Iterator[KernelReport]:
     """Compile the launches of the shapes, each distinct kernel once, two in parallel.
 
     ``kernels``: prefixes of the names of the kernels to compile.
@@ -224,20 +227,20 @@ def main(
     """
     if INTERPRETED:
         raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
-    found = []
+    compiled_kernels = []
     columns = f"{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}"
     click.echo(f"{'shape':22}{'kernel':28}{columns}")
     for dtype in dtypes or ["bf16"]:
         shapes = largest(TYPES[dtype]) if edge else [SHAPES[name] for name in names or SHAPES]
         for r in reports(shapes, [dtype], targets or TARGETS, kernels or ("",)):
-            found.append(r)
+            compiled_kernels.append(r)
             click.echo(
                 f"{r.shape:22}{r.kernel:28}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
                 f"{r.tensor_core:5}"
             )
     if path:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
-        rows = [r._asdict() for r in found]
+        rows = [r._asdict() for r in compiled_kernels]
         path.write_text(json.dumps({"versions": versions, "kernels": rows}, indent=1) + "\n")
 
 

@@ -120,22 +120,22 @@ def _by_position(
             scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
             tokens = by_position.tokens_to_read(len(texts), rows, row)
             with evaluating(model), reading_display(tokens, console) as report:
-                found = by_position.read_by_position(scorer, texts, row, report=report)
+                losses = by_position.read_by_position(scorer, texts, row, report=report)
     # the user's text must not overwrite the figure of the validation data
     suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
-    picture = loss_picture(found, f"by-position{suffix}", f"Loss by position, run {folder.name}")
+    picture = loss_picture(losses, f"by-position{suffix}", f"Loss by position, run {folder.name}")
     figures = save(picture, folder)
     if as_json:
         paths = [str(path) for path in figures]
-        return echo_json({"cell": folder.name, "step": step, **as_numbers(found), "figures": paths})
-    console.print(position_table(found))
-    mean, stderr = found.gain()
-    whose = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
-    whose += "; s.e. over 16 parts of it" if found.texts == 1 else ""
+        return echo_json({"cell": folder.name, "step": step, **as_numbers(losses), "figures": paths})
+    console.print(position_table(losses))
+    mean, stderr = losses.gain()
+    whose = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
+    whose += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
     brings = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose})"
     console.print(f"what memory brings: {brings}", highlight=False)
-    if found.length > cfg.trained_context:
-        console.print(beyond_training(found.length, cfg.trained_context), highlight=False)
+    if losses.length > cfg.trained_context:
+        console.print(beyond_training(losses.length, cfg.trained_context), highlight=False)
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
 
 
@@ -162,33 +162,33 @@ def _data(
         yield data
 
 
-def position_table(found: ByPosition) -> Table:
+def position_table(result: ByPosition) -> Table:
     """Perplexities by position; the gain with its standard error, from the second row on."""
-    window = found.best_window
+    window = result.best_window
     of = f"\n({plural(int(window.partition('-')[2]), 'row')})" if window else ""
     table = text.table("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)", left=0)
-    for first, last in found.buckets():
-        losses = [found.loss(way, first, last)[0] if way else None for way in ("carried", "fresh", window)]
+    for first, last in result.buckets():
+        losses = [result.loss(way, first, last)[0] if way else None for way in ("carried", "fresh", window)]
         ppl = ["-" if loss is None else f"{math.exp(loss):,.2f}" for loss in losses]
-        mean, stderr = found.gain(first, last)
-        gain = f"{mean:+.3f} ± {stderr:.3f}" if first > found.row else "-"
+        mean, stderr = result.gain(first, last)
+        gain = f"{mean:+.3f} ± {stderr:.3f}" if first > result.row else "-"
         table.add_row(f"{first:,}-{last:,}", *ppl, gain)
     return table
 
 
-def as_numbers(found: ByPosition) -> dict[str, Any]:
+def as_numbers(result: ByPosition) -> dict[str, Any]:
     """Return the table as a JSON value; losses in nats."""
-    ways = {way.partition("-")[0]: way for way in found.shown}
+    ways = {way.partition("-")[0]: way for way in result.shown}
     buckets = []
-    for first, last in found.buckets():
-        losses = {name: found.loss(way, first, last)[0] for name, way in ways.items()}
-        gain, stderr = found.gain(first, last)
+    for first, last in result.buckets():
+        losses = {name: result.loss(way, first, last)[0] for name, way in ways.items()}
+        gain, stderr = result.gain(first, last)
         buckets.append({"first": first, "last": last, **losses, "gain": gain, "stderr": stderr})
-    gain, stderr = found.gain()
+    gain, stderr = result.gain()
     return {
-        "gain": gain, "stderr": stderr, "texts": found.texts, "tokens": found.length, "row": found.row,
-        "best_window": found.best_window and int(found.best_window.partition("-")[2]),
-        "loss": {name: found.loss(way)[0] for name, way in ways.items()}, "positions": buckets,
+        "gain": gain, "stderr": stderr, "texts": result.texts, "tokens": result.length, "row": result.row,
+        "best_window": result.best_window and int(result.best_window.partition("-")[2]),
+        "loss": {name: result.loss(way)[0] for name, way in ways.items()}, "positions": buckets,
     }  # fmt: skip
 
 
@@ -213,21 +213,21 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
 
     if study and tasks:
         raise UsageError("--task: give either a study or --task")
-    found = []
+    listed = []
     for column, config, tokens, tokenizer in _of_study(study, scale) if study else _of_options(tasks, length):
         task = build_generated(config)
         floor = task.floor(tokens, tokenizer)
-        found.append({
+        listed.append({
             "task": f"{column}/{task.label}" if column else task.label,
             "options": task.options.model_dump(mode="json"), "length": tokens, "chance": task.chance,
             "heuristics": floor.scores if floor else {}, "floor": floor and floor.value,
             "heuristic": floor and floor.heuristic,
         })  # fmt: skip
     if as_json:
-        return echo_json(found)
+        return echo_json(listed)
     table = text.table("task@tokens, heuristics below it", "chance %", "floor %")
     table.columns[0].no_wrap = True
-    for task in found:
+    for task in listed:
         floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
         label = f"[bold]{task['task']}@{task['length']}"
         table.add_row(label, f"{100 * task['chance']:.1f}", f"[bold]{floor}")

@@ -255,12 +255,12 @@ def measures_table(result: Measures) -> Table:
 
 def bucket_tables(result: Measures) -> Iterator[Table]:
     """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")
         for bucket, value in buckets.items():
-            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
-    for task, rows in found.items():
+            by_task.setdefault(task, {}).setdefault(bucket, {})[length] = value
+    for task, rows in by_task.items():
         lengths = dict.fromkeys(length for values in rows.values() for length in values)
         headings = [f"{int(length):,}" for length in lengths]
         table = text.table("position, at tokens", *headings, title=task, title_justify="left")

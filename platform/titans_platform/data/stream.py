@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titans_platform.data.encode import interleave
-from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Span, Split
+from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split, TokenSpan
 from titans_platform.errors import UsageError
 
 WINDOW = 8
 """Shards shuffled together in a source that is too large to shuffle as a whole."""
 
 
-class Window(NamedTuple):
+class ShuffleWindow(NamedTuple):
     """Rows of ``shards`` that are shuffled together in an epoch, starting at position ``first``."""
 
     shards: tuple[int, ...]
@@ -56,7 +56,7 @@ class SourceOrder:
 
     def at(self, drawn: Integers) -> Integers:
         """Row numbers of the samples ``drawn``, numbered from the start of the first epoch."""
-        found = np.empty_like(drawn)
+        rows = np.empty_like(drawn)
         epochs = drawn // self.rows
         for epoch in np.unique(epochs).tolist():
             there = np.flatnonzero(epochs == epoch)
@@ -65,8 +65,8 @@ class SourceOrder:
             for w in np.unique(which).tolist():
                 inside = which == w
                 first = self.windows(epoch)[w].first
-                found[there[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
-        return found
+                rows[there[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
+        return rows
 
     def window_of(self, epoch: int, positions: Integers) -> Integers:
         """Return the window of each position of an epoch."""
@@ -83,15 +83,15 @@ class SourceOrder:
         following = windows[number + 1] if number + 1 < len(windows) else self.windows(epoch + 1)[0]
         return windows[number].shards + following.shards
 
-    def _windows(self, epoch: int) -> list[Window]:
+    def _windows(self, epoch: int) -> list[ShuffleWindow]:
         held = np.flatnonzero(self._counts)
         if not self._windowed:
-            return [Window(tuple(held.tolist()), 0, self.rows)]
+            return [ShuffleWindow(tuple(held.tolist()), 0, self.rows)]
         held = held[shuffled(len(held), f"{self._key}/{epoch}/shards")]
         windows, first = [], 0
         for i in range(0, len(held), WINDOW):
             shards = held[i : i + WINDOW]
-            windows.append(Window(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
+            windows.append(ShuffleWindow(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
             first += windows[-1].rows
         return windows
 
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
     """Collect the rows of a batch, each given by source and row number in that source."""
     shape = len(rows), sources[0].length + 1
-    out = Span(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
+    out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
         mine = np.flatnonzero(which == s)
         sources[s].fill(sources[s].validation if validation else sources[s].train, rows[mine], mine, out)
@@ -279,11 +279,11 @@ class RowTable:
 
 def document_starts(split: Split) -> Integers:
     """Offset of each document in the split; reads one bit per token."""
-    found = [np.zeros(1, np.int64)]
+    starts = [np.zeros(1, np.int64)]
     for number, (begin, held) in enumerate(zip(split.begins.tolist(), split.held.tolist(), strict=True)):
         bits = np.unpackbits(split.shard(number).starts, count=held, bitorder="little")
-        found.append(np.flatnonzero(bits) + begin)
-    return np.unique(np.concatenate(found))
+        starts.append(np.flatnonzero(bits) + begin)
+    return np.unique(np.concatenate(starts))
 
 
 class Streams:
@@ -349,12 +349,12 @@ class Streams:
         """[B] which streams are reset at ``step``."""
         if step < self.groups:
             return np.ones(self.batch_size, np.bool_)
-        found = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
+        random_resets = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
         rows, begins = self.rows(step), np.zeros(self.batch_size, np.bool_)
         for s, table in self.tables.items():
             here = self.source == s
             begins[here] = table.begins[rows[here]]
-        return found | begins
+        return random_resets | begins
 
     def batch(self, step: int) -> StreamBatch:
         """Return this worker's rows of ``step`` (0-based)."""

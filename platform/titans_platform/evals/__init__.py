@@ -58,20 +58,20 @@ def evaluate(
         for column, labelled in tasks.items():
             values, chances = [], []
             for label, task, asked in labelled:
-                found: list[Measurement] = []
+                measured: list[Measurement] = []
                 for length in (row_length(multiple, sequence_length) for multiple in asked.lengths):
                     # columns may share a task, as an average and its parts do
                     same = asked.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
                         known[same] = task.measure(Context(scorer, prepared, config, length))
-                    found.append(known[same])
+                    measured.append(known[same])
                     key = f"{column}/{label}@{length}"
-                    fields = asdict(found[-1]) | {"chance": _finite(found[-1].chance)}
+                    fields = asdict(measured[-1]) | {"chance": _finite(measured[-1].chance)}
                     if buckets := fields.pop("buckets"):
                         result["buckets"][key] = buckets
                     result["tasks"][key] = fields
-                values.append(fmean(m.value for m in found))
-                chances.append(fmean(m.chance for m in found))
+                values.append(fmean(m.value for m in measured))
+                chances.append(fmean(m.chance for m in measured))
             result["columns"][column] = fmean(values)
             result["chance"][column] = _finite(fmean(chances))
     return result

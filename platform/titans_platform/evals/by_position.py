@@ -129,8 +129,8 @@ def read_by_position(
     length = len(texts[0].counts)
     before, at_once = _rows_before(length // row, ways, windows), scorer.parallel_rows(length)
     batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
-    found = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
-    losses = {way: np.concatenate([batch[way] for batch in found]) for way in before}
+    measured = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
+    losses = {way: np.concatenate([batch[way] for batch in measured]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
 
@@ -142,8 +142,8 @@ def tokens_to_read(texts: int, rows: int, row: int, windows: Sequence[int] = WIN
 
 def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
     """For each way, the number of rows read before each row; None: all."""
-    found = {way: None if way == CARRIED else 0 for way in ways}
-    return found | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
+    rows_before = {way: None if way == CARRIED else 0 for way in ways}
+    return rows_before | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
 
 @dataclass(frozen=True)
@@ -168,17 +168,17 @@ class _Reader:
             return self._losses(tokens_BL, 0, self.at_once)
         width = (before + 1) * self.row
         # the first rows have fewer rows before them; one reading covers these
-        found = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
+        losses_of_rows = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
         later = tokens_BL[:, self.row :].unfold(1, width + 1, self.row)
         rows = max(1, self.scorer.batch_tokens // (self.at_once * width))
         for part in later.split(rows, 1):
             losses = self._losses(part.flatten(0, 1), before * self.row, self.at_once * rows)
-            found.append(losses.view(len(tokens_BL), -1))
-        return torch.cat(found, 1)
+            losses_of_rows.append(losses.view(len(tokens_BL), -1))
+        return torch.cat(losses_of_rows, 1)
 
     def _losses(self, tokens_BL: Tensor, context: int, at_once: int) -> Tensor:
         """[B, L - context] losses on one state from the first token on; the first ``context`` have none."""
-        model, state, found = self.scorer.model, None, []
+        model, state, losses = self.scorer.model, None, []
         piece = max(1, self.scorer.batch_tokens // at_once)
         piece -= piece % self.row if piece > self.row else 0
         for part in tokens_BL[:, :context].split(piece, 1) if context else ():
@@ -188,9 +188,9 @@ class _Reader:
         for part, after in zip(inputs.split(piece, 1), targets.split(piece, 1), strict=True):
             out = model(part, state, targets_BT=after)
             state = out.state
-            found.append(out.losses.cpu())
+            losses.append(out.losses.cpu())
             self.report(part.numel())
-        return torch.cat(found, 1)
+        return torch.cat(losses, 1)
 
 
 class LongText(NamedTuple):

@@ -131,22 +131,24 @@ class LmEval(Task):
             if name not in manager.all_tasks:
                 hint = nearest(name, manager.all_tasks, otherwise="list them with `lm-eval ls tasks`")
                 raise UsageError(f"options.names: lm_eval has no task {name!r}; {hint}")
-        found = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             model=model, tasks=list(self.options.names), task_manager=manager,
             num_fewshot=self.options.num_fewshot, limit=context.config.items, bootstrap_iters=BOOTSTRAPS,
             random_seed=context.config.seed,
         )  # fmt: skip
-        if found is None:
+        if output is None:
             raise UsageError("task: lm_eval returns results on rank 0 only; evaluate in one process")
         values, errors = [], []
         for name in self.options.names:
             # the harness names a result `metric,filter`; a standard error may be N/A
-            result = {key.partition(",")[0]: value for key, value in reversed(found["results"][name].items())}
+            result = {
+                key.partition(",")[0]: value for key, value in reversed(output["results"][name].items())
+            }
             numbers = {key: float(value) for key, value in result.items() if isinstance(value, int | float)}
             if metric not in numbers:
                 have = ", ".join(sorted(numbers))
                 raise UsageError(f"options.metric: {name} has no {metric}; it has {have}")
             values.append(numbers[metric])
             errors.append(numbers.get(f"{metric}_stderr", 0.0))
-        documents = sum(count["effective"] for count in found["n-samples"].values())
+        documents = sum(count["effective"] for count in output["n-samples"].values())
         return Measurement(fmean(values), math.hypot(*errors) / len(errors), chance, documents)

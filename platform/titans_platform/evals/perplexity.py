@@ -63,9 +63,9 @@ class HeldOutLoss(Perplexity):
 
     def measure(self, context: Context) -> Measurement:
         """Mean negative log-likelihood per token, on the rows of `Perplexity`."""
-        found = super().measure(context)
-        chance = math.log(found.chance)
-        return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
+        base = super().measure(context)
+        chance = math.log(base.chance)
+        return Measurement(math.log(base.value), base.stderr / base.value, chance, base.items)
 
 
 def _batches(context: Context) -> Iterator[Any]:

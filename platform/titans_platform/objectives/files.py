@@ -111,40 +111,40 @@ def load_copy(
         raise NotPrepared("objective.options: the data are not prepared; run titans train on them first")
     path = index.with_name(f"{noted['content']}{suffix}")
     try:
-        found = read(path, noted)
+        value = read(path, noted)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
-    if content_of(found) != noted["content"]:
+    if content_of(value) != noted["content"]:
         raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
-    return found
+    return value
 
 
-class Table(NamedTuple):
+class SeriesTable(NamedTuple):
     """The values of a series and the names of its channels."""
 
     values_NC: NDArray[np.float64]
     channels: tuple[str, ...]
 
 
-def save_series(table: Table, index: Path) -> None:
+def save_series(table: SeriesTable, index: Path) -> None:
     """Save the series in a content-addressed file that ``index`` points to."""
     values = table.values_NC
     save_copy(index, content(table), ".npy", lambda path: np.save(path, values), channels=table.channels)
 
 
-def load_series(index: Path) -> Table:
+def load_series(index: Path) -> SeriesTable:
     """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
-    read = lambda path, noted: Table(np.load(path), tuple(noted["channels"]))  # noqa: E731
+    read = lambda path, noted: SeriesTable(np.load(path), tuple(noted["channels"]))  # noqa: E731
     return load_copy(index, ".npy", read, content)
 
 
-def content(table: Table) -> str:
+def content(table: SeriesTable) -> str:
     """Hash of a series."""
     shape = f"{table.values_NC.shape}{table.channels}".encode()
     return hashlib.sha256(shape + np.ascontiguousarray(table.values_NC).tobytes()).hexdigest()[:16]
 
 
-def read_series(name: str, columns: Sequence[str], field: str) -> Table:
+def read_series(name: str, columns: Sequence[str], field: str) -> SeriesTable:
     """Read the named columns of a file, or all numeric ones; a .npy file's ([N] or [N, C]) are numbered.
 
     Raises UsageError that names ``field`` if the file cannot be read, or a value is missing.
@@ -164,16 +164,16 @@ def read_series(name: str, columns: Sequence[str], field: str) -> Table:
     if len(wrong := np.argwhere(~np.isfinite(values_NC))):
         step, channel = wrong[0]
         raise UsageError(f"{where} has no finite number in row {step} of {chosen[channel]}")
-    return Table(values_NC, chosen)
+    return SeriesTable(values_NC, chosen)
 
 
-def sines(steps: int, channels: int, seed: int) -> Table:
+def sines(steps: int, channels: int, seed: int) -> SeriesTable:
     """Generate noisy sums of three sines: a predictable series that needs no file."""
     generator, t = np.random.default_rng(seed), np.arange(steps)[:, None]
     values_NC = 0.1 * generator.standard_normal((steps, channels))
     for period in (8, 24, 36):
         values_NC += np.sin(2 * np.pi * t / period + generator.uniform(0, 2 * np.pi, channels))
-    return Table(values_NC, tuple(map(str, range(channels))))
+    return SeriesTable(values_NC, tuple(map(str, range(channels))))
 
 
 FOLDER = "objective.options.folder"
@@ -200,7 +200,7 @@ DATASETS = {
 """Keyed by the names in the paper's Table 3."""
 
 
-def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> Table:
+def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> SeriesTable:
     """Read a benchmark's series from its file in ``folder``, optionally compressed as .gz or .xz.
 
     Raises UsageError if the file is missing or is not the standard one.
@@ -212,14 +212,14 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     if (path := next((place for place in places if place.is_file()), None)) is None:
         raise UsageError(f"{FOLDER}: no {known.file} (or .gz, .xz) in {folder}; it is from {known.source}")
     if known.sha256:
-        found = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
-        if found != known.sha256:
-            why = f"{path} is not the standard file: its sha256 is {found}, not {known.sha256}"
+        checksum = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
+        if checksum != known.sha256:
+            why = f"{path} is not the standard file: its sha256 is {checksum}, not {known.sha256}"
             fix = f"get it from {known.source}, or name it as objective.options.path"
             raise UsageError(f"{FOLDER}: {why}; {fix}")
     table = read_series(str(path), columns, FOLDER)
     steps, channels = table.values_NC.shape
     if (steps, channels) != (known.steps, len(columns) or known.channels):
-        found, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
-        raise UsageError(f"{FOLDER}: {path} has {found}, {name} has {right}; get it from {known.source}")
+        size, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
+        raise UsageError(f"{FOLDER}: {path} has {size}, {name} has {right}; get it from {known.source}")
     return table

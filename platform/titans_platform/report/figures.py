@@ -186,18 +186,18 @@ def depths(row: TableRow) -> dict[str, dict[tuple[float, str], list[float]]]:
     return by_task
 
 
-def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
+def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
     """Draw the loss by position of one run, a line for each way of reading, and the gain of its state."""
     # each bucket at its centre on a logarithmic scale
-    buckets = {math.sqrt(first * last): (first, last) for first, last in found.buckets()}
+    buckets = {math.sqrt(first * last): (first, last) for first, last in result.buckets()}
     lines = []
-    for way in found.shown:
+    for way in result.shown:
         label, colour, marker = LOOKS[way.partition("-")[0]]
-        points = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
+        points = {x: (result.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
         lines.append(Line(label, points, colour, marker, spread=False))
-    gain = Line("gain", {x: (found.gain(*bucket)[0],) for x, bucket in buckets.items() if x > found.row})
+    gain = Line("gain", {x: (result.gain(*bucket)[0],) for x, bucket in buckets.items() if x > result.row})
     panels = [
-        panel("Loss", plot.by_position, POSITION, "nats a token", shown=lines, row=found.row),
+        panel("Loss", plot.by_position, POSITION, "nats a token", shown=lines, row=result.row),
         panel("What memory brings", plot.by_position, POSITION, "nats a token", shown=[gain]),
     ]
     return Picture(key, title, f"{READ} {GAIN}", panels, ALONE, lines)

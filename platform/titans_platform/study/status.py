@@ -64,8 +64,8 @@ def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
 
 def counts(statuses: Sequence[CellStatus]) -> dict[str, int]:
     """Count the cells by state."""
-    found = Counter(item.state for item in statuses)
-    return {state: found[state] for state in ("done", "running", "failed", "interrupted", "missing")}
+    by_state = Counter(item.state for item in statuses)
+    return {state: by_state[state] for state in ("done", "running", "failed", "interrupted", "missing")}
 
 
 def counted(counts: Mapping[str, int]) -> str:
@@ -149,7 +149,7 @@ def timings_line(record: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Item:
+class PaperItem:
     """A table or figure of the paper, or several of the same study."""
 
     names: tuple[str, ...]
@@ -185,7 +185,7 @@ class Item:
         return [head, f"  study {self.study.name}; scales {scales}"]
 
 
-def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
+def overview(root: Path, studies: Mapping[str, Study]) -> list[PaperItem]:
     """Return all tables and figures in the paper's order; a study's are together.
 
     ``studies`` are the available ones, by name.
@@ -194,14 +194,14 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
     for name, each in read_paper().items.items():
         by_study.setdefault(each.study, []).append((name, each))
     items = []
-    for name, found in by_study.items():
-        names, printed = zip(*found, strict=True)
+    for name, printed_items in by_study.items():
+        names, printed = zip(*printed_items, strict=True)
         study, ran = studies.get(name), {}
         for scale in study.scales if study else ():
             if record := read_json(root / STUDIES / f"{name}-{scale}" / RECORD):
                 states = [RunFolder(root, cell["cell"]).state() for cell in record["cells"] if cell["cell"]]
                 ran[scale] = states.count("done"), len(record["cells"])
-        items.append(Item(names, printed, study, ran))
+        items.append(PaperItem(names, printed, study, ran))
     return items
 
 

@@ -325,7 +325,7 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
         saved: dict[str, Any] = {}
         for writer in wanted:
             prefix = f"{name}.rank{writer}.tensors."
-            own = {key.removeprefix(prefix): found for key, found in there.items() if key.startswith(prefix)}
+            own = {key.removeprefix(prefix): entry for key, entry in there.items() if key.startswith(prefix)}
             tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
         _read({name: saved}, path)
@@ -378,10 +378,12 @@ def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Te
     kept = {key.removeprefix("model."): entry for key, entry in there.items() if key.startswith("model.")}
     for name in [*weights, *kept]:
         here = tuple(weights[name].shape) if name in weights else "missing"
-        found = tuple(kept[name].size) if name in kept else "missing"
-        if here != found:
+        saved_shape = tuple(kept[name].size) if name in kept else "missing"
+        if here != saved_shape:
             fix = "give the config the checkpoint was made with, or another folder"
-            raise UsageError(f"{path}: {name} is {found} in the checkpoint and {here} in the model; {fix}")
+            raise UsageError(
+                f"{path}: {name} is {saved_shape} in the checkpoint and {here} in the model; {fix}"
+            )
 
 
 def _cause(error: CheckpointException) -> BaseException:
@@ -433,7 +435,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The content of ``manifest.json``, except for the hash of the manifest itself."""
 
     progress: Progress
@@ -444,17 +446,17 @@ class Manifest:
 def write_manifest(folder: Path, progress: Progress) -> None:
     """Hash every file of ``folder`` and write its manifest."""
     files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
-    content = asdict(Manifest(progress, files))
+    content = asdict(CheckpointManifest(progress, files))
     (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("hash") != _hash_of(content):
             raise ValueError("it does not have the hash it was written with")
-        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+        return TypeAdapter(CheckpointManifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class Span(NamedTuple):
+class StepRange(NamedTuple):
     """Consecutive steps, ``first`` to ``stop`` - 1, of some heads."""
 
     first: int
@@ -62,11 +62,11 @@ class EqualRows:
         empty = torch.empty(x.shape[0], padded, *x.shape[2:], dtype=x.dtype, device=x.device)
         return empty.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
 
-    def index(self, span: Span) -> tuple[slice, ...]:
+    def index(self, span: StepRange) -> tuple[slice, ...]:
         """Index of a span's rows in the output of `split`."""
         return slice(span.first, span.stop), slice(None), span.heads
 
-    def ends(self, span: Span, rows: int) -> Ends:
+    def ends(self, span: StepRange, rows: int) -> Ends:
         """Index of each of the ``rows`` rows' last valid token."""
         if span.stop * self.chunk_size <= self.length:
             return slice(None), self.chunk_size - 1
@@ -135,15 +135,15 @@ class Packed:
         M, b = self.source.shape
         return torch.empty(M, x.shape[2], b, *x.shape[3:], dtype=x.dtype, device=x.device)
 
-    def index(self, span: Span) -> tuple[slice, ...]:
+    def index(self, span: StepRange) -> tuple[slice, ...]:
         """Index of a span's rows in the output of `split`."""
         return self._chunks(span), span.heads
 
-    def _chunks(self, span: Span) -> slice:
+    def _chunks(self, span: StepRange) -> slice:
         first = sum(self.rows[: span.first])
         return slice(first, first + sum(self.rows[span.first : span.stop]))
 
-    def ends(self, span: Span, rows: int) -> Ends:
+    def ends(self, span: StepRange, rows: int) -> Ends:
         """Index of each of the ``rows`` rows' last valid token."""
         last = self.last_M[self._chunks(span)]
         last = last.repeat_interleave(rows // last.shape[0])
@@ -205,11 +205,11 @@ def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     Raises:
         ValueError: the values do not rise from 0 to ``length``.
     """
-    found = _known(cu_seqlens).borders
-    rising = all(a <= b for a, b in pairwise(found))
-    if len(found) < 2 or found[0] != 0 or found[-1] != length or not rising:
+    borders = _known(cu_seqlens).borders
+    rising = all(a <= b for a, b in pairwise(borders))
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != length or not rising:
         raise ValueError(f"cu_seqlens: must rise from 0 to T = {length}; documents may be empty")
-    return found
+    return borders
 
 
 def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
