@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
@@ -160,7 +160,7 @@ _SCAN = "Tensor dt, Tensor x, Tensor b, Tensor c, Tensor rate, Tensor state, Ten
 
 
 # opaque to torch.compile, which would unroll every step; the backward computes the states again
-@torch.library.custom_op("titans::scan_parts", mutates_args=(), schema=f"({_SCAN}) -> Tensor[]")
+@library.custom_op("titans::scan_parts", mutates_args=(), schema=f"({_SCAN}) -> Tensor[]")
 def scan_parts(dt, x, b, c, rate, state, starts):
     """y [B, T, C] and the states before each part and after the last, [parts + 1, B, C, N]."""
     outputs, states = [], [state.clone()]
@@ -171,7 +171,7 @@ def scan_parts(dt, x, b, c, rate, state, starts):
     return [torch.cat(outputs, 1), torch.stack(states)]
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "titans::scan_parts_backward",
     mutates_args=(),
     schema=f"(Tensor dy, Tensor dend, Tensor states, {_SCAN}) -> Tensor[]",

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from titans_kernels import ran
 from titans_kernels.memory.forms import chunked, generic, native, online, reference
@@ -298,7 +298,7 @@ _ARGUMENTS = (
 """``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty."""
 
 
-@torch.library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
+@library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
 def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     """y, weights and momenta after the last token, in one list; all of one dtype."""
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
@@ -308,7 +308,7 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
     return _fresh([y, *(x for part in state for x in part)])
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "titans::memory_chunked_backward",
     mutates_args=(),
     schema=f"(Tensor[] doutputs, {_ARGUMENTS}) -> Tensor[]",

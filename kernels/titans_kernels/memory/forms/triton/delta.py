@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.launch import fake, float32_precision, launch
@@ -117,7 +117,7 @@ def _launch(kernel, *tensors: Tensor, like: Tensor, keys: Tensor) -> None:
            warps=8 if D == 128 else 4, stages=2)  # fmt: skip
 
 
-@torch.library.custom_op("titans::delta_states", mutates_args=())
+@library.custom_op("titans::delta_states", mutates_args=())
 def delta_states(
     x: Tensor, y: Tensor, z: Tensor, k: Tensor, writes: Tensor, ends: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -141,7 +141,7 @@ def delta_states(
     return states, written
 
 
-@torch.library.custom_op("titans::delta_states_backward", mutates_args=())
+@library.custom_op("titans::delta_states_backward", mutates_args=())
 def delta_states_backward(
     y: Tensor, z: Tensor, k: Tensor, writes: Tensor, ends: Tensor, dstates: Tensor, dwritten: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -18,7 +18,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from titans_kernels import ran
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
@@ -351,7 +351,7 @@ def _flat(*xs: Tensor) -> list[Tensor]:
     return [x.flatten(0, 1).contiguous() for x in xs]
 
 
-@torch.library.custom_op("titans::memory_triton", mutates_args=())
+@library.custom_op("titans::memory_triton", mutates_args=())
 def memory_triton(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, start: Tensor,
     base: Tensor | None, cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str,
@@ -370,7 +370,7 @@ def memory_triton(
     return [y.view(v.shape), after, *kept]
 
 
-@torch.library.custom_op("titans::memory_triton_backward", mutates_args=())
+@library.custom_op("titans::memory_triton_backward", mutates_args=())
 def memory_triton_backward(
     dy: Tensor, dafter: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
     start: Tensor, base: Tensor | None, cu_seqlens: Tensor | None, kept: Sequence[Tensor],
