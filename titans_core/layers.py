@@ -50,16 +50,20 @@ class HeadNorm(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """Depthwise convolution over the last K tokens; starts afresh at each document."""
+    """Depthwise convolution over the last K tokens; starts afresh at each document.
 
-    def __init__(self, channels: int, kernel: int):
+    With ``pointwise`` it is depthwise-separable: a linear layer over the channels follows.
+    """
+
+    def __init__(self, channels: int, kernel: int, pointwise: bool = False):
         super().__init__()
         self.weight_KC = nn.Parameter(torch.empty(kernel, channels))
+        self.pointwise = nn.Linear(channels, channels, bias=False) if pointwise else None
 
     def forward(
         self, x_BTC: Tensor, state_BKC: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y_t = sum_j w_j x_{t-j}.
+        """y_t = sum_j w_j x_{t-j}, through the pointwise layer if there is one.
 
         ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
         when packed). Returns y and the state after the last token.
@@ -74,14 +78,16 @@ class CausalConv(nn.Module):
             if position is not None:
                 shifted = torch.where(position >= j, shifted, 0)
             y = torch.addcmul(y, w[j], shifted)
+        after = None
         if documents is not None and documents.part and last:
-            return _continued(y, x_BTC, w, state_BKC, documents.cu_seqlens)
-        if position is not None:
+            y, after = _continued(y, x_BTC, w, state_BKC, documents.cu_seqlens)
+        elif position is not None:
             for t in range(last):  # masks: the gradient of an index into the state would be accumulated
                 before_C = (w[t + 1 :] * state_BKC[0, t:].flip(0)).sum(0)
                 y = y + torch.where(position == t, before_C, 0)
+        y = y if self.pointwise is None else self.pointwise(y)
         # a copy: a view would keep every input alive for as long as the state
-        return y, padded[:, T:].clone()
+        return y, padded[:, T:].clone() if after is None else after
 
     def zero_state(self, batch: int) -> Tensor:
         """Return the state before the first token: zeros [B, K - 1, C]."""

@@ -101,6 +101,8 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     assert len(made) == len(set(made))
 
 
+# Dynamo does so itself
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer"])
 def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
     m, counter = model(variant, window=16), CompileCounterWithBackend("eager")
