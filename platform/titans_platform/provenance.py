@@ -51,19 +51,20 @@ def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def checkout() -> Path | None:
-    """The source tree this code runs from; None if it is installed."""
+    """Return the source tree this code runs from; None if it is installed."""
     tree = PACKAGE.parents[1]
     return tree if PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
 
 
 def shipped() -> Path:
-    """The folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
+    """Return the folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
     return checkout() or PACKAGE / "_shipped"
 
 
 @functools.cache
 def commit() -> str:
-    """The last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted changes.
+    """Return the last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted
+    changes.
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
@@ -74,7 +75,7 @@ def commit() -> str:
 
 
 def commit_of_tree(tree: Path) -> str:
-    """The commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
+    """Return the commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
     try:
         if Path(_git(tree, "rev-parse", "--show-toplevel")).resolve() != tree.resolve():
             return "unknown"
@@ -88,12 +89,14 @@ def commit_of_tree(tree: Path) -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """What a result was computed with: versions of packages, Python and the system, and the device."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    """Describe what a result was computed with: versions of packages, Python and the system, and the
+    device.
+    """
+    versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found | {"device": _device()}
+            versions[name] = metadata.version(name)
+    return versions | {"device": _device()}
 
 
 def _device() -> str:

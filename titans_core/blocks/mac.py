@@ -127,7 +127,7 @@ class MAC(Block):
     def packed(
         self, x_BTD: Tensor, documents: Documents, prefix: KeyCache | None, attention: AttentionState
     ) -> Tensor:
-        """All documents' first segments, then all second ones, and so on; finished documents drop out."""
+        """Process all first segments, then all second ones, and so on; finished documents drop out."""
         layout = documents.segments or Segments.of(documents, self.segment_size)
         state, outputs = self.start(1, attention), []
         for tokens, segments in zip(layout.split(x_BTD), layout.steps, strict=True):

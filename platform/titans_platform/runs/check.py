@@ -67,7 +67,7 @@ def _model_alone(cfg: RunConfig) -> RunConfig:
 
 @cache
 def _sizes(text: str) -> Sizes:
-    """All blocks have the same size, so models of one and two blocks give the size at any depth."""
+    """Extrapolate from models of one and two blocks to any depth: all blocks have the same size."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
     one, two = (build_small(objective, blocks) for blocks in (1, 2))

@@ -187,7 +187,7 @@ class RunFolder:
         return self.result() or (Result.model_validate(stale) if stale else None)
 
     def failure(self) -> dict[str, Any] | None:
-        """Why the last attempt failed (keys reason, trace, time, commit), or None."""
+        """Return the last attempt's failure (keys reason, trace, time, commit), or None."""
         return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
@@ -214,7 +214,7 @@ class RunFolder:
         return elsewhere and progress is not None and progress["age"] < ALIVE
 
     def state(self) -> str:
-        """One of done, running, failed, interrupted (begun, but no process holds it), missing."""
+        """Return done, running, failed, interrupted (begun, but no process holds it) or missing."""
         if self.result():
             return "done"
         if self.is_held():
@@ -290,7 +290,7 @@ class RunFolder:
         self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
 
     def ended(self) -> float | None:
-        """When the run last recorded anything, in seconds since the epoch; None if it never did."""
+        """Return the time of the run's last record, in seconds since the epoch; None if it has none."""
         record = self.record()
         times = record.get("progress", {}).get("time"), record.get("attempt", {}).get("ended")
         return max(filter(None, times), default=None)

@@ -210,7 +210,7 @@ def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
 
 
 def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
-    """From the mean seconds of each row's finished cells; None without any."""
+    """Estimate from the mean seconds of each row's finished cells; None without any."""
     known: dict[str, list[float]] = {}
     for cell in study.cells:
         if (result := cell.folder(study.root).shown_result()) and result.train_seconds:
@@ -223,7 +223,7 @@ def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] |
 
 
 def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
-    """From the FLOPs of each row at an assumed MFU; None where the GPU or a row's FLOPs are unknown."""
+    """Estimate from the FLOPs of each row at an assumed MFU; None if the GPU or a row's FLOPs are unknown."""
     speeds = {row: speed(config, study) for row, config in {cell.row: cell.config for cell in todo}.items()}
     if not all(speeds.values()):
         return None
