@@ -104,6 +104,14 @@ class Result(Measures):
         return int(self.config["optim"]["steps"])
 
     @property
+    def plain_forms(self) -> list[str]:
+        """The forms of the memory that ran on a GPU without kernels of ours."""
+        if str(self.environment.get("device", "CPU")).startswith("CPU"):
+            return []
+        names = (form.removeprefix("neural_memory: ") for form in self.forms)
+        return [name for name in names if name in ("chunked", "generic", "reference")]
+
+    @property
     def seconds(self) -> float:
         """Seconds of training and evaluation."""
         return self.train_seconds + self.eval_seconds

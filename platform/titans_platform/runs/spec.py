@@ -230,7 +230,8 @@ def this_machine(resources: Resources = Resources()) -> Machine:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
         flops = next((gpu.flops for gpu in _gpus(device.name)), 0.0)
-        gpu = Gpu(device.name, device.total_memory / 2**30, flops)
+        arch = 10 * device.major + device.minor
+        gpu = Gpu(device.name, device.total_memory / 2**30, flops, arch)
     return Machine(cores(), torch.cuda.device_count(), gpu=gpu)
 
 

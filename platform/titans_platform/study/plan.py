@@ -16,7 +16,6 @@ from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
-    check_batch,
     check_resources,
     check_start,
     machine_memory,
@@ -108,7 +107,6 @@ def check_with_data(study: StudyRun) -> None:
     """Run a worker's checks before any cell starts. Raises UsageError."""
 
     def check(config: RunConfig) -> None:
-        check_batch(config, study.resources)
         check_start(config)
         objective = build_objective(config)
         objective.check(objective.open(study.root))
