@@ -144,6 +144,6 @@ class MAC(Block):
 
 
 def _first_rows(state: MACState, rows: int) -> MACState:
-    """The state of the documents that continue, all at the end of a segment."""
+    """Return the state of the documents that continue, all at the end of a segment."""
     state = state._replace(segment=state.written.start.weights, attention=state.attention.closed())
     return tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, state)
