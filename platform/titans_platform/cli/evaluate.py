@@ -273,7 +273,7 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
 
 
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
-    """Each task of the study's columns once, at each of its lengths."""
+    """Yield each task of the study's columns once, at each of its lengths."""
     from titans_platform.data import load_tokenizer
     from titans_platform.study.grid import expand, load_study
     from titans_platform.tasks import GeneratedTask, build_task, row_length

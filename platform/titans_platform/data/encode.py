@@ -72,7 +72,7 @@ def encode_documents(
 
 
 def split_documents(documents: Iterator[Document], fraction: float, seed: int) -> Placed:
-    """Each document with whether it is held out for validation, by the hash of its key.
+    """Yield each document, marked if it is held out for validation, by the hash of its key.
 
     Documents of a small source are ranked by that hash, and a ``fraction`` of them (at least one, never all)
     is held out; in a larger source each is held out with probability ``fraction``. A single document
@@ -190,7 +190,7 @@ def generate_items(
 
 
 def interleave(weights: list[float]) -> list[int]:
-    """One cycle of indices into ``weights``, each as often as its weight says and spread evenly.
+    """Return a cycle of indices into ``weights``, each as often as its weight says and spread evenly.
 
     Proportions that need a cycle longer than CYCLE are rounded to it, none to zero.
     """

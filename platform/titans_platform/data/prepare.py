@@ -109,7 +109,7 @@ class PreparedData:
         )  # fmt: skip
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """All validation rows once, in a fixed order. Raises UsageError if there are none."""
+        """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""
         if not any(len(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             none = f"{have} validation tokens make no row of {self.config.sequence_length} + 1"

@@ -299,7 +299,7 @@ class HubSource(RecordSource):
         return self.contents(map(local_file, below)) if os.path.isdir(self.dataset) else None
 
     def plan(self) -> SourcePlan:
-        """One part per file of the dataset, at its newest commit."""
+        """Plan one part per file of the dataset, at its newest commit."""
         revision = self.source.revision or self._newest()
         if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
             return SourcePlan((), revision)
@@ -357,7 +357,7 @@ SOURCES = Registry(
 
 
 def kind_of(path: Path) -> str | None:
-    """One of KINDS, seen through a compression suffix; None for another."""
+    """Return one of KINDS, seen through a compression suffix; None for another."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
     return suffix if suffix in KINDS else None
 

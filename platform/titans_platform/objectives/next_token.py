@@ -84,7 +84,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")
 
     def check(self, data: PreparedData | None = None) -> None:
-        """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
+        """Check also that the vocabulary covers the data, and that task sources name existing tasks."""
         if data is not None:
             check_vocabulary(self.cfg, data.tokenizer)
         elif self.cfg.data.tokenizer in VOCABULARIES:

@@ -25,7 +25,7 @@ from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
-from titans_platform.runs.check import training_flops
+from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
 from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
 from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
@@ -199,6 +199,8 @@ class Worker:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("build"):
             self.objective.check(self.data)
+            if arch := gpu_arch(self.device):
+                check_kernels(cfg, arch)
             stream = self._stream()
             model, length = self.objective.build_model(), cfg.data.sequence_length
             trainer = Trainer(

@@ -104,6 +104,14 @@ class Result(Measures):
         return int(self.config["optim"]["steps"])
 
     @property
+    def plain_forms(self) -> list[str]:
+        """The forms of the memory that ran on a GPU without kernels of ours."""
+        if str(self.environment.get("device", "CPU")).startswith("CPU"):
+            return []
+        names = (form.removeprefix("neural_memory: ") for form in self.forms)
+        return [name for name in names if name in ("chunked", "generic", "reference")]
+
+    @property
     def seconds(self) -> float:
         """Seconds of training and evaluation."""
         return self.train_seconds + self.eval_seconds
@@ -197,7 +205,7 @@ class RunFolder:
         self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint)
 
     def failure(self) -> dict[str, Any] | None:
-        """Why the last attempt failed (keys reason, trace, time, commit), or None."""
+        """Return the last attempt's failure (keys reason, trace, time, commit), or None."""
         return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
@@ -224,7 +232,7 @@ class RunFolder:
         return elsewhere and progress is not None and progress["age"] < ALIVE
 
     def state(self) -> str:
-        """One of done, running, failed, interrupted (begun, but no process holds it), missing."""
+        """Return done, running, failed, interrupted (begun, but no process holds it) or missing."""
         if self.result():
             return "done"
         if self.is_held():
@@ -300,7 +308,7 @@ class RunFolder:
         self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
 
     def ended(self) -> float | None:
-        """When the run last recorded anything, in seconds since the epoch; None if it never did."""
+        """Return the time of the run's last record, in seconds since the epoch; None if it has none."""
         record = self.record()
         times = record.get("progress", {}).get("time"), record.get("attempt", {}).get("ended")
         return max(filter(None, times), default=None)
