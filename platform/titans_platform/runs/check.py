@@ -163,7 +163,9 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> int:
 
 def recomputed(optim: OptimConfig) -> bool | str:
     """Return what is recomputed on a GPU, as `Block.recompute`; ``optim.recompute`` may leave it open."""
-    return ("selective" if optim.compile is not False else False) if optim.recompute is None else optim.recompute
+    return (
+        ("selective" if optim.compile is not False else False) if optim.recompute is None else optim.recompute
+    )
 
 
 def seconds_per_token(config: RunConfig) -> float | None:

@@ -168,8 +168,10 @@ class Worker:
         self.phases = Phases()
         with self.phases.phase("data"):
             self.objective = spec.objective
-            self.data = self.objective.open(spec.root)
+            self.data = self.objective.reopen(spec.root, spec.data)
         with self.phases.phase("record"):
+            if rank() == 0:
+                spec.folder.keep_data(self.data)
             self.reporter = Reporter(spec) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Result | dict[str, float]:

@@ -140,8 +140,9 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
-        name = run_name(config, known[key].fingerprint, study.resources.hashed_workers)
-        return replace(cell, config=config, name=name)
+        data = known[key].fingerprint
+        name = run_name(config, data, study.resources.hashed_workers)
+        return replace(cell, config=config, name=name, data=data)
 
     def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:
         with suppress(NotPrepared):
