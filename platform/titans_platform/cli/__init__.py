@@ -30,7 +30,6 @@ AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
-    "clean": ("runs", "clean", "Delete old checkpoints of finished runs."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
     "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),

@@ -52,8 +52,7 @@ class Measurement:
     chance: float
     items: int
     buckets: dict[str, float] = field(default_factory=dict)
-    """The value by bucket: perplexity by the number of tokens that a prediction could see (`"64-127"`),
-    accuracy by the depth of a needle (`"30-40%"`)."""
+    """The value by bucket, such as accuracy by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
     """Accuracy of the task's best heuristic, or chance if that is higher; None: the task lists none."""
     heuristic: str | None = None
