@@ -183,7 +183,7 @@ def bench() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
     # schedulers preempt a job with SIGTERM: handle it like Ctrl-C
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -226,7 +226,3 @@ def _failed(message: str, code: int, debug: bool) -> int:
         traceback.print_exc()
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt

@@ -231,7 +231,10 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     Every rank calls it; rank 0 chooses. Raises UsageError if there are checkpoints but all are corrupt, or if
     the checkpoint is of another model; StorageError.
     """
-    if path := _chosen(lambda: newest(folder)):
+    choice = [newest(folder) if rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(choice)
+    if path := choice[0]:
         restore_from(path, trainer)
     elif latest := next(iter(saved(folder)), None):
         why = f"{find_corruption(latest)}, and no checkpoint before it is whole"
@@ -249,13 +252,6 @@ def restore_from(path: Path, trainer: Trainer) -> None:
     if (own := state["rng"].get(f"rank{rank()}")) is not None:
         set_rng_state(own)
     trainer.progress = retry_transient(lambda: read_manifest(path)).progress
-
-
-def _chosen(choose: Callable[[], Path | None]) -> Path | None:
-    choice = [choose() if rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(choice)
-    return choice[0]
 
 
 def check_weights(path: Path, model: nn.Module) -> None:
