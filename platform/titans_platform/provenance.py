@@ -26,14 +26,16 @@ class Gpu:
     """GiB that PyTorch can allocate."""
     flops: float
     """Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the data sheet; half of it in TF32."""
+    arch: int
+    """Architecture: 90 is sm_90."""
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        Gpu("B200", 178.3, 2250e12), Gpu("H200", 139.8, 989e12), Gpu("H100", 79.1, 989e12),
-        Gpu("A100", 79.1, 312e12), Gpu("L40S", 44.4, 362e12), Gpu("A10G", 22.0, 70e12),
-        Gpu("RTX 4090", 23.5, 165e12), Gpu("V100", 31.7, 125e12),
+        Gpu("B200", 178.3, 2250e12, 100), Gpu("H200", 139.8, 989e12, 90), Gpu("H100", 79.1, 989e12, 90),
+        Gpu("A100", 79.1, 312e12, 80), Gpu("L40S", 44.4, 362e12, 89), Gpu("A10G", 22.0, 70e12, 86),
+        Gpu("RTX 4090", 23.5, 165e12, 89), Gpu("V100", 31.7, 125e12, 70),
     )
 }  # fmt: skip
 """GPUs by a substring of the device's name, each with the larger memory it is sold with."""

@@ -10,13 +10,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titans_platform.config import DataConfig, SourceConfig
+from titans_platform.config import DataConfig, SourceConfig, hashes_of
 from titans_platform.data.shards import BoolArray
 from titans_platform.data.sources import Document
 from titans_platform.data.tokenizer import Tokenizer
@@ -164,13 +163,7 @@ def task_identity(config: SourceConfig) -> list[Any]:
     """
     from titans_platform.tasks import build_task
 
-    identity = []
-    for task in config.tasks:
-        files = (Path(value) for value in task.options.values() if isinstance(value, str))
-        stats = (path.stat() for path in files if path.is_file())
-        stamps = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-        identity.append([task.task, build_task(task).version, stamps])
-    return identity
+    return [[task.task, build_task(task).version, hashes_of(task.options)] for task in config.tasks]
 
 
 def generate_items(

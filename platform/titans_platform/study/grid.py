@@ -48,6 +48,8 @@ class Cell:
     seed: int
     config: RunConfig
     name: str | None = None
+    data: str = ""
+    """Fingerprint of the data that the name was computed from."""
 
     def folder(self, root: Path) -> RunFolder:
         """Return the run's folder under a storage root; for a cell without a name, one that never exists."""
