@@ -123,8 +123,8 @@ def _folders(root: Path) -> list[RunFolder]:
 def _folder(run: str, root: Path) -> RunFolder:
     folders = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
     if len(folders) != 1:
-        what = f"{len(folders)} runs match this prefix; give more of the name" if folders else "no such run"
-        raise UsageError(f"{run}: {what} under {root / 'cells'}; titans runs list shows them")
+        cause = f"{len(folders)} runs match this prefix; give more of the name" if folders else "no such run"
+        raise UsageError(f"{run}: {cause} under {root / 'cells'}; titans runs list shows them")
     return folders[0]
 
 
