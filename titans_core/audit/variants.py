@@ -52,10 +52,7 @@ def variant_factory(name: str, width: int = 32, **fields: Any) -> Callable[[], A
 
 
 def layer_factory(
-    target: str,
-    width: int = 32,
-    arguments: Mapping[str, Any] = MappingProxyType({}),
-    adapter: str | None = None,
+    target: str, width: int, arguments: Mapping[str, Any], adapter: str | None = None
 ) -> Callable[[], Any]:
     """Return a factory of a layer by the import path of its class or function, for `audit`; tried once.
 
