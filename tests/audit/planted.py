@@ -1,48 +1,177 @@
-"""Planted faults: training, pieces, decoding, documents and lengths; `leaks` has the others."""
+"""Layers with one known fault each, by the check that must find it.
 
-from typing import Any
+A fault replaces methods of a correct layer of `layers`, which is its twin.
+"""
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.audit.layers import CHUNK, Attention, Blocks, Chunked, D, Delta, State, fault
+from tests.audit.layers import CHUNK, VOCAB, Attention, Blocks, Chunked, D, Delta, State, Tokens, fault, plant
+
+# leaks from the future
+
+pad = lambda left, right: lambda _, x: F.pad(x, (0, 0, left, right))  # noqa: E731
+ConvolutionOneAhead = plant("causal_gradient", Blocks, "convolution one ahead", pad=pad(2, 1))
+plant("causal_gradient", Blocks, "centred convolution", pad=pad(1, 2))
+plant("causal_gradient", Blocks, "reversed sum", prepare=lambda _, x: x.flip(1).cumsum(1).flip(1) / 16)
+over_time = lambda x: (x - x.mean(1, keepdim=True)) / (x.std(1, keepdim=True, correction=0) + 1e-5)  # noqa: E731
+plant("causal_gradient", Blocks, "norm over time", normalize=lambda self, x: self.norm(over_time(x)))
+# as an int8 quantiser with one scale for the sequence does; the scale is detached
+scaled = lambda self, x: self.norm(x) + 0.1 * x / x.detach().abs().amax((1, 2), keepdim=True)  # noqa: E731
+plant("causal_perturbation", Blocks, "scaled by the maximum over time", normalize=scaled)
+of_next = lambda self, x: Delta.gate(self, torch.cat([x[:, 1:], x[:, -1:]], 1))  # noqa: E731
+plant("causal_gradient", Delta, "gates of the next token", gate=of_next)
+off_by_one = lambda _, n, scores: (scores - 0.3 * n.abs()).masked_fill(n < -1, -torch.inf)  # noqa: E731
+plant("causal_gradient", Attention, "mask off by one", mask=off_by_one)
+# a mask of a finite penalty, which large scores pass
+soft = lambda _, n, scores: scores - 0.3 * n.abs() - 6.0 * (n < 0)  # noqa: E731
+plant("causal_gradient", Attention, "soft mask", mask=soft)
+
+
+@fault("causal_gradient", Chunked, "read")
+def every_token_of_a_chunk_reads_the_weights_after_it(self, states, q):
+    last = [min(t - t % CHUNK + CHUNK, len(states)) - 1 for t in range(len(states))]
+    return Chunked.read(self, [states[t] for t in last], q)
+
+
+@fault("causal_gradient", Delta, "prepare")
+def last_of_sixteen_tokens_sees_the_next(self, x):
+    ends = torch.arange(15, x.shape[1] - 1, 16)
+    return x.index_add(1, ends, 0.1 * x[:, ends + 1])
+
+
+@fault("causal_perturbation", Blocks, "normalize")
+def half_with_the_largest_norm(self, x):
+    norm = x.square().sum(-1)
+    return self.norm(x) * (norm >= norm.median(1, keepdim=True).values)[..., None]
+
+
+@fault("impossible_retrieval", Tokens, "inputs")
+def labels_shifted_once_too_often(self, tokens):
+    labels = torch.cat([tokens[:, 1:], tokens[:, -1:]], 1)
+    return self.embedding(tokens) + 0.5 * self.embedding((labels + 1) % VOCAB)
+
+
+@fault("causal_perturbation", Tokens, "inputs")
+def rank_among_all_tokens_of_the_row(self, tokens):
+    rank = tokens.argsort(dim=1, stable=True).argsort(dim=1)
+    return self.embedding(tokens) + 0.05 * rank[..., None]
+
+
+# leaks from other rows, other calls, the size of the batch
+
+mean_row = lambda self, x: Delta.gate(self, x.mean(0, keepdim=True).expand_as(x))  # noqa: E731
+plant("rows", Delta, "gates of the mean row", gate=mean_row)
+plant("repeatable", Blocks, "dropout in evaluation", drop=lambda _, x: F.dropout(x, 0.1))
+plant("batch_size", Blocks, "divided by the batch", normalize=lambda self, x: self.norm(x) / len(x))
+
+
+@fault("rows", Blocks)
+class BatchNorm(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(D)
+
+    def normalize(self, x: Tensor) -> Tensor:
+        return self.batch_norm(x.mT).mT
+
+
+@fault("rows", Blocks, "pad")
+def last_tokens_of_a_row_reach_the_next(self, x):
+    flat = F.pad(x.reshape(-1, D), (0, 0, 3, 0))
+    return torch.stack([flat[i * x.shape[1] : (i + 1) * x.shape[1] + 3] for i in range(len(x))])
+
+
+@fault("repeatable", Delta)
+class LastStateOfACallIsTheFirstOfTheNext(Delta):
+    kept: Tensor | None = None
+
+    def start(self, batch: int) -> State:
+        state = super().start(batch)
+        return state if self.kept is None else state._replace(S=self.kept[:1].expand(batch, D, D))
+
+    def read(self, states: list[Tensor], q: Tensor) -> Tensor:
+        self.kept = states[-1].detach()
+        return super().read(states, q)
+
+
+@fault("repeatable", Blocks, "normalize")
+def running_scale_updated_in_evaluation(self, x):
+    seen = x.detach().abs().mean()
+    self.scale = seen if not hasattr(self, "scale") else 0.9 * self.scale + 0.1 * seen
+    return self.norm(x) / self.scale
+
+
+@fault("repeatable", Blocks, "prepare")
+def changes_its_input(self, x):
+    if not torch.is_grad_enabled():
+        x *= 0.5
+    return x
+
+
+@fault("batch_size", Delta, "convolve")
+def path_of_one_row_leaves_the_residual_out(self, x, tail):
+    y, tail = Delta.convolve(self, x, tail)
+    return (y - x if len(x) == 1 else y), tail
+
+
+@fault("modes", Chunked, "gate")
+def form_of_training_does_not_decay(self, x):
+    alpha, theta = Chunked.gate(self, x)
+    return (torch.ones_like(alpha) if self.training else alpha), theta
+
 
 # training
-
-
-@fault("finite_differences")
-class DetachedWrite(Delta):
-    """The error of the inner loop is a constant to the outer loop."""
-
-    def write(self, S: Tensor, start: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor) -> Tensor:
-        error = (v - torch.einsum("bij,bj->bi", start, k)).detach()
-        return alpha * S + theta * torch.einsum("bi,bj->bij", error, k)
-
-
-@fault("finite_differences")
-class HalfDetachedWrite(Chunked):
-    """The gradient is taken at detached weights, which only misses how one chunk reaches the next."""
-
-    def write(self, S: Tensor, start: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor) -> Tensor:
-        return super().write(S, start.detach(), k, v, alpha, theta)
 
 
 class _Scale(torch.autograd.Function):
     """y = g x, whose backward pass forgets the derivative of g."""
 
     @staticmethod
-    def forward(ctx: Any, g: Tensor, x: Tensor) -> Tensor:
+    def forward(ctx, g, x):
         ctx.save_for_backward(g)
         return g * x
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx, grad):
         return None, grad * ctx.saved_tensors[0]
 
 
-@fault("parameters")
-class MissingDerivative(Blocks):
+class _Silu(torch.autograd.Function):
+    """x sigmoid(x), with the derivative of the sigmoid's part left out."""
+
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return F.silu(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].sigmoid()
+
+
+plant("finite_differences", Blocks, "wrong derivative", drop=lambda self, x: self.dropout(_Silu.apply(x)))
+# the gradient is taken at detached weights, which only misses how one chunk reaches the next
+half = lambda self, S, start, *rest: Chunked.write(self, S, start.detach(), *rest)  # noqa: E731
+plant("finite_differences", Chunked, "half-detached write", write=half)
+
+
+@fault("finite_differences", Delta, "write")
+def detached_write(self, S, start, k, v, alpha, theta):
+    error = (v - torch.einsum("bij,bj->bi", start, k)).detach()
+    return alpha * S + theta * torch.einsum("bi,bj->bij", error, k)
+
+
+@fault("parameters", Blocks)
+class UnusedParameter(Blocks):
+    def __init__(self) -> None:
+        super().__init__()
+        self.skip = nn.Linear(D, D)
+
+
+@fault("parameters", Blocks)
+class MissingDerivativeOfAParameter(Blocks):
     def __init__(self) -> None:
         super().__init__()
         self.g = nn.Parameter(torch.randn(D))
@@ -51,43 +180,14 @@ class MissingDerivative(Blocks):
         return _Scale.apply(self.g, self.norm(x))
 
 
-class _Silu(torch.autograd.Function):
-    """x sigmoid(x), with the derivative of the sigmoid's part left out."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        ctx.save_for_backward(x)
-        return F.silu(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return grad * ctx.saved_tensors[0].sigmoid()
+@fault("parameters", Delta, "start")
+def initial_state_is_not_trained(self, batch):
+    S = self.S0.data.expand(batch, D, D)
+    return Delta.start(self, batch)._replace(S=S, start=S)
 
 
-@fault("finite_differences")
-class WrongDerivative(Blocks):
-    def drop(self, x: Tensor) -> Tensor:
-        return super().drop(_Silu.apply(x))
-
-
-@fault("parameters")
-class UnusedParameter(Blocks):
-    def __init__(self) -> None:
-        super().__init__()
-        self.skip = nn.Linear(D, D)
-
-
-@fault("parameters")
-class InitialStateNotTrained(Delta):
-    def start(self, batch: int) -> State:
-        S = self.S0.data.expand(batch, D, D)
-        return super().start(batch)._replace(S=S, start=S)
-
-
-@fault("reference")
-class FastFormDropsATerm(Delta):
-    """The parallel form leaves out that the error depends on what was written."""
-
+@fault("reference", Delta)
+class FastFormLeavesOutWhatWasWritten(Delta):
     def write(self, S: Tensor, start: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor) -> Tensor:
         return alpha * S + theta * torch.einsum("bi,bj->bij", v, k)
 
@@ -100,185 +200,125 @@ class FastFormDropsATerm(Delta):
 # pieces, decoding, documents
 
 
-@fault("pieces")
-class DroppedRemainder(Chunked):
-    """Tokens after the last whole chunk are read but not in the state that is returned."""
-
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        y, after = super().forward(x, state)
-        whole = x.shape[1] - x.shape[1] % CHUNK
-        kept = super().forward(x[:, :whole], state)[1] if whole else state or self.start(len(x))
-        return y, after._replace(S=kept.S, start=kept.start)
+@fault("pieces", Chunked, "forward")
+def tokens_after_the_last_whole_chunk_are_not_in_the_state(self, x, state=None):
+    y, after = Chunked.forward(self, x, state)
+    whole = x.shape[1] - x.shape[1] % CHUNK
+    kept = Chunked.forward(self, x[:, :whole], state)[1] if whole else state or self.start(len(x))
+    return y, after._replace(S=kept.S, start=kept.start)
 
 
-@fault("pieces")
-class ChunksFromEachCall(Chunked):
-    """A chunk begins with every call, wherever the last one ended."""
-
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        y, state = super().forward(x, state)
-        return y, state._replace(seen=0)
+@fault("pieces", Chunked, "forward")
+def a_chunk_begins_with_every_call(self, x, state=None):
+    y, state = Chunked.forward(self, x, state)
+    return y, state._replace(seen=0)
 
 
-@fault("pieces")
-class HalfPrecisionState(Delta):
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        if state is not None:
-            state = state._replace(S=state.S.to(x.dtype))
-        y, state = super().forward(x, state)
-        return y, state._replace(S=state.S.bfloat16())
+@fault("pieces", Delta, "forward")
+def state_in_half_precision(self, x, state=None):
+    y, state = Delta.forward(self, x, state and state._replace(S=state.S.to(x.dtype)))
+    return y, state._replace(S=state.S.bfloat16())
 
 
-@fault("pieces")
-class CacheOffByOne(Delta):
-    """The convolution's cache ends one token early."""
-
-    def convolve(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        y, _ = super().convolve(x, tail)
-        return y, torch.cat([tail, x], 1)[:, -3:-1].clone()
+@fault("pieces", Delta, "convolve")
+def cache_ends_one_token_early(self, x, tail):
+    return Delta.convolve(self, x, tail)[0], torch.cat([tail, x], 1)[:, -3:-1].clone()
 
 
-@fault("decoding")
-class DecodesWithoutGate(Delta):
-    """The path of a single token reads before it writes."""
-
-    def read(self, states: list[Tensor], q: Tensor) -> Tensor:
-        if len(states) > 1:
-            return super().read(states, q)
-        return super().read([0.9 * states[0]], q)
+@fault("decoding", Delta, "read")
+def single_token_reads_before_it_writes(self, states, q):
+    return Delta.read(self, states if len(states) > 1 else [0.9 * states[0]], q)
 
 
-@fault("state_kept")
-class StateInPlace(Delta):
-    def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
-        y, after = super().forward(x, state)
-        if state is None:
-            return y, after._replace(S=after.S.clone())
-        state.S.copy_(after.S)
-        return y, after._replace(S=state.S)
+@fault("state_kept", Delta, "forward")
+def state_in_place(self, x, state=None):
+    y, after = Delta.forward(self, x, state)
+    if state is None:
+        return y, after._replace(S=after.S.clone())
+    return y, after._replace(S=state.S.copy_(after.S))
 
 
-@fault("packed")
-class ResetMissing(Delta):
-    def packed(self, x: Tensor, borders: Tensor) -> Tensor:
-        return self(x)[0]
+plant("packed", Delta, "no reset", packed=lambda self, x, borders: self(x)[0])
 
 
-@fault("packed")
-class ConvolutionNotReset(Delta):
-    """Documents share the convolution's window."""
-
-    def packed(self, x: Tensor, borders: Tensor) -> Tensor:
-        outputs, tail = [], None
-        for document in x.split(borders.diff().tolist(), 1):
-            state = self.start(len(x))
-            y, after = self(document, state if tail is None else state._replace(tail=tail))
-            outputs, tail = [*outputs, y], after.tail
-        return torch.cat(outputs, 1)
+@fault("packed", Delta, "packed")
+def documents_share_the_window_of_the_convolution(self, x, borders):
+    outputs, tail = [], None
+    for document in x.split(borders.diff().tolist(), 1):
+        state = self.start(len(x))
+        y, after = self(document, state if tail is None else state._replace(tail=tail))
+        outputs, tail = [*outputs, y], after.tail
+    return torch.cat(outputs, 1)
 
 
-# lengths
+# lengths, growth, precision
+
+plant("short_inputs", Blocks, "divided by length", normalize=lambda self, x: self.norm(x) / x.shape[1] ** 0.5)
+from_end = lambda self, n, scores: Attention.mask(  # noqa: E731
+    self, n, scores * torch.arange(scores.shape[-1], 0, -1) / 8
+)
+plant("short_inputs", Attention, "position from the end", mask=from_end)
 
 
-@fault("short_inputs")
-class ShortInputsNotWritten(Chunked):
-    """Fewer tokens than a chunk are not written."""
-
-    def write(self, S: Tensor, start: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor) -> Tensor:
-        return S if self.short else super().write(S, start, k, v, alpha, theta)
+@fault("short_inputs", Chunked)
+class FewerTokensThanAChunkAreNotWritten(Chunked):
+    def write(self, S: Tensor, *rest: Tensor) -> Tensor:
+        return S if self.short else super().write(S, *rest)
 
     def forward(self, x: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         self.short = state is None and x.shape[1] < CHUNK
         return super().forward(x, state)
 
 
-@fault("short_inputs")
-class DividedByLength(Blocks):
-    def normalize(self, x: Tensor) -> Tensor:
-        return self.norm(x) / x.shape[1] ** 0.5
+@fault("short_inputs", Blocks, "normalize")
+def fails_on_one_token(self, x):
+    if x.shape[1] == 1:
+        raise IndexError("index out of range")
+    return self.norm(x)
 
 
-@fault("short_inputs")
-class PositionFromTheEnd(Attention):
-    def mask(self, distance: Tensor, scores: Tensor) -> Tensor:
-        position = torch.arange(scores.shape[-1], 0, -1) / 8
-        return super().mask(distance, scores * position)
+@fault("long_inputs", Blocks, "prepare")
+def divides_by_a_decay_that_underflows(self, x):
+    decay = 0.8 ** torch.arange(x.shape[1], dtype=x.dtype)[:, None]
+    return (x / decay).cumsum(1) * decay
 
 
-@fault("short_inputs")
-class FailsOnOneToken(Blocks):
-    def normalize(self, x: Tensor) -> Tensor:
-        if x.shape[1] == 1:
-            raise IndexError("index out of range")
-        return self.norm(x)
+@fault("long_inputs", Delta, "gate")
+def steps_so_large_that_repeated_keys_diverge(self, x):
+    alpha, theta = Delta.gate(self, x)
+    return torch.ones_like(alpha), 2.05 + 0.05 * theta
 
 
-@fault("long_inputs")
-class DividesByDecay(Blocks):
-    """The parallel form of a decaying sum that divides by the decay's product, which underflows."""
-
-    def prepare(self, x: Tensor) -> Tensor:
-        decay = 0.8 ** torch.arange(x.shape[1], dtype=x.dtype)[:, None]
-        return (x / decay).cumsum(1) * decay
+@fault("state_growth", Delta, "convolve")
+def cache_keeps_every_input(self, x, tail):
+    return Delta.convolve(self, x, tail[:, -2:])[0], torch.cat([tail, x], 1)
 
 
-@fault("long_inputs")
-class Grows(Delta):
-    """No forgetting, and a step so large that repeated keys diverge."""
-
-    def gate(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        alpha, theta = super().gate(x)
-        return torch.ones_like(alpha), 2.05 + 0.05 * theta
+@fault("state_growth", Delta, "convolve")
+def cache_is_a_view_of_the_whole_input(self, x, tail):
+    return Delta.convolve(self, x, tail)[0], torch.cat([tail, x], 1)[:, -2:]
 
 
-@fault("state_growth")
-class StateGrows(Delta):
-    """Keeps every input in the convolution's cache."""
-
-    def convolve(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        y, _ = super().convolve(x, tail[:, -2:])
-        return y, torch.cat([tail, x], 1)
+@fault("time_growth", Delta, "prepare")
+def each_window_from_the_start(self, x):
+    return x + 0.1 * torch.stack([x[:, : t + 1].clone()[:, -1] for t in range(x.shape[1])], 1)
 
 
-@fault("state_growth")
-class StateIsAView(Delta):
-    """The cache is a view of the whole input, which it keeps alive."""
-
-    def convolve(self, x: Tensor, tail: Tensor) -> tuple[Tensor, Tensor]:
-        return super().convolve(x, tail)[0], torch.cat([tail, x], 1)[:, -2:]
+rounded = lambda self, x: self.norm(x.bfloat16().to(x.dtype))  # noqa: E731
+plant("float32", Blocks, "bfloat16 inside", normalize=rounded)
 
 
-@fault("time_growth")
-class QuadraticTime(Delta):
-    """Computes each output's window again from the start."""
-
-    def prepare(self, x: Tensor) -> Tensor:
-        return x + 0.1 * torch.stack([x[:, : t + 1].clone()[:, -1] for t in range(x.shape[1])], 1)
-
-
-@fault("float32")
-class BfloatInside(Blocks):
-    def normalize(self, x: Tensor) -> Tensor:
-        return self.norm(x.bfloat16().to(x.dtype))
+@fault("float32", Blocks, "normalize")
+def variance_by_cancellation(self, x):
+    x = x + 300
+    mean = x.mean(-1, keepdim=True)
+    variance = x.square().mean(-1, keepdim=True) - mean.square()
+    return (x - mean) / (variance.abs() + 1e-5).sqrt() * self.norm.weight + self.norm.bias
 
 
-@fault("float32")
-class CancelledVariance(Blocks):
-    """The variance as E[x^2] - E[x]^2 of values with a large mean."""
-
-    def normalize(self, x: Tensor) -> Tensor:
-        x = x + 300
-        mean = x.mean(-1, keepdim=True)
-        variance = x.square().mean(-1, keepdim=True) - mean.square()
-        return (x - mean) / (variance.abs() + 1e-5).sqrt() * self.norm.weight + self.norm.bias
-
-
-@fault("bfloat16")
-class CountsInBfloat(Blocks):
-    """A position counted by adding ones, which bfloat16 cannot beyond 256."""
-
-    def prepare(self, x: Tensor) -> Tensor:
-        totals = [8 * torch.ones_like(x[:, 0])]
-        for _ in range(1, x.shape[1]):
-            totals.append(totals[-1] + 8 * torch.ones_like(x[:, 0]) * 1.01)
-        return x + (torch.stack(totals, 1) * 0.1).sin() * 8
+@fault("bfloat16", Blocks, "prepare")
+def positions_counted_in_bfloat16(self, x):
+    totals = [8 * torch.ones_like(x[:, 0])]
+    for _ in range(1, x.shape[1]):
+        totals.append(totals[-1] + 8 * torch.ones_like(x[:, 0]) * 1.01)
+    return x + (torch.stack(totals, 1) * 0.1).sin() * 8

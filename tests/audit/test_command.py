@@ -51,7 +51,7 @@ def call(*arguments: str) -> int:
     return run(["audit", *arguments])
 
 
-def test_a_correct_layer_passes_with_a_table_and_json(capsys):
+def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys):
     assert call(f"{LAYERS}:Blocks", *QUICK) == 0
     out, _ = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
@@ -62,10 +62,7 @@ def test_a_correct_layer_passes_with_a_table_and_json(capsys):
     assert [r["check"] for r in found["results"]] == ["causal_gradient", "repeatable", "pieces"]
     assert found["passed"]
     assert found["precision"] == "float64"
-
-
-def test_a_finding_is_exit_code_1_with_the_smallest_example(capsys):
-    assert call("tests.audit.leaks:ConvolutionOneAhead", *QUICK) == 1
+    assert call("tests.audit.planted:ConvolutionOneAhead", *QUICK) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail 2 tokens, output 0, input 1" in out
     assert call(f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta", "--json") == 0
@@ -113,7 +110,7 @@ def test_a_new_check_is_one_function(monkeypatch):
     assert (result.verdict, result.value, result.proves) == ("pass", 72, "The layer is small")
 
 
-def test_a_layer_that_cannot_be_called_is_one_line():
+def test_layers_that_cannot_be_called_or_cast_are_handled():
     class Broken(nn.Module):
         def forward(self, x):
             raise RuntimeError("only on Tuesdays")
@@ -126,16 +123,6 @@ def test_a_layer_that_cannot_be_called_is_one_line():
     with pytest.raises(AuditError, match="either width"):
         Adapter(nn.Identity(), torch.relu)
 
-
-@pytest.mark.parametrize("name", ["lmm", "mac", "mamba2"])
-def test_a_variant_passes_what_is_quick(name):
-    skip = ["impossible_retrieval", "time_growth", "state_growth", "finite_differences", "long_inputs"]
-    report = audit(variant_factory(name, 16), length=40, skip=skip)
-    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
-    assert len(report.of("not applicable")) <= 1
-
-
-def test_a_layer_that_casts_to_float32_is_still_checked_in_float64():
     class Casts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -147,3 +134,11 @@ def test_a_layer_that_casts_to_float32_is_still_checked_in_float64():
     report = audit(Casts, width=8, length=24, only=["finite_differences"])
     assert report.precision == "float64"
     assert report["finite_differences"].verdict == "pass"
+
+
+@pytest.mark.parametrize("name", ["lmm", "mac", "mamba2"])
+def test_a_variant_passes_what_is_quick(name):
+    skip = ["impossible_retrieval", "time_growth", "state_growth", "finite_differences", "long_inputs"]
+    report = audit(variant_factory(name, 16), length=40, skip=skip)
+    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
+    assert len(report.of("not applicable")) <= 1

@@ -154,10 +154,16 @@ def test_bf16_autocast_keeps_the_state_in_float32(variant):
     assert all(torch.isfinite(p.grad).all() for p in m.parameters())
 
 
-@pytest.mark.parametrize(("variant", "heads"), [("gla", 3), ("retnet", 16), ("hgrn2", 5), ("retnet", 3)])
-def test_heads_that_do_not_fit_are_named(variant, heads):
-    with pytest.raises(ValueError, match=rf"options\.heads: {heads} does not divide"):
-        LanguageModel(ModelConfig(variant=variant, d_model=16, n_layers=1, options={"heads": heads}))
+@pytest.mark.parametrize("variant", SETTINGS)
+def test_config_with_another_memory_or_heads_is_refused(variant):
+    set_of = config(variant)
+    for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
+        other = set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
+        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but variant {variant} requires"):
+            LanguageModel(other)
+    for baseline, heads in (("gla", 3), ("retnet", 16), ("hgrn2", 5), ("retnet", 3)):
+        with pytest.raises(ValueError, match=rf"options\.heads: {heads} does not divide"):
+            LanguageModel(ModelConfig(variant=baseline, d_model=16, n_layers=1, options={"heads": heads}))
 
 
 oracle = pytest.mark.skipif(
@@ -229,15 +235,6 @@ def test_mamba2_is_that_of_transformers():
         "w_o.weight": "out_proj.weight",
     }  # fmt: skip
     compare(layer, oracle_block("mamba2", head_dim=16, state=6), names)
-
-
-@pytest.mark.parametrize("variant", SETTINGS)
-def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
-    set_of = config(variant)
-    for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
-        other = set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
-        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but variant {variant} requires"):
-            LanguageModel(other)
 
 
 def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):

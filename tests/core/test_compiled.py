@@ -50,7 +50,7 @@ def test_packed_documents_compile_too(variant):
         torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-6)
 
 
-def test_a_step_after_the_other_compiles_too():
+def test_parts_of_a_row_and_a_recorded_pass_compile_too():
     torch.manual_seed(0)
     layer, x = NeuralMemory(8, MemoryConfig(heads=1, depth=1, chunk_size=3, conv=False)), torch.randn(1, 8, 8)
     torch._dynamo.reset()
@@ -61,9 +61,6 @@ def test_a_step_after_the_other_compiles_too():
             y, cache = compiled(part, cache)
             outputs.append(y)
         torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0], rtol=1e-5, atol=1e-5)
-
-
-def test_a_recorded_pass_compiles_too():
     m, x = model("lmm"), tokens(2, 32)
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")

@@ -10,9 +10,15 @@ from tests.core.small import VARIANTS, config, model, tokens
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, count_parameters, presets
 
 
-def test_a_window_that_mac_would_not_heed_is_named():
+def test_windows_variants_and_mixed_calls_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match=r"attention\.window: variant mac attends to whole segments"):
         LanguageModel(ModelConfig(variant="mac", attention=AttentionConfig(window=32, segment_size=64)))
+    with pytest.raises(ValueError, match="variant: 'mlp' is not one of lmm"):
+        LanguageModel(ModelConfig(variant="mlp"))
+    m = model()
+    state = m(tokens(1, 5)).state
+    with pytest.raises(ValueError, match="document_starts"):
+        m(tokens(1, 5), state, document_starts=torch.zeros(1, 5, dtype=torch.bool))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -65,12 +71,3 @@ def test_fields_of_earlier_versions_load_with_their_defaults_and_are_named_with_
     ):
         with pytest.raises(ValueError, match=message):
             MemoryConfig.model_validate(fields)
-
-
-def test_unknown_variants_and_mixed_calls_are_named():
-    with pytest.raises(ValueError, match="variant: 'mlp' is not one of lmm"):
-        LanguageModel(ModelConfig(variant="mlp"))
-    m = model()
-    state = m(tokens(1, 5)).state
-    with pytest.raises(ValueError, match="document_starts"):
-        m(tokens(1, 5), state, document_starts=torch.zeros(1, 5, dtype=torch.bool))

@@ -29,14 +29,11 @@ def test_train_minimal_learns_and_writes(monkeypatch, capsys):
     assert len(out.partition("|")[2]) > 100
 
 
-def test_train_minimal_says_what_is_wrong_with_a_text(monkeypatch, tmp_path):
+def test_train_minimal_stays_minimal_and_refuses_a_wrong_text(monkeypatch, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     for name, says in (("short.txt", "9 bytes are too few"), ("none.txt", "No such file")):
         with pytest.raises(SystemExit, match=says):
             run(monkeypatch, "train_minimal.py", str(tmp_path / name))
-
-
-def test_train_minimal_stays_minimal():
     source = (EXAMPLES / "train_minimal.py").read_text("utf-8")
     assert len(source.splitlines()) <= 150
     assert "titans_platform" not in source

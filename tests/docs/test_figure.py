@@ -22,13 +22,10 @@ def boxes():
         return [(text.get_text(), text.get_window_extent(renderer)) for text in texts], fig.bbox
 
 
-def test_texts_lie_in_the_figure_and_do_not_overlap(boxes):
+def test_texts_lie_in_the_figure_apart_and_name_designs_and_equations(boxes):
     texts, whole = boxes
     assert [name for name, box in texts if not (whole.contains(*box.min) and whole.contains(*box.max))] == []
     assert [(a, b) for (a, one), (b, other) in combinations(texts, 2) if one.overlaps(other)] == []
-
-
-def test_designs_and_equations_are_named(boxes):
     written = {name for name, _ in boxes[0]}
     assert {"MAC", "MAG", "MAL"} <= written
     numbers = {int(n) for name in written for n in re.findall(r"\((\d+)\)", name)}

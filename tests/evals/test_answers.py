@@ -27,17 +27,15 @@ def items(task, length, count, **options):
 
 
 @pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
-def test_compact_needles_are_there_once_and_asked_for(kind):
+def test_compact_needles_are_there_once_and_queried(kind):
     for item in items("needle", 96, 200, kind=kind, style="compact", digits=3, needles=4, queries=3):
-        found = re.findall(r"([A-Z]):([0-9a-f]{3});", item.text)
-        assert len(found) == len(dict(found)) == 4
-        asked = [before[-2] for before, _ in questions(item)]
-        assert len(set(asked)) == 3
+        needles = re.findall(r"([A-Z]):([0-9a-f]{3});", item.text)
+        assert len(needles) == len(dict(needles)) == 4
+        assert len({before[-2] for before, _ in questions(item)}) == 3
         for before, answer in questions(item):
             assert before.endswith(f"?{before[-2]}:")
-            assert dict(found)[before[-2]] == answer
-        filler = re.sub(r"([A-Z]):[0-9a-f]{3};", "", item.text.partition("?")[0])
-        assert re.fullmatch(r"[a-z ]*", filler)
+            assert dict(needles)[before[-2]] == answer
+        assert re.fullmatch(r"[a-z ]*", re.sub(r"([A-Z]):[0-9a-f]{3};", "", item.text.partition("?")[0]))
 
 
 @pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
@@ -213,7 +211,7 @@ def test_a_story_leaves_its_answer_open(kind):
     assert enough > 190
 
 
-def test_no_is_asked_about_places_where_the_person_was():
+def test_reasoning_questions_are_about_places_seen_and_stand_anywhere():
     """Neither the place nor having been there says anything about the answer."""
     for item in items("reasoning", 128, 300, kind="yes_no", style="compact"):
         text = item.pieces[0][0]
@@ -222,9 +220,6 @@ def test_no_is_asked_about_places_where_the_person_was():
         assert (who, "move", where) in facts
         people = {person for person, _, _ in facts}
         assert any(place(facts, person) == where for person in people)
-
-
-def test_interleaved_questions_stand_anywhere():
     drawn = items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
     ends = [len(before) / 128 for item in drawn for before, _ in list(questions(item))[:-1]]
     assert sum(end < 0.5 for end in ends) > 0.3 * len(ends)

@@ -91,15 +91,7 @@ def test_the_earlier_questions_of_a_story_are_asked_where_they_can_be_answered(f
     assert max(len(FACT.findall(item.text)) for item in short) == 4
 
 
-def test_without_a_book_there_is_the_story_alone(files):
-    item = made(files | {"books": None}).item(random.Random(1), 900, BYTE)
-    assert not re.sub(r"\s", "", FACT.sub("", item.text)).partition("Question:")[0]
-    ((before, answer),) = questions(item)
-    assert answer == f" {solved(before)}"
-    assert count_tokens(item, BYTE) < 300
-
-
-def test_facts_stand_at_uniform_depths(files):
+def test_facts_stand_at_uniform_depths_of_the_book_or_alone(files):
     task, depths = made(files), []
     for seed in range(300):
         text = task.item(random.Random(seed), 1500, BYTE).text
@@ -107,6 +99,11 @@ def test_facts_stand_at_uniform_depths(files):
         depths += [match.start() / end for match in FACT.finditer(text)]
     thirds = [sum(i / 3 <= depth < (i + 1) / 3 for depth in depths) / len(depths) for i in range(3)]
     assert all(abs(third - 1 / 3) < 0.06 for third in thirds), thirds
+    item = made(files | {"books": None}).item(random.Random(1), 900, BYTE)
+    assert not re.sub(r"\s", "", FACT.sub("", item.text)).partition("Question:")[0]
+    ((before, answer),) = questions(item)
+    assert answer == f" {solved(before)}"
+    assert count_tokens(item, BYTE) < 300
 
 
 class Says(nn.Module):
@@ -149,23 +146,17 @@ def test_an_oracle_is_right_every_time_a_guesser_at_chance_heuristics_as_their_s
     assert last["floor"] == max(scores.values())
 
 
-def test_what_is_held_out_is_not_in_the_rest(files):
+def test_held_out_questions_are_not_in_the_rest_and_mistakes_name_the_field(files):
     first, last = (made(files, part=part)._questions() for part in ("first", "last"))
     assert (len(first), len(last)) == (72, 8)
     assert first + last == made(files)._questions()
-    assert list(made(files, part="last").floor_items(400, BYTE)) != list(first[:8])
     assert set(made(files, part="last").floor_items(400, BYTE)) == set(last)
-
-
-@pytest.mark.parametrize(("options", "length", "message"), [
-    ({"books": "absent.txt"}, 400, r"options\.books: cannot read absent\.txt"),
-    ({"part": "middle"}, 400, r"options\.part: should be"),
-    ({"kind": "qa3"}, 400, r"options\.kind: no qa3_"),
-    ({}, 60, r"lengths: no story of qa1"),
-])  # fmt: skip
-def test_mistakes_name_the_field(files, options, length, message):
-    with pytest.raises(UsageError, match=message):
-        made(files, **options).item(random.Random(0), length, BYTE)
+    for field, value, message in (
+        ("books", "absent.txt", r"options\.books: cannot read absent\.txt"),
+        ("kind", "qa3", r"options\.kind: no qa3_"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            made(files, **{field: value}).item(random.Random(0), 400, BYTE)
 
 
 # --- the Hub's version

@@ -91,64 +91,50 @@ def config(task, options, lengths=(1.0,), **more):
 
 
 @pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
-def test_an_oracle_is_right_every_time(task, options, solve, alphabet):
-    found = evaluate(Oracle(solve), prepared(), config(task, options, (1.0, 2.0), items=12), 48)
-    assert found["columns"] == {"col": 1.0}
-    assert sorted(t["items"] for t in found["tasks"].values()) == [12, 12]
-    assert all(t["stderr"] == 0 for t in found["tasks"].values())
-
-
-@pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
-def test_a_guesser_gets_chance(task, options, solve, alphabet):
-    found = evaluate(Guesser(alphabet), prepared(), config(task, options, items=600), 64)
-    chance = found["chance"]["col"]
-    (measured,) = found["tasks"].values()
-    assert measured["chance"] == chance
-    assert measured["floor"] >= measured["chance"]
-    assert (measured["heuristic"] is None) == (measured["floor"] == measured["chance"])
-    spread = math.sqrt(chance * (1 - chance) / 600)
-    assert abs(measured["value"] - chance) < 4 * spread
+def test_oracle_is_right_every_time_and_a_guesser_at_chance(task, options, solve, alphabet):
+    right = evaluate(Oracle(solve), prepared(), config(task, options, (1.0, 2.0), items=12), 48)
+    assert right["columns"] == {"col": 1.0}
+    assert [(t["items"], t["stderr"]) for t in right["tasks"].values()] == 2 * [(12, 0)]
+    guessed = evaluate(Guesser(alphabet), prepared(), config(task, options, items=600), 64)
+    chance, ((_, measured),) = guessed["chance"]["col"], guessed["tasks"].items()
+    assert measured["floor"] >= measured["chance"] == chance
+    assert (measured["heuristic"] is None) == (measured["floor"] == chance)
     p = measured["value"]
+    assert abs(p - chance) < 4 * math.sqrt(chance * (1 - chance) / 600)
     # with several answers an item, items and not answers are what is drawn
     assert measured["stderr"] <= math.sqrt(p * (1 - p) / 600) + 1e-12
 
 
-def test_an_answer_with_one_wrong_token_is_wrong():
+def test_answer_with_one_wrong_token_is_wrong():
     def half(text):
-        said = solve_needle(text)
-        return "x" if said and not text.endswith(":") else said
+        token = solve_needle(text)
+        return "x" if token and not text.endswith(":") else token
 
-    found = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
-    assert found["columns"]["col"] == 0.0
+    result = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
+    assert result["columns"]["col"] == 0.0
 
 
 def test_standard_error_is_binomial_with_one_answer_an_item():
     calls = iter(range(10**6))
-
-    def sometimes(text):
-        said = solve_recall(text)
-        return said if said and next(calls) % 3 else None
-
-    options = {"pairs": 1, "queries": 1}
-    found = evaluate(Oracle(sometimes), prepared(), config("recall", options, items=30), 24)
-    (measured,) = found["tasks"].values()
+    sometimes = lambda text: (said := solve_recall(text)) and (said if next(calls) % 3 else None)  # noqa: E731
+    result = evaluate(
+        Oracle(sometimes), prepared(), config("recall", {"pairs": 1, "queries": 1}, items=30), 24
+    )
+    (measured,) = result["tasks"].values()
     p = measured["value"]
     assert 0 < p < 1
     assert measured["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 30), rel=1e-12)
 
 
-def test_one_forward_a_batch_of_equal_lengths():
-    oracle = Oracle(solve_needle)
-    evaluate(oracle, prepared(), config("needle", COMPACT, items=10, batch_tokens=4 * 48), 48)
-    assert oracle.shapes == [(4, 47), (4, 47), (2, 47)]
-
-
-def test_the_result_is_json_and_a_function_of_the_seed():
+def test_result_is_json_and_a_function_of_the_seed_from_one_forward_a_batch():
     def run(seed):
         return evaluate(Guesser("0123"), prepared(), config("recall", {}, items=40, seed=seed), 64)
 
     assert json.dumps(run(1)) == json.dumps(run(1))
     assert run(1) != run(2)
+    oracle = Oracle(solve_needle)
+    evaluate(oracle, prepared(), config("needle", COMPACT, items=10, batch_tokens=4 * 48), 48)
+    assert oracle.shapes == [(4, 47), (4, 47), (2, 47)]
 
 
 def test_items_of_the_training_rows_are_never_asked():
@@ -169,21 +155,23 @@ def test_items_of_the_training_rows_are_never_asked():
     assert not texts & set(asked)
 
 
-def test_a_task_that_training_used_up_says_so():
-    class Everything(frozenset):
-        def __contains__(self, item):
-            return True
-
+def test_task_that_training_used_up_is_refused():
+    everything = type("Everything", (frozenset,), {"__contains__": lambda *_: True})()
     with pytest.raises(UsageError, match=r"every item of needle-passkey at 48 tokens occurs in training"):
-        evaluate(Guesser("0"), prepared(Everything()), config("needle", COMPACT), 48)
+        evaluate(Guesser("0"), prepared(everything), config("needle", COMPACT), 48)
 
 
-def test_modes_are_restored_even_after_a_failure():
+def test_modes_are_restored_after_a_failure_and_bad_tasks_fail_before_measuring():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[0].eval()
     with pytest.raises(TypeError):
         evaluate(model, prepared(), config("needle", COMPACT, items=1), 48)
     assert [m.training for m in model.modules()] == [True, False, True]
+    columns = {"a": (TaskConfig(task="recall"),), "b": (TaskConfig(task="recal"),)}
+    oracle = Oracle(solve_recall)
+    with pytest.raises(UsageError, match="did you mean recall"):
+        evaluate(oracle, prepared(), EvalConfig(columns=columns), 48)
+    assert not oracle.shapes
 
 
 def test_columns_are_means_of_tasks_and_their_names_differ():
@@ -202,14 +190,6 @@ def test_columns_are_means_of_tasks_and_their_names_differ():
     mean = (sum(values[:2]) / 2 + values[2] + values[3]) / 3
     assert found["columns"]["long"] == pytest.approx(mean)
     assert found["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
-
-
-def test_bad_tasks_fail_before_anything_is_measured():
-    columns = {"a": (TaskConfig(task="recall"),), "b": (TaskConfig(task="recal"),)}
-    oracle = Oracle(solve_recall)
-    with pytest.raises(UsageError, match="did you mean recall"):
-        evaluate(oracle, prepared(), EvalConfig(columns=columns), 48)
-    assert not oracle.shapes
 
 
 class Bigram(nn.Module):
@@ -252,15 +232,12 @@ def test_perplexity_by_hand():
     assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
 
 
-def test_perplexity_stops_at_its_budget_and_cuts_rows():
+def test_perplexity_keeps_to_its_budget_and_cuts_rows():
     batches = [text_batch("^abababab", rows=2), text_batch("^xxxxxxxx", rows=2)]
     found = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)
     assert found["tasks"]["col/perplexity@8"]["items"] == 16
     half = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, (0.5,)), 8)
     assert half["tasks"]["col/perplexity@4"]["items"] == 16
-
-
-def test_a_budget_below_one_pass_is_read_in_a_pass_of_its_own_size():
     asked = []
 
     def validation(rows):
@@ -276,11 +253,13 @@ def test_a_budget_below_one_pass_is_read_in_a_pass_of_its_own_size():
         assert found["tasks"]["col/perplexity@8"]["items"] == tokens
 
 
-def test_perplexity_without_fitting_rows_says_so():
-    with pytest.raises(UsageError, match="no validation rows"):
-        evaluate(Bigram(), prepared(), config("perplexity", {}), 3)
-    with pytest.raises(UsageError, match="validation rows have 3 tokens"):
-        evaluate(Bigram(), prepared(batches=[text_batch("^abc")]), config("perplexity", {}, (2.0,)), 3)
+def test_perplexity_without_fitting_rows_is_refused():
+    for batches, lengths, message in (
+        ((), (1.0,), "no validation rows"),
+        ([text_batch("^abc")], (2.0,), "validation rows have 3 tokens"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, lengths), 3)
 
 
 class Walk(nn.Module):
@@ -304,7 +283,7 @@ def by_hand(model, row, width):
     return sum(picks), greedy
 
 
-def test_scores_do_not_depend_on_what_shares_the_batch():
+def test_scores_do_not_depend_on_the_batch_and_long_continuations_are_scored_at_their_end():
     model, rng = Walk(), random.Random(0)
     requests = [
         Request([rng.randrange(256) for _ in range(rng.randrange(9))], [rng.randrange(256) for _ in range(n)])
@@ -319,9 +298,6 @@ def test_scores_do_not_depend_on_what_shares_the_batch():
             expected, greedy = by_hand(model, row, len(request.continuation))
             assert score.logprob == pytest.approx(expected, abs=1e-4)
             assert (score.greedy, score.tokens) == (greedy, len(request.continuation))
-
-
-def test_of_a_continuation_longer_than_a_row_its_end_is_scored():
     model, continuation = Walk(), list(range(20))
     with torch.inference_mode():
         (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)

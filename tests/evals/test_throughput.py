@@ -27,7 +27,7 @@ def measured(tiny_run: RunConfig, tmp_path):
     return model, evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
 
 
-def test_throughput_is_a_rate_with_no_chance_and_leaves_no_gradients(measured):
+def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perplexity(measured):
     model, found = measured
     assert found["columns"]["speed"] > 10
     assert found["chance"]["speed"] is None
@@ -35,9 +35,6 @@ def test_throughput_is_a_rate_with_no_chance_and_leaves_no_gradients(measured):
     assert speeds == {"speed/throughput@32", "speed/throughput@64"}
     assert all(p.grad is None for p in model.parameters())
     assert model.training
-
-
-def test_the_held_out_loss_is_the_logarithm_of_perplexity(measured):
     _, found = measured
     for part in ("columns", "chance"):
         assert found[part]["loss"] == pytest.approx(math.log(found[part]["ppl"]))

@@ -135,15 +135,12 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     assert spec.folder.failure() is None
 
 
-def test_a_run_that_another_process_works_on_is_left_alone(tiny_run, tmp_path):
+def test_run_of_another_process_is_left_alone_and_unprepared_data_refused(tiny_run, tmp_path):
+    with pytest.raises(UsageError, match="titans data prepare"):
+        run(tiny_run, tmp_path)
+    assert not (tmp_path / "cells").exists()
     prepare(tiny_run.data, tmp_path)
     spec = spec_for(tiny_run, tmp_path)
     with spec.folder.hold(), pytest.raises(Busy, match="another process works on it"):
         execute(spec, wait=0.1)
     assert spec.folder.failure() is None
-
-
-def test_data_that_is_not_prepared_is_refused(tiny_run, tmp_path):
-    with pytest.raises(UsageError, match="titans data prepare"):
-        run(tiny_run, tmp_path)
-    assert not (tmp_path / "cells").exists()

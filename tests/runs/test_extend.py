@@ -94,15 +94,12 @@ def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, th
     assert not spec.folder.path.exists()
 
 
-def test_a_run_of_other_code_is_not_resumed(root):
+def test_run_of_other_code_is_not_resumed_and_a_damaged_checkpoint_passed_over(root):
     train(spec_of(run_of(8), root))
     spec = spec_of(run_of(60), root, commit="two")
     with pytest.raises(UsageError, match="other code trained it"):
         resume(spec, run_of(8))
     assert not spec.folder.path.exists()
-
-
-def test_a_damaged_checkpoint_is_passed_over(root):
     first = spec_of(run_of(8), root)
     train(first)
     point = first.folder.path / "checkpoints" / "step-00000008"

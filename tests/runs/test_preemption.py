@@ -108,18 +108,15 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_step_that_does_not_end_is_waited_for_so_long(tmp_path, monkeypatch):
+def test_signal_waits_for_a_step_for_a_while_and_past_training_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(preemption, "GRACE", 0.2)
     folder = RunFolder(tmp_path, "run")
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
-
-
-def test_past_training_there_is_nothing_to_wait_for(tmp_path):
-    folder = RunFolder(tmp_path, "run")
-    folder.path.mkdir(parents=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     folder.update(progress={"phase": "evaluate"})
+    monkeypatch.setattr(preemption, "GRACE", 30)
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("it went on")

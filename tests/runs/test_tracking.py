@@ -31,7 +31,7 @@ def history(store: Store, run_id: str, name: str) -> list[tuple[int, float]]:
 
 
 @pytest.mark.slow
-def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
+def test_store_is_made_without_a_cache_and_found_again(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     first = open_store(tmp_path / "runs")
     run_id = first.cell_run("abc", "lmm seed 0")
@@ -40,6 +40,9 @@ def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
     # prints nothing, and writes nothing to the working directory
     assert capfd.readouterr() == ("", "")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert open_store(tmp_path / "runs").cell_run("abc", "lmm")
 
 
 @pytest.mark.slow
@@ -57,14 +60,7 @@ def test_a_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
     assert template.read_bytes() == before
 
 
-@pytest.mark.slow
-def test_without_a_cache_folder_mlflow_makes_the_store(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert open_store(tmp_path / "runs").cell_run("abc", "lmm")
-
-
-def test_cells_are_children_of_their_study(store):
+def test_cells_are_children_of_their_study_and_made_anew_when_discarded(store):
     parent = store.study_run("ablation-smoke")
     child = store.cell_run(
         "cell1", "lmm seed 0", parent=parent, params={"depth": 3}, config={"model": {"d": 3}},
@@ -79,14 +75,19 @@ def test_cells_are_children_of_their_study(store):
     path = MlflowClient(store.uri, store.uri).download_artifacts(child, "config.json")
     assert json.loads(Path(path).read_text()) == {"model": {"d": 3}}
     assert run.info.run_name == "lmm seed 0"
+    run_id = store.cell_run("again", "again")
+    store.discard_cell("again")
+    assert store.cell_run("again", "again") != run_id
 
 
-def test_many_and_long_params_are_taken(store):
+def test_params_many_long_or_nested_are_taken(store):
     config = {f"key{i}": i for i in range(230)} | {"long": "x" * 9000}
     run_id = store.cell_run("wide", "wide", params=config)
     params = store.client.get_run(run_id).data.params
     assert len(params) == 231
     assert params["key229"] == "229"
+    config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
+    assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
 
 
 def points(*steps: int, **values: float) -> list[tuple[int, int, dict[str, float]]]:
@@ -119,16 +120,13 @@ def test_a_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
     assert [step for step, _ in history(store, log.run_id, "loss")] == [1, 2, 3, 4]
 
 
-def test_numbers_that_are_none_are_left_out_of_a_summary(store):
+def test_summary_leaves_out_what_is_not_finite_and_adds_no_point_to_a_curve(store):
     run_id = store.cell_run("nan", "nan")
     log = store.run(run_id)
     log.summary({"column.reasoning": 0.5, "column.broken": math.inf})
     log.close("FAILED")
     assert store.client.get_run(run_id).data.metrics == {"column.reasoning": 0.5}
     assert store.client.get_run(run_id).info.status == "FAILED"
-
-
-def test_a_column_named_like_a_curve_is_no_point_of_it(store):
     log = store.run(store.cell_run("named loss", "named loss"))
     for step in (1, 2):
         log.send(points(step, loss=3.0 - step))
@@ -167,17 +165,6 @@ def test_parent_takes_table_figure_and_links(store, tmp_path):
     assert run_id in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
-def test_a_discarded_run_is_made_anew(store):
-    run_id = store.cell_run("again", "again")
-    store.discard_cell("again")
-    assert store.cell_run("again", "again") != run_id
-
-
-def test_flatten_names_every_leaf():
-    config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
-    assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
-
-
 def of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE alembic_version (version_num TEXT)")
@@ -202,17 +189,16 @@ def test_a_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_does_not_answer_is_one_line():
+def test_addresses_that_cannot_be_opened_are_refused_and_checking_makes_no_store(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(UsageError, match="no answer"):
         open_store(uri)
-
-
-def test_an_address_of_no_known_kind_is_refused():
     with pytest.raises(UsageError, match="should start with"):
         open_store("file:///tmp/mlruns")
+    check_store(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -226,8 +212,3 @@ def test_first_writers_at_once_all_succeed(tmp_path):
     assert [writer.wait(240) for writer in writers] == [0, 0]
     store = open_store(tmp_path)
     assert len(store.client.search_runs([store.experiment])) == 2
-
-
-def test_looking_at_a_store_makes_none(tmp_path):
-    check_store(tmp_path)
-    assert not list(tmp_path.iterdir())

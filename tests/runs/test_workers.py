@@ -174,24 +174,10 @@ def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
     assert ended.returncode == 130, ended.stderr
 
 
-def test_a_ray_that_does_not_start_is_given_up_with_a_reason(monkeypatch):
+def test_ray_that_does_not_start_is_given_up_and_a_start_cut_short_tried_again(monkeypatch):
     import ray
 
-    never = threading.Event()
-    monkeypatch.setattr(ray_session, "START_SECONDS", 0.2)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: never.wait())
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with pytest.raises(ClusterError, match=r"did not start in 0 s; its logs are in"):  # noqa: SIM117
-        with ray_session.ray_session(1):
-            pytest.fail("it never started")
-    never.set()
-
-
-def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
-    import ray
-
-    calls = []
+    never, calls = threading.Event(), []
 
     def init(**_):
         calls.append(1)
@@ -199,10 +185,16 @@ def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
             raise RuntimeError("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", init)
     with ray_session.ray_session(1):
         assert len(calls) == 3
+    monkeypatch.setattr(ray_session, "START_SECONDS", 0.2)
+    monkeypatch.setattr(ray, "init", lambda **_: never.wait())
+    with pytest.raises(ClusterError, match=r"did not start in 0 s; its logs are in"):  # noqa: SIM117
+        with ray_session.ray_session(1):
+            pytest.fail("it never started")
+    never.set()
 
 
 CELLS = """
@@ -238,29 +230,3 @@ def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps(cfg))
     peaks = json.loads(printed(CELLS, tmp_path))
     assert max(peaks[3:]) < 1.05 * peaks[2]
-
-
-ARENAS = """
-import ctypes, sys, threading
-from titans_platform.runs.ray_session import quiet
-quiet()
-barrier = threading.Barrier(9)
-def hold():
-    block = bytearray(2**16)
-    barrier.wait()
-    barrier.wait()
-for _ in range(8):
-    threading.Thread(target=hold).start()
-barrier.wait()
-libc = ctypes.CDLL(None)
-libc.fopen.restype = ctypes.c_void_p
-libc.malloc_info(0, ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w")))
-libc.fflush(None)
-barrier.wait()
-"""
-
-
-@GLIBC
-def test_threads_share_two_arenas(tmp_path):
-    printed(ARENAS, tmp_path / "arenas.xml")
-    assert (tmp_path / "arenas.xml").read_text().count("<heap nr=") == 2

@@ -57,23 +57,25 @@ def test_a_restored_run_goes_on_to_the_same_weights(tmp_path):
     assert resumed.progress.final_loss == straight.progress.final_loss
 
 
-def test_restore_brings_every_rng_back(tmp_path):
-    t = interrupted(tmp_path, 3)
+def test_restore_brings_every_rng_back_and_load_model_the_weights_alone(tmp_path):
+    t, fresh = interrupted(tmp_path, 3), Tied()
     drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
     checkpoint.restore(tmp_path, t)
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
+    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
+    assert same(weights(t), fresh.state_dict())
 
 
 @pytest.mark.parametrize("fault", ["truncate", "delete", "manifest", "no manifest"])
-def test_a_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault):
+def test_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault):
     interrupted(tmp_path, 6)
     latest = tmp_path / "step-00000006"
-    shard = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    shard, manifest = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size), latest / "manifest.json"
     {
         "truncate": lambda: shard.write_bytes(shard.read_bytes()[:-10]),
         "delete": shard.unlink,
-        "manifest": lambda: (latest / "manifest.json").write_text('{"schema": 1, "fi'),
-        "no manifest": (latest / "manifest.json").unlink,
+        "manifest": lambda: manifest.write_text('{"schema": 1, "fi'),
+        "no manifest": manifest.unlink,
     }[fault]()
     t = trainer(5)
     assert checkpoint.restore(tmp_path, t) == tmp_path / "step-00000003"
@@ -117,15 +119,13 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    *((text, "is not that of a checkpoint") for text in ("[]", "7", "", "\x00", '{"progress": {}}')),
+    *((text, "is not that of a checkpoint") for text in ("[]", "", '{"progress": {}}')),
     ({"files": ["a"]}, "files Input should be an object"),
     ({"files": {"__0_0.distcp": 7}}, r"__0_0\.distcp.? Input should be a valid string"),
-    ({"files": None}, "files Input should be an object"),
-    ({"progress": 3}, "progress Input should be an object"),
     ({"progress": {"step": "3"}}, r"progress\.step Input should be a valid integer"),
     ({"progress": {"telemetry": [1]}}, r"progress\.telemetry Input should be an object"),
 ])  # fmt: skip
-def test_a_manifest_that_is_none_of_this_format_is_one_line(tmp_path, changes, reason):
+def test_manifest_of_another_format_is_one_line(tmp_path, changes, reason):
     """Another text, or fields changed and the hash computed again."""
     interrupted(tmp_path, 3)
     path = tmp_path / "step-00000003" / checkpoint.MANIFEST
@@ -134,10 +134,12 @@ def test_a_manifest_that_is_none_of_this_format_is_one_line(tmp_path, changes, r
         del content["hash"]
         changes = json.dumps(content | {"hash": checkpoint._hash_of(content)})
     path.write_text(changes)
-    with pytest.raises(UsageError, match=reason):
-        checkpoint.load_model(path.parent, Tied())
-    with pytest.raises(UsageError, match=reason):
-        checkpoint.restore(tmp_path, trainer())
+    for load in (
+        lambda: checkpoint.load_model(path.parent, Tied()),
+        lambda: checkpoint.restore(tmp_path, trainer()),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            load()
 
 
 class Disk:
@@ -283,7 +285,7 @@ def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_p
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
-def test_an_error_of_the_run_is_not_hidden_by_one_of_the_write(tmp_path, monkeypatch, caplog):
+def test_saves_that_fail_leave_the_last_checkpoint_and_the_error_of_the_run(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("os.replace", lambda *_: 1 / 0)
     t = trainer()
 
@@ -296,20 +298,17 @@ def test_an_error_of_the_run_is_not_hidden_by_one_of_the_write(tmp_path, monkeyp
     assert "step-00000001: cannot be written" in caplog.text
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
+def test_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
     interrupted(tmp_path, 9)
     for step in (6, 9):
         (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    # what a killed write has left goes too
+    (tmp_path / ".partial-step-00000001").mkdir()
     t = trainer()
     t.run(Hooks(), until=4)
     save(tmp_path, t, keep=1)
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000004"
-
-
-def test_what_a_killed_write_left_goes_at_the_next(tmp_path):
-    (tmp_path / ".partial-step-00000001").mkdir()
-    save(tmp_path, trainer())
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
+    assert not (tmp_path / ".partial-step-00000001").exists()
 
 
 def test_another_model_is_refused_by_name(tmp_path):
@@ -323,9 +322,3 @@ def test_another_model_is_refused_by_name(tmp_path):
     model.extra = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"extra\.weight is missing in the checkpoint and \(2, 2\)"):
         checkpoint.load_model(tmp_path / "step-00000003", model)
-
-
-def test_load_model_takes_the_weights_alone(tmp_path):
-    t, fresh = interrupted(tmp_path, 3), Tied()
-    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
-    assert same(weights(t), fresh.state_dict())

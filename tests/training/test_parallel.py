@@ -128,17 +128,19 @@ def test_an_error_of_one_worker_ends_the_evaluation_of_all(found):
     assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
 
 
-def test_rows_that_do_not_divide_are_refused_for_sharded_parameters(workers, monkeypatch):
-    monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 3)
-    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 8 rows do not divide among 3 workers"):
-        workers.trainer("fsdp")
-
-
-def test_workers_that_make_no_groups_are_refused(workers, monkeypatch):
-    monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 4)
+def test_numbers_of_workers_that_do_not_fit_are_refused(workers, monkeypatch):
     monkeypatch.setattr("titans_platform.training.parallel.dist.broadcast", lambda *_: None)
-    with pytest.raises(UsageError, match=r"optim\.shard_workers: 4 workers make no groups of 3"):
-        workers.trainer("hsdp", shard_workers=3)
+    for count, parallel, options, message in (
+        (3, "fsdp", {}, r"optim\.global_batch_size: 8 rows do not divide among 3 workers"),
+        (4, "hsdp", {"shard_workers": 3}, r"optim\.shard_workers: 4 workers make no groups of 3"),
+    ):
+        monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda count=count: count)
+        with pytest.raises(UsageError, match=message):
+            workers.trainer(parallel, **options)
+    config = ModelConfig(vocab_size=8, d_model=16, memory=MemoryConfig(heads=2, chunk_size=8))
+    assert row_parts(64, 3, config) == [0, 16, 40, 64]
+    with pytest.raises(ValueError, match="16 tokens have no part of 8 tokens for each of 3 workers"):
+        row_parts(16, 3, config)
 
 
 # the compiler looks at .grad of a block's input and hides what torch says of that, unless it is an error
@@ -208,10 +210,3 @@ def test_three_workers_that_share_each_row_have_the_numbers_of_one(tmp_path):
     found = json.loads((tmp_path / "differences.json").read_text())
     assert found.keys() > BLOCKS.keys()
     assert {variant: off for variant, off in found.items() if max(off.values()) > 1e-12} == {}
-
-
-def test_rows_too_short_for_the_workers_are_refused():
-    config = ModelConfig(vocab_size=8, d_model=16, memory=MemoryConfig(heads=2, chunk_size=8))
-    assert row_parts(64, 3, config) == [0, 16, 40, 64]
-    with pytest.raises(ValueError, match="16 tokens have no part of 8 tokens for each of 3 workers"):
-        row_parts(16, 3, config)
