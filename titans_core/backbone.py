@@ -23,7 +23,7 @@ class Model(nn.Module):
     """Prefixes of weights that a checkpoint to start from may lack: they keep their initial values."""
 
     def num_parameters(self) -> int:
-        """Number of trainable parameters, a tied embedding counted once."""
+        """Return the number of trainable parameters, a tied embedding counted once."""
         return sum(p.numel() for p in self.parameters())
 
     def state_bytes(self, length: int) -> int:
@@ -62,7 +62,7 @@ class Backbone(Model):
         self.norm = RMSNorm(config.d_model)
         self.head = head
         self.relay: Relay | None = None
-        """Where the states of blocks come from and go to; see `titans_core.sequence_parallel`."""
+        """Source and destination of the blocks' states; see `titans_core.sequence_parallel`."""
         initialize(self, config.n_layers * block.layers)
 
     def encode(

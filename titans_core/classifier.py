@@ -26,10 +26,10 @@ class ClassOutput(NamedTuple):
 
 
 class SequenceClassifier(LanguageModel):
-    """A language model with a linear head over classes beside the one over the vocabulary.
+    """A language model with a second linear head, over classes.
 
-    The head reads the mean of all positions' features or those of the last. Features of a position do not
-    depend on what comes after it, so sequences are padded on the right with any token.
+    The head reads the features of the last position, or their mean over all positions. Features of a position
+    do not depend on what comes after it, so sequences are padded on the right with any token.
 
     Raises:
         ValueError: the config's variant is unknown, or refuses the config.
@@ -48,13 +48,13 @@ class SequenceClassifier(LanguageModel):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, tokens_BT: Tensor, state: Any = None, *, lengths_B: Tensor | None = None, **kwargs: Any
     ) -> ClassOutput | ModelOutput:
-        """Logits of the classes where ``lengths_B`` says how long each sequence is; else as `LanguageModel`.
+        """Return the classes' logits if ``lengths_B`` is given, otherwise the outputs of `LanguageModel`.
 
         Args:
             tokens_BT: [B, T] int64, padded on the right.
             state: of a language model.
             lengths_B: [B] int64, at least 1.
-            kwargs: those of a language model.
+            kwargs: further arguments of `LanguageModel.forward`.
         """
         if lengths_B is None:
             out = super().forward(tokens_BT, state, **kwargs)

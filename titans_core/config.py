@@ -16,7 +16,7 @@ Kernel = Literal[False] | Annotated[int, Field(ge=1, le=2**16)]
 
 
 def _kernel(given: object) -> object:
-    """True stands for a width of 4; anything that is neither a width nor false is refused in one line."""
+    """Read True as a width of 4; refuse anything that is neither a width nor false, in one line."""
     if not isinstance(given, int):
         raise PydanticCustomError("kernel", "should be a width in tokens, or false for no convolution")
     return 4 if given is True else given
@@ -57,7 +57,7 @@ class MemoryConfig(Frozen):
     """Gates that are a vector, with one value per output channel of each layer of the memory (with an
     expansion, as many neighbouring hidden channels share one), instead of one per head. Slower."""
     forget_to: Literal["zero", "initial"] = "zero"
-    """What weights decay to: zero, as in the paper, or the learned initial weights M_0. Over a long text,
+    """The target of decay: zero, as in the paper, or the learned initial weights M_0. Over a long text,
     decay to zero also erases M_0, and a deep memory at zero cannot learn any more; with initial, a memory
     that has forgotten everything is back at its start."""
     max_alpha: Annotated[float, Field(gt=0, le=1)] = 1.0

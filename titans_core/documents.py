@@ -23,7 +23,7 @@ def check_not_empty(x: Tensor, name: str = "tokens") -> None:
 
 
 def reset_rows(state: Any, reset_B: Tensor, start: Any = None) -> Any:
-    """``state`` with the rows ``reset_B`` replaced by those of ``start``.
+    """Replace the rows ``reset_B`` of ``state`` by the rows of ``start``.
 
     Args:
         state: a pytree of tensors [B, ...].
@@ -54,7 +54,7 @@ class Documents(NamedTuple):
 
     @property
     def one_per_row(self) -> bool:
-        """Whether every row of the batch is one document."""
+        """True if every row of the batch is one document."""
         return self.cu_seqlens.shape[0] - 1 == self.index_BT.shape[0]
 
     @staticmethod

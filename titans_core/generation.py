@@ -44,7 +44,7 @@ class Reading(NamedTuple):
 
 
 class Sampling(Frozen):
-    """How the next token is sampled from the logits."""
+    """Settings for sampling the next token from the logits."""
 
     temperature: Annotated[float, Field(ge=0)] = 0.0
     """Divides the logits; 0 is greedy decoding."""
@@ -160,7 +160,7 @@ class Writing:
         return logits_BV
 
     def _sample(self, logits_BV: Tensor, due: list[int]) -> list[tuple[_Row, int]]:
-        """The next token of the rows ``due``, whose prompts are read."""
+        """Sample the next token of the rows ``due``, whose prompts are read."""
         rows = [self._rows[i] for i in due]
         uniform = [torch.rand((), generator=row.random, dtype=torch.float64) for row in rows]
         tokens = self.sampling.draw(logits_BV[due], torch.stack(uniform)) if due else logits_BV.new_empty(0)

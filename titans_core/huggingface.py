@@ -62,7 +62,7 @@ class TitansConfig(PreTrainedConfig):
             setattr(self, name, kwargs.get(name, value))
 
     def model_config(self) -> ModelConfig:
-        """The config of the `LanguageModel`. Raises ValueError if ``titans`` is not one."""
+        """Return the config of the `LanguageModel`. Raises ValueError if ``titans`` is not one."""
         return model_config({"model_type": MODEL_TYPE, "titans": self.titans or {}})
 
 
@@ -195,7 +195,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         self, x_BTD: Tensor, read_BT: Tensor | None, starts_BT: Tensor | None, past: State | None,
         keep_state: bool, hidden: bool,
     ) -> tuple[list[Tensor], State | None]:  # fmt: skip
-        """Inputs of the head [B, T, D], after the streams before them if ``hidden``, and the state.
+        """Return the inputs of the head [B, T, D], after the streams before them if ``hidden``, and the
+        state.
 
         The tokens that are read are at the front of their rows, in ``x_BTD`` and ``starts_BT``. Those behind
         them change nothing before, so that all rows go through the model at once, unless states are carried.
@@ -238,7 +239,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         return [*streams[:-1], features_BTD], state
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embedding of tokens."""
+        """Return the token embedding."""
         return self.model.embedding
 
     def set_input_embeddings(self, value: nn.Module) -> None:
@@ -246,7 +247,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         self.model.embedding = value
 
     def get_output_embeddings(self) -> nn.Module:
-        """The output head, which may be tied to the embedding."""
+        """Return the output head, which may be tied to the embedding."""
         return self.model.head
 
     def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
@@ -289,7 +290,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Does nothing: `LanguageModel` initialises its parameters."""
+        """Do nothing: `LanguageModel` initialises its parameters."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

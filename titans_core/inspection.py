@@ -74,7 +74,7 @@ class Watched:
         self._watches = {name: _Watch(memory) for name, memory in memories.items()}
 
     def traces(self, nearest: int = 5) -> list[MemoryTrace]:
-        """A trace of each memory that was used; ``nearest`` is N."""
+        """Return a trace of each memory that was used; ``nearest`` is N."""
         return [watch.trace(name, nearest) for name, watch in self._watches.items() if watch.pieces]
 
 
@@ -218,7 +218,7 @@ class _GradientCoefficients:
         self.c = (1 - alpha[:, None]) * self.c + self.n
 
     def _nearest(self, written: int, q_THE: Tensor) -> Nearest:
-        """The nearest among the first ``written`` keys."""
+        """Find the nearest among the first ``written`` keys."""
         q = q_THE.transpose(0, 1).to(self.k.dtype)
         keys, short = self.k[:, :written], max(0, self.nearest - written)
         cosine = F.normalize(q, dim=-1) @ F.normalize(keys, dim=-1).mT  # [H, T, written]
@@ -237,7 +237,7 @@ def _squared_error(prediction: Tensor, v: Tensor) -> Tensor:
 
 
 def _norm_at_end(layers: Sequence[Tensor], tokens: int) -> Tensor:
-    """The norm of a state [1, H, D, F] over its layers, as the last of ``tokens`` rows; NaN before."""
+    """Return the norm of a state [1, H, D, F] over its layers, as the last of ``tokens`` rows; NaN before."""
     norm = torch.stack([W.square().sum((-1, -2)) for W in layers]).sum(0).sqrt()
     return torch.cat([norm.new_full((tokens - 1, norm.shape[1]), float("nan")), norm])
 

@@ -18,7 +18,7 @@ from titans_core.memory import NeuralMemory
 
 
 class Intervention(NamedTuple):
-    """What differs from the model as it is; the defaults change nothing."""
+    """A change of a model's parts during evaluation; the defaults change nothing."""
 
     memory: bool = True
     """False: every neural memory outputs zeros, also where MAC reads it as context. It is still written."""
@@ -57,7 +57,7 @@ def intervene(model: nn.Module, change: Intervention) -> Iterator[None]:
 
 
 def has_effect(model: nn.Module, change: Intervention) -> bool:
-    """Whether the model has the parts that an intervention switches off."""
+    """Return True if the model has the parts that an intervention switches off."""
     memories = [m for m in model.modules() if isinstance(m, NeuralMemory)]
     attentions = [m for m in model.modules() if isinstance(m, Attention)]
     in_segments = {m.attention for m in model.modules() if isinstance(m, MAC)}
@@ -101,7 +101,7 @@ def _check_window(module: nn.Module, window: int) -> None:
 
 
 def longest_window(model: nn.Module) -> int | None:
-    """The window of a model's attention as configured, of MAC its segment; None if it has none."""
+    """Return the configured window of the model's attention, for MAC its segment; None without attention."""
     for module in model.modules():
         if isinstance(module, MAC):
             return module.attention.config.segment_size

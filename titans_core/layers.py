@@ -76,13 +76,13 @@ class CausalConv(nn.Module):
         return y, padded[:, T:].clone()
 
     def zero_state(self, batch: int) -> Tensor:
-        """The state before the first token: zeros [B, K - 1, C]."""
+        """Return the state before the first token: zeros [B, K - 1, C]."""
         kernel, channels = self.weight_KC.shape
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
 
 
 def _reset(shifted: Tensor, state_BKC: Tensor, position: Tensor, j: int) -> Tensor:
-    """Where fewer than j tokens of the document have been, ``state`` stands before it."""
+    """Take input j back from ``state`` if fewer than j tokens of the document precede the position."""
     last = state_BKC.shape[1] - 1
     before = state_BKC[0, (last + 1 + position - j).clamp(0, last)]
     return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
@@ -106,11 +106,11 @@ class SwiGLU(nn.Module):
 
 
 Gating = Literal["sum", "sigmoid", "silu", "product"]
-"""How MAC and MAG let what attention left on the stream gate the memory: see `Gate`."""
+"""The ways in which attention's output gates the memory in MAC and MAG: see `Gate`."""
 
 
 class Gate(nn.Module):
-    """What MAC and MAG add of the memory's output m to a stream that holds the attention's output y.
+    """Gate of MAC and MAG: adds the memory's output m to a stream that holds the attention's output y.
 
     The paper (eqs. 25, 28) normalises with learned vectors, follows with a non-linearity and multiplies; it
     leaves open which side the non-linearity is on.
@@ -155,7 +155,9 @@ class RotaryEmbedding(NamedTuple):
 
 
 def rotate(x_BHTE: Tensor, rotary: RotaryEmbedding | None) -> Tensor:
-    """Queries or keys [B, H, T, E] turned by the angles of their positions; as they are without any."""
+    """Rotate queries or keys [B, H, T, E] by the angles of their positions; return them unchanged without
+    any.
+    """
     if rotary is None:
         return x_BHTE
     left, right = x_BHTE.chunk(2, -1)

@@ -78,12 +78,12 @@ def load_memory(path: Path, model: Backbone) -> Reading:
 
 
 def model_hash(model: Backbone) -> str:
-    """A hash of the model's config and weights, 32 hex digits."""
+    """Return a hash of the model's config and weights, 32 hex digits."""
     return _hash(model.config.model_dump_json(exclude_defaults=True), model.state_dict())
 
 
 def _checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
-    """A hash of everything in a file but the checksum itself."""
+    """Return a hash of everything in a file but the checksum itself."""
     return _hash(json.dumps(about, sort_keys=True), dict(sorted(tensors.items())))
 
 
@@ -96,7 +96,7 @@ def _hash(text: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def flatten_state(state: Any, name: str = "state") -> tuple[Any, dict[str, Tensor]]:
-    """The structure of a state as JSON, and copies of its tensors by name, shared tensors once.
+    """Return the structure of a state as JSON, and copies of its tensors by name, shared tensors once.
 
     Raises:
         ValueError: it holds anything but tensors, numbers, strings, tuples and dicts.
@@ -106,7 +106,7 @@ def flatten_state(state: Any, name: str = "state") -> tuple[Any, dict[str, Tenso
 
 
 def restore_state(structure: Any, tensors: dict[str, Tensor]) -> Any:
-    """The inverse of `flatten_state`."""
+    """Rebuild a state from the structure and tensors of `flatten_state`."""
     if not isinstance(structure, dict):
         return structure
     if "tensor" in structure:
@@ -155,7 +155,9 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, 
 
 
 def _state_class(path: str) -> Any:
-    """A NamedTuple of a state by its path, from modules already imported: a file must not cause imports."""
+    """Look up a NamedTuple of a state by its path, in modules already imported: a file must not cause
+    imports.
+    """
     module, _, name = path.partition(":")
     found = getattr(sys.modules[module], name)
     if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):

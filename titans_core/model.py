@@ -118,7 +118,7 @@ class LanguageModel(Backbone):
         sampling: Sampling = GREEDY,
         stop: Sequence[int] = (),
     ) -> list[list[int]]:
-        """Generated tokens of each prompt. Arguments and errors as in `Writing`."""
+        """Generate tokens after each prompt. Arguments and errors as in `Writing`."""
         written: list[list[int]] = [[] for _ in prompts]
         for row, token in self.stream(prompts, max_new_tokens, start=start, sampling=sampling, stop=stop):
             written[row].append(token)

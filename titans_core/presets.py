@@ -44,7 +44,9 @@ SIZES = {
 
 
 def size_config(name: str, vocab_size: int | None = None) -> ModelConfig:
-    """The fields that a size fixes, before they are fitted to a variant. Raises ValueError: no such size."""
+    """Return the fields that a size fixes, before they are fitted to a variant. Raises ValueError: no such
+    size.
+    """
     if name not in SIZES:
         raise ValueError(f"preset: {name!r} is not one of {', '.join(SIZES)}")
     size = SIZES[name]
@@ -72,7 +74,7 @@ def preset(
     vocab_size: int | None = None,
     options: Mapping[str, JsonValue] | None = None,
 ) -> ModelConfig:
-    """The config of a size and variant; ``vocab_size`` None takes the size's own.
+    """Return the config of a size and variant; ``vocab_size`` None takes the size's own.
 
     Raises:
         ValueError: there is no such size or variant, or the variant refuses its options or the size.
@@ -96,12 +98,12 @@ def preset(
 
 
 def _blocks(size: Size, block: type[Block]) -> int:
-    """Number of blocks for about as many layers as the size has."""
+    """Return the number of blocks that have about as many layers as the size."""
     return max(1, round(size.n_layers / block.layers))
 
 
 def _matched_expansion(config: ModelConfig, name: str, layers: int) -> float:
-    """The feed-forward expansion at which the blocks have as many parameters as the Transformer's."""
+    """Return the feed-forward expansion at which the blocks have as many parameters as the Transformer's."""
     from titans_core.blocks import Transformer, block_parameters
 
     baseline = {"variant": "transformer", "options": {}, "mlp_expansion": Transformer.preset_expansion}

@@ -76,7 +76,7 @@ def summary(config: ModelConfig) -> dict[str, int]:
 
 
 def model_config(about: Mapping[str, object]) -> ModelConfig:
-    """The model's config from the entries of a config.json. Raises ValueError, KeyError."""
+    """Read the model's config from the entries of a config.json. Raises ValueError, KeyError."""
     if about["model_type"] != MODEL_TYPE:
         raise ValueError(f"model_type is {about['model_type']}, not {MODEL_TYPE}")
     try:

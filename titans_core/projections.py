@@ -24,7 +24,7 @@ class Projections(nn.Module):
         heads: number of heads H.
         head_dim: their width E.
         conv_kernel: K; None for no convolution.
-        normalized: names of those that are L2-normalised, such as ``"qk"``.
+        normalized: names of the projections to L2-normalise, such as ``"qk"``.
         silu: whether SiLU follows the projections.
     """
 
@@ -68,7 +68,7 @@ class Projections(nn.Module):
         return heads, after
 
     def zero_conv_state(self, names: str = "qkv") -> ConvState:
-        """The state before the first token, for a batch of one."""
+        """Return the convolution state before the first token, for a batch of one."""
         return {name: getattr(self, f"conv_{name}").zero_state(1) for name in names if self.has_conv}
 
     def conv_bytes(self, names: str = "qkv") -> int:

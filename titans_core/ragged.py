@@ -29,7 +29,7 @@ class Group(NamedTuple):
         return self.state.position if self.state else 0
 
     def take(self, rows: list[int]) -> Group:
-        """The group of these rows alone, which may repeat."""
+        """Return the group of these rows alone, which may repeat."""
         if rows == self.rows or self.state is None:
             return Group(rows, self.state)
         return Group(rows, self.state.take([self.rows.index(row) for row in rows]))
@@ -146,7 +146,7 @@ def document_starts(
 
 
 def keep(x_BTD: Tensor, logits_to_keep: int | Tensor) -> Tensor:
-    """The last so many tokens of ``x_BTD``, 0 for all, or the given positions [N]."""
+    """Return the last ``logits_to_keep`` tokens of ``x_BTD``, all for 0, or the given positions [N]."""
     if isinstance(logits_to_keep, Tensor):
         if logits_to_keep.ndim != 1 or logits_to_keep.is_floating_point():
             raise ValueError(

@@ -25,7 +25,9 @@ class Relay:
         self._anchors: list[Tensor] = []
 
     def receive(self, state: Any, like: Tensor) -> Any:
-        """The state of the next block from the worker before; ``state`` itself in the first worker."""
+        """Receive the next block's state from the previous worker; the first worker returns ``state``
+        itself.
+        """
         if self._before is None:
             return state
         found: list[Any] = [None, None]
@@ -68,7 +70,7 @@ class Relay:
         return torch.stack(anchors).sum().to(like.dtype) if anchors else like.new_zeros(())
 
     def share(self, state: ModelState, device: torch.device) -> ModelState:
-        """The last worker's state, in every worker."""
+        """Broadcast the last worker's state to every worker."""
         last = dist.get_global_rank(self.group, self.size - 1)
         described = [tree_map(_described, state)]
         dist.broadcast_object_list(described, last, self.group, device=device)
@@ -98,7 +100,7 @@ def _floating(leaves: list[Any]) -> list[int]:
 
 
 class _Send(Function):
-    """Zero; its gradient is that of the tensors in the worker they were sent to."""
+    """Zero; its gradient is the gradient of the tensors in the worker that received them."""
 
     @staticmethod
     def forward(ctx: Any, to: int, group: dist.ProcessGroup, *tensors: Tensor) -> Tensor:

@@ -23,7 +23,8 @@ class SequenceParallel(nn.Module):
     """A language model over the rows that all workers have, of which each computes its own part.
 
     It is called with the same whole rows and state in every worker. The losses [B, T] that it returns are 0
-    outside of the worker's part, so the losses of all workers, and their gradients, add up to those of one.
+    outside of the worker's part, so the losses and gradients of all workers add up to the result of a single
+    one.
 
     Args:
         module: the model, with the same weights in every worker.
@@ -64,9 +65,11 @@ class SequenceParallel(nn.Module):
 
 
 def row_parts(T: int, workers: int, config: ModelConfig) -> list[int]:
-    """Where the workers' parts of a row of T tokens begin, on borders of chunks and segments, and T.
+    """Return the borders of the workers' parts of a row of T tokens: starts on borders of chunks and
+    segments, then T.
 
-    Raises ValueError: a part would be empty.
+    Raises:
+        ValueError: a part would be empty.
     """
     unit = config.attention.segment_size or config.memory.chunk_size
     borders = [T * r // workers // unit * unit for r in range(workers)] + [T]

@@ -41,13 +41,13 @@ class SeriesModel(Backbone):
         *,
         document_starts: Tensor | Documents | None = None,
     ) -> SeriesOutput:
-        """[B, T, C] to [B, h, C]: the ``horizon`` steps after the last.
+        """Predict the ``horizon`` steps after the last, [B, T, C] to [B, h, C].
 
         Args:
             x_BTC: [B, T, C] values, T a multiple of ``patch``.
             state: from an earlier call, to continue the series; it may be split between any two patches.
             document_starts: [B, T / patch] bool, True at the patch a packed series begins with; the
-                prediction is that of the last.
+                prediction is for the last.
 
         Raises:
             ValueError: the batch is empty, or T is not a multiple of ``patch``.

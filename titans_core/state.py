@@ -17,12 +17,12 @@ class ModelState(NamedTuple):
     blocks: tuple[Any, ...]
 
     def detach(self) -> ModelState:
-        """The state without its autograd graph, for truncated backpropagation."""
+        """Return the state without its autograd graph, for truncated backpropagation."""
         cut = lambda x: x.detach() if isinstance(x, Tensor) else x  # noqa: E731
         return ModelState(self.position, tree_map(cut, self.blocks))
 
     def take(self, rows: Sequence[int]) -> ModelState:
-        """A copy of the state of these rows of the batch, in this order; rows may repeat."""
+        """Copy the state of these rows of the batch, in this order; rows may repeat."""
         copies: dict[int, Tensor] = {}  # tensors that two parts share stay shared
         places: dict[torch.device, Tensor] = {}
 

@@ -15,7 +15,7 @@ from titans_kernels import MemoryState
 
 
 class Telemetry:
-    """What `record` collected from the memories of a model."""
+    """Statistics that `record` collected from the memories of a model."""
 
     def __init__(self) -> None:
         self.records: list[dict[str, tuple[Tensor, int]]] = []

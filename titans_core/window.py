@@ -28,7 +28,7 @@ class KeyCache(NamedTuple):
 
 
 def last_keys(keys: KeyCache, keep: int) -> KeyCache:
-    """The last ``keep`` tokens of a cache, copied: a view would keep the others in memory."""
+    """Copy the last ``keep`` tokens of a cache: a view would keep the others in memory."""
     S = keys.k.shape[2]
     return keys if keep == S else KeyCache(*(x[:, :, S - keep :].clone() for x in keys))
 

@@ -64,14 +64,14 @@ def accelerate(model: AnyModule) -> AnyModule:
 
 @cache
 def _exchanged(cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass with the methods of `METHODS`, in place of the class in everything but them."""
+    """Create a subclass with the methods of `METHODS` that is like the class in everything else."""
     own = {name: _first(method, getattr(cls, name)) for name, method in METHODS[_name(cls)].items()}
     own |= {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__reduce_ex__": _reduced}
     return type(cls)(cls.__name__, (cls,), {**own, "exchanged": cls})  # pyright: ignore[reportCallIssue]
 
 
 def _first(method: Method, plain: Method) -> Method:
-    """``method``, or ``plain`` where that returns NotImplemented."""
+    """Try ``method``, then ``plain`` if it returns NotImplemented."""
 
     @functools.wraps(plain)
     def call(self: nn.Module, *args: Any, **options: Any) -> Any:
@@ -201,7 +201,7 @@ def _conv_state(module: Any, names: str, inputs: Tensor) -> dict[str, Tensor]:
 
 
 def _last_inputs(y: Tensor, state_BKC: Tensor) -> Tensor:
-    """The convolution's last K - 1 inputs, including earlier ones if the call is shorter than that."""
+    """Return the convolution's last K - 1 inputs, including earlier ones if the call is shorter than that."""
     keep = state_BKC.shape[1]
     last = F.silu(y[:, max(0, y.shape[1] - keep) :])
     if last.shape[1] == keep:
@@ -276,7 +276,9 @@ def _mac_packed(block: Any, x: Tensor, documents: Any, prefix: Any, attention: A
 
 
 def _segment_weights(block: Any, x: Tensor, prefix: Any, state: Any) -> SegmentWeights | None:
-    """The weights of a call of `attend_segments`, or None if it does not support the block or the call."""
+    """Return the weights of a call of `attend_segments`, or None if it does not support the block or the
+    call.
+    """
     memory, attention = block.memory, block.attention
     c = memory.config
     if (

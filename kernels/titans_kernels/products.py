@@ -41,7 +41,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def feed_forward(x: Tensor, norm: Tensor, gate: Tensor, up: Tensor, down: Tensor, epsilon: float) -> Tensor:
-    """The feed-forward layer of Llama with its residual connection: x + (silu(z gate^T) * z up^T) down^T.
+    """Apply Llama's feed-forward layer and its residual connection: x + (silu(z gate^T) * z up^T) down^T.
 
     Args:
         x: [..., D]; z is its RMSNorm.
@@ -82,7 +82,9 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _serves(x: Tensor, *weights: Tensor) -> bool:
-    """Whether C++ is to multiply x by the first weight; PyTorch's operators refuse shapes that do not fit."""
+    """Return True if C++ is to multiply x by the first weight; PyTorch's operators refuse shapes that do not
+    fit.
+    """
     return (
         not torch.compiler.is_compiling()
         and x.numel() >= MIN_TOKENS * max(1, x.shape[-1])

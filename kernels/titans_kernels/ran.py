@@ -18,7 +18,7 @@ def note(operator: str, form: str, given: Tensor | None = None) -> None:
 
 
 def forms_used(*, forget: bool = False) -> list[str]:
-    """The forms that ran in this process so far.
+    """Return the forms that ran in this process so far.
 
     Under torch.compile only kernels that are opaque to the compiler are recorded; it generates its own code
     for the chunked forms.

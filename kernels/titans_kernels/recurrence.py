@@ -85,7 +85,7 @@ def linear_attention(
     On a GPU, flash-linear-attention's kernels are used if they are installed and support the call
     (`fla_attention`), on a CPU the compiled recurrence for a decay per key channel; `forms_used` tells
     which form ran. Passing ``chunk_size`` selects this form.
-    Arguments and results are those of `recurrent_linear_attention`.
+    Arguments and results as in `recurrent_linear_attention`.
     """
     T, dtype = q.shape[1], state_dtype(q)
     if not T:
@@ -145,7 +145,7 @@ def _rounds_to_tf32() -> bool:
 
 @torch.compiler.assume_constant_result
 def _wrong_on_hopper(device: int | None) -> bool:
-    """The condition on which FLA's backward raises, checked before the forward, while we can fall back."""
+    """Return True if FLA's backward would raise; checked before the forward, while we can fall back."""
     import triton
 
     version = TorchVersion(triton.__version__)
@@ -371,7 +371,7 @@ def _swept(
     *,
     back: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The outputs of ``step`` at each token, [B, T, ...], and the last carry; in reverse order if ``back``.
+    """Return the outputs of ``step`` at each token, [B, T, ...], and the last carry; in reverse if ``back``.
 
     A step is linear in the carry with factor a_t, so a chunk is a step whose factor is the product of its a.
     """

@@ -16,7 +16,7 @@ EXAMPLE = "my_lab.parts:MyPart"
 
 
 def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[str], Any]:
-    """A package's lazy ``__getattr__`` (PEP 562): imports ``modules`` in order until one defines the name."""
+    """Return a package's lazy ``__getattr__`` (PEP 562): imports ``modules`` until one defines the name."""
 
     def __getattr__(name: str) -> Any:
         for module in modules.split() if name in names else ():
@@ -33,7 +33,7 @@ def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[
 class Registry(MutableMapping[str, type[Kind]]):
     """Classes of one kind by name; a line is a name and an import path ``package.module:Class``.
 
-    A module is imported when its class is asked for. A class without a line is found by its import path.
+    A module is imported when its class is first used. A class without a line is found by its import path.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class Registry(MutableMapping[str, type[Kind]]):
         self._lines: dict[str, str | type[Kind]] = dict(lines)
 
     def find(self, name: str, key: str | None = None) -> type[Kind]:
-        """The class registered as ``name``, or imported from a path ``package.module:Class``.
+        """Return the class registered as ``name``, or imported from a path ``package.module:Class``.
 
         Raises:
             ValueError: (or ``error``) there is no such subclass of ``base``, or it is abstract; a one-line
@@ -98,7 +98,7 @@ class Registry(MutableMapping[str, type[Kind]]):
 
 
 def source_file(path: str) -> Path | None:
-    """The source file of an import path ``package.module:Class``; None for any other text.
+    """Return the source file of an import path ``package.module:Class``; None for any other text.
 
     Parameters in parentheses may follow, as in `find_rule`.
     """

@@ -54,7 +54,7 @@ class TaskConfig(Frozen):
 
 
 class SourceConfig(Frozen):
-    """Where training rows come from."""
+    """A source of training rows."""
 
     kind: Literal["corpus", "files", "hub", "task"]
     """corpus: the shipped prose and code."""
@@ -94,7 +94,7 @@ class SourceConfig(Frozen):
         return self
 
     def identity(self) -> dict[str, Any]:
-        """The fields that determine its documents. Later additions are left out at their defaults."""
+        """Return the fields that determine its documents. Later additions are left out at their defaults."""
         added = {key for key in ("revision", "item_length") if not getattr(self, key)}
         return self.model_dump(mode="json", exclude={"weight"} | added)
 
@@ -118,7 +118,7 @@ class DataConfig(Frozen):
     seed: int = 0
     """Seed of generated data and of the train/validation split; the order of rows uses the run's seed."""
     store: str | None = None
-    """Where prepared shards are kept: a folder, s3://bucket/folder, gs://bucket/folder; None: `data/` under
+    """Folder of prepared shards: a path, s3://bucket/folder, gs://bucket/folder; None: `data/` under
     --root. Not part of the run's hash."""
     cache_gb: Annotated[float, Field(gt=0)] = 20.0
     """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
@@ -183,7 +183,7 @@ class OptimConfig(Frozen):
     within a node and replicate across nodes (hsdp), or replicate it and give each worker a part of every row
     (sequence), which passes its recurrent state on to the next."""
     shard_workers: PositiveInt | None = None
-    """hsdp: workers in a shard group, of consecutive ranks; None: those of a node."""
+    """hsdp: workers in a shard group, of consecutive ranks; None: the workers of a node."""
     recompute: bool = False
     """Activation checkpointing: keep only the input of each block and recompute the rest in the backward
     pass. Less memory for a third more compute. Not part of the run's hash."""
@@ -213,8 +213,8 @@ class EvalConfig(Frozen):
     """Optimiser steps between measurements of the validation loss during training, on perplexity_tokens;
     None: never. Part of the run's hash only with ``at: best`` or ``patience``."""
     at: Literal["last", "best"] = "last"
-    """The weights that are evaluated: those of the last step, or those of the lowest validation loss that
-    ``every`` measured."""
+    """The weights to evaluate: the last step's, or the ones with the lowest validation loss that ``every``
+    measured."""
     patience: PositiveInt | None = None
     """Early stopping: stop after this many measurements without a lower validation loss; None: off."""
 
@@ -239,7 +239,7 @@ class LogConfig(Frozen):
 
 
 class ObjectiveConfig(Frozen):
-    """What the run trains on: a name of `titans_platform.objectives`, or ``module:Class`` of your own."""
+    """The training objective: a name of `titans_platform.objectives`, or ``module:Class`` of your own."""
 
     kind: str = "next_token"
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -285,7 +285,7 @@ class RunConfig(Frozen):
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row of one optimiser step: those that gradients flow through."""
+        """Tokens of a row of one optimiser step, through which gradients flow."""
         return self.data.sequence_length * self.optim.bptt_rows
 
     @property

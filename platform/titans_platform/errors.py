@@ -58,7 +58,7 @@ def missing_extra(error: Exception) -> str | None:
 
 
 def one_line(error: BaseException, most: int = 300) -> str:
-    """The message of a library's error on one line, cut to ``most`` characters."""
+    """Return the message of a library's error on one line, cut to ``most`` characters."""
     return textwrap.shorten(str(error), most, placeholder=" ...") or type(error).__name__
 
 
@@ -72,6 +72,8 @@ def within(place: str, of: type[Exception] = UsageError, sep: str = ".") -> Iter
 
 
 def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """A hint for an error: `did you mean x?`; where no valid word is near, ``otherwise``, or all of them."""
+    """Return a hint for an error: `did you mean x?`; with no valid word near, ``otherwise``, or all of
+    them.
+    """
     valid = list(valid)
     return near(word, valid) or otherwise or f"valid: {', '.join(valid) or 'none'}"

@@ -28,7 +28,7 @@ TRANSIENT_ERRNOS = {
 
 
 def is_transient(error: BaseException) -> bool:
-    """Whether a storage error is transient, so that a retry may succeed."""
+    """Return True if a storage error is transient, so that a retry may succeed."""
     if isinstance(error, OSError):
         return error.errno in TRANSIENT_ERRNOS
     # what torch makes of a full disk
@@ -44,7 +44,7 @@ def backoff(patience: float) -> Iterator[float]:
 
 
 def retry_transient(do: Callable[[], Value]) -> Value:
-    """The value of ``do``, retried with backoff on transient errors. Raises StorageError."""
+    """Return the value of ``do``, retried with backoff on transient errors. Raises StorageError."""
     for seconds in backoff(PATIENCE):
         try:
             return do()
@@ -60,7 +60,7 @@ def retry_transient(do: Callable[[], Value]) -> Value:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """The JSON object of a file, or None where there is no such file or nothing readable in it."""
+    """Read the JSON object of a file; None if there is no such file or it is not readable."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -100,7 +100,7 @@ def ignore_disk_full() -> Iterator[None]:
 
 
 def write_error(path: Path, error: OSError) -> TitansError:
-    """The error to raise for a failed write: StorageError where it is transient, else NotWritable."""
+    """Return the error to raise for a failed write: StorageError if it is transient, else NotWritable."""
     # some libraries replace the system's message by their own
     reason = os.strerror(error.errno) if error.errno else str(error)
     kind = StorageError if is_transient(error) else NotWritable

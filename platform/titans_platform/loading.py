@@ -56,26 +56,26 @@ _Loader.add_constructor("tag:yaml.org,2002:map", _mapping_of_names)
 
 
 def load_config(path: Path | str, overrides: Iterable[str] = ()) -> RunConfig:
-    """The run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
+    """Load the run's config at ``path`` with ``overrides`` (``a.b=c``) applied. Raises UsageError."""
     if not (mapping := read_yaml(Path(path))):
         raise UsageError(f"{path}: is empty; `titans init {path} --force` writes a run file")
     return config_from(mapping, overrides)
 
 
 def config_from(mapping: dict[str, Any], overrides: Iterable[str] = ()) -> RunConfig:
-    """The config of a mapping, with ``overrides`` applied. Raises UsageError."""
+    """Validate the config of a mapping, with ``overrides`` applied. Raises UsageError."""
     for override in overrides:
         apply_override(mapping, override)
     return validate(RunConfig, complete(mapping))
 
 
 def complete(mapping: Mapping[str, Any], fit: bool = True) -> dict[str, Any]:
-    """A RunConfig's mapping with derived fields filled in.
+    """Fill in the derived fields of a RunConfig's mapping.
 
-    A section that is there but empty, as YAML's `memory:` alone, is one at its defaults.
-    ``model.preset`` is replaced by its fields; fields given with it override them. ``model.vocab_size``
-    defaults to that of a built-in tokenizer. With ``fit`` false the preset is not fitted to the variant,
-    which needs torch. Raises UsageError.
+    A section that is present but empty, as YAML's `memory:` alone, is one at its defaults. ``model.preset``
+    is replaced by its fields; fields given with it override them. ``model.vocab_size`` defaults to a built-in
+    tokenizer's. With ``fit`` false the preset is not fitted to the variant, which needs torch. Raises
+    UsageError.
     """
     mapping = _without_empty(RunConfig, mapping)
     model, data = (mapping.get(part, {}) for part in ("model", "data"))
@@ -126,7 +126,7 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping a YAML file holds; an empty file is an empty mapping. Raises UsageError."""
+    """Read the mapping of a YAML file; an empty file is an empty mapping. Raises UsageError."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -141,7 +141,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 
 def known_files(folder: str, pattern: str = "*.yaml") -> dict[str, Path]:
-    """The YAML files that can be given by name: of ``folder`` here, then the shipped ones."""
+    """Return the YAML files that can be given by name: of ``folder`` here, then the shipped ones."""
     files: dict[str, Path] = {}
     for place in (Path.cwd(), shipped()):
         for path in sorted((place / folder).glob(pattern)):
@@ -150,7 +150,9 @@ def known_files(folder: str, pattern: str = "*.yaml") -> dict[str, Path]:
 
 
 def file_at(name: str, what: str) -> Path | None:
-    """The YAML file at the path ``name``; None if it is a plain name. Raises UsageError: no such file."""
+    """Return the YAML file at the path ``name``; None if it is a plain name. Raises UsageError: no such
+    file.
+    """
     if not name.endswith((".yaml", ".yml")) and os.sep not in name:
         return None
     if not Path(name).is_file():
@@ -159,7 +161,7 @@ def file_at(name: str, what: str) -> Path | None:
 
 
 def parse_yaml(text: str, where: str) -> Any:
-    """The value of a YAML text; ``where`` names it in the error. Raises UsageError."""
+    """Parse a YAML text; ``where`` names it in the error. Raises UsageError."""
     try:
         return yaml.load(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
@@ -195,7 +197,7 @@ def apply_override(mapping: dict[str, Any], override: str) -> None:
 
 
 def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
-    """The key or the index that ``key`` means in ``holder``, the mapping or list at ``at``."""
+    """Return the key or the index that ``key`` means in ``holder``, the mapping or list at ``at``."""
     if isinstance(holder, dict):
         return key
     if not isinstance(holder, list):
@@ -207,7 +209,8 @@ def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
 
 
 def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") -> Model:
-    """``mapping`` as a ``model``; ``where`` is put before field names. Raises UsageError with one line.
+    """Validate ``mapping`` as a ``model``; ``where`` is put before field names. Raises UsageError with one
+    line.
 
     The mapping goes through JSON, where pydantic's strict mode takes lists for tuples and still refuses
     a string for a number.
@@ -253,7 +256,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
 
 
 def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | None:
-    """The model that stands at ``loc`` below an annotation; None where there is something else."""
+    """Return the model at ``loc`` below an annotation; None if there is no model."""
     annotation = _plain(annotation)
     model = annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
     if not loc:
@@ -272,7 +275,7 @@ def _valid_keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
 
 
 def _plain(annotation: Any) -> Any:
-    """The annotation without Annotated and without `| None`."""
+    """Strip Annotated and `| None` from an annotation."""
     if typing.get_origin(annotation) in (typing.Annotated, typing.Union, types.UnionType):
         return _plain(next(a for a in typing.get_args(annotation) if a is not type(None)))
     return annotation

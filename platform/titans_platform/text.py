@@ -13,14 +13,14 @@ NONE = "—"
 
 
 def number(value: float | None, decimals: int) -> str:
-    """A number with its column's decimals; a dash for None."""
+    """Format a number with its column's decimals; a dash for None."""
     if value is None:
         return NONE
     return f"{value:.{decimals}f}" if abs(value) < 1e5 else f"{value:.1e}"
 
 
 def count(value: float | None) -> str:
-    """A count in three digits: 412K, 1.3M."""
+    """Format a count in three digits: 412K, 1.3M."""
     if value is None:
         return NONE
     for unit, size in (("B", 1e9), ("M", 1e6), ("K", 1e3)):
@@ -31,7 +31,9 @@ def count(value: float | None) -> str:
 
 
 def short(value: float, decimals: int | None = None) -> str:
-    """A number for a small space, such as a tile or a tick: 50K, 1234, 1.5; no more digits than it needs."""
+    """Format a number for a small space, such as a tile or a tick: 50K, 1234, 1.5; no more digits than it
+    needs.
+    """
     if abs(value) >= 10_000:
         return count(value)
     if decimals is None:
@@ -40,7 +42,7 @@ def short(value: float, decimals: int | None = None) -> str:
 
 
 def tokens(value: float) -> str:
-    """A number of tokens as people write it: 512, 2K, 16K, where K is 1024."""
+    """Format a number of tokens as people write it: 512, 2K, 16K; K is 1024."""
     return f"{value / 1024:g}K" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
 
 
@@ -56,12 +58,12 @@ def clock(seconds: float | None) -> str:
 
 
 def plural(n: int, what: str) -> str:
-    """A number of things: 1 seed, 3 seeds."""
+    """Format a number of things: 1 seed, 3 seeds."""
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def commit(name: str) -> str:
-    """A commit shortened to 12 digits; `-dirty` is kept."""
+    """Shorten a commit to 12 digits; `-dirty` is kept."""
     head, dirty, _ = name.partition("-dirty")
     return head[:12] + dirty
 
@@ -91,7 +93,7 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "top", **options: Any) -> Table:
-    """An empty table for a terminal; the first ``left`` columns are text, the others numbers."""
+    """Create an empty table for a terminal; the first ``left`` columns are text, the others numbers."""
     from rich import box
     from rich.table import Table
 

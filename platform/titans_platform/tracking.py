@@ -66,7 +66,9 @@ class Unreachable(UsageError):
 
 
 def store_uri(root: Path) -> str:
-    """The address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under it."""
+    """Return the address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under
+    it.
+    """
     if (given := os.environ.get(STORE)) and urlsplit(given).password:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         raise UsageError(f"{STORE}: holds a password; {fix}")
@@ -74,7 +76,7 @@ def store_uri(root: Path) -> str:
 
 
 def check_store(root: Path) -> None:
-    """Raises UsageError if the store of ``root`` cannot be opened; does not create one."""
+    """Raise UsageError if the store of ``root`` cannot be opened; does not create one."""
     if os.environ.get(STORE):
         check_server(store_uri(root))
     elif (path := root.resolve() / "mlflow.db").exists():
@@ -187,7 +189,7 @@ def _check_sqlite(path: Path) -> None:
 
 
 def check_server(uri: str) -> None:
-    """Raises UsageError if the server does not answer here. /health would answer under any host name."""
+    """Raise UsageError if the server does not answer here. /health would answer under any host name."""
     try:
         urllib.request.urlopen(
             f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", timeout=10
@@ -219,13 +221,13 @@ class Store:
 
     @property
     def server(self) -> str | None:
-        """The address of the server that is the store; None where the store is a file."""
+        """Address of the server that is the store; None if the store is a file."""
         return self.uri.rstrip("/") if self.uri.startswith(("http://", "https://")) else None
 
     def study_run(
         self, study: str, tags: Mapping[str, str] | None = None, params: Mapping[str, Any] | None = None
     ) -> str:
-        """The parent run of a study, created with ``params`` the first time; its run id."""
+        """Return the run id of a study's parent run, created with ``params`` the first time."""
         run_id = self.cell_run(study, study, tag=STUDY_TAG, params=params, tags=tags)
         self.client.update_run(run_id, status="RUNNING")
         return run_id
@@ -241,7 +243,7 @@ class Store:
         tags: Mapping[str, str] | None = None,
         tag: str = CELL_TAG,
     ) -> str:
-        """The run of a cell, which ``tag`` names, created as ``name`` the first time; its run id.
+        """Return the run id of a cell's run, which ``tag`` names, created as ``name`` the first time.
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
         """
@@ -276,7 +278,7 @@ class Store:
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
-        """A metric by step, of each run that has it; runs that do not exist are skipped."""
+        """Return a metric by step, of each run that has it; runs that do not exist are skipped."""
         found: dict[str, list[tuple[int, float]]] = {}
         for run_id in run_ids:
             with suppress(MlflowException):
@@ -287,18 +289,18 @@ class Store:
         return {run_id: curve for run_id, curve in found.items() if curve}
 
     def url(self, run_id: str) -> str:
-        """Where `titans ui` shows the run, below the address of the server."""
+        """Return the run's page in `titans ui`, below the address of the server."""
         return f"#/experiments/{self.experiment}/runs/{run_id}"
 
     def find(self, tag: str, value: str) -> str | None:
-        """The run id of the newest run with this tag."""
+        """Return the run id of the newest run with this tag."""
         where, order = f"tags.`{tag}` = '{value}'", ["start_time DESC"]
         runs = self.client.search_runs([self.experiment], where, max_results=1, order_by=order)
         return runs[0].info.run_id if runs else None
 
     @property
     def page(self) -> str:
-        """Where a server lists the runs, below its address."""
+        """Page on which a server lists the runs, below its address."""
         return f"#/experiments/{self.experiment}/runs"
 
 
@@ -311,7 +313,7 @@ def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None
 
 
 def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step: int) -> None:
-    """Log the finite values of a step, except those that equal the run's latest values."""
+    """Log the finite values of a step, except values that equal the run's latest."""
     now, have = int(time.time() * 1000), client.get_run(run_id).data.metrics
     # a NaN would stay a run's latest value; @ is not allowed in a name
     finite = {key.replace("@", "/"): float(value) for key, value in values.items() if math.isfinite(value)}
@@ -347,7 +349,7 @@ class RunLog:
             self._steps[point.key].add(point.step)
 
     def _logged(self, key: str) -> set[int]:
-        """The steps at which the store has a value; asked for the first time, and after a failure."""
+        """Return the steps at which the store has a value; queried the first time, and after a failure."""
         if key not in self._steps:
             self._steps[key] = {point.step for point in self._client.get_metric_history(self.run_id, key)}
         return self._steps[key]
@@ -361,7 +363,7 @@ class RunLog:
         log_entries(self._client, self.run_id, tags=tags_of(tags))
 
     def note(self, markdown: str) -> None:
-        """The description MLflow shows at the top of the run; the place for links to other runs."""
+        """Set the description MLflow shows at the top of the run; the place for links to other runs."""
         self._client.set_tag(self.run_id, "mlflow.note.content", markdown)
 
     def table(self, rows: Iterable[Mapping[str, Any]], name: str) -> None:
@@ -389,5 +391,5 @@ def tags_of(tags: Mapping[str, str]) -> list[RunTag]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
+    """Return the first line of an error's message."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

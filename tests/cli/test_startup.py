@@ -12,7 +12,7 @@ LARGE = ["torch", "numpy", "pandas", "pyarrow", "datasets", "ray", "mlflow", "sc
 LIGHT = [
     ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["init", "run.yaml"],
     ["init", "own.yaml", "--data", "run.yaml", "--preset", "smoke"], ["cluster", "list"],
-    ["cluster", "up", "local", "--dry-run"], ["cluster", "up", "kuberay", "--dry-run"],
+    ["cluster", "up", "nodes", "--dry-run"], ["cluster", "up", "kuberay", "--dry-run"],
     ["runs", "list"], ["sweep", "list"], ["sweep", "status"],
 ]  # fmt: skip
 # one process for all: what one command imported would be seen again, so each is asked for what is new

@@ -53,7 +53,7 @@ CHECK_MODULES = (dependence, gradients, continuation, numerics, control)
 
 
 def select(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
-    """The checks of these names, all if none are given, without those to skip.
+    """Return the checks of these names, all if none are given, without those in ``skip``.
 
     Raises:
         AuditError: there is no such check.
@@ -138,7 +138,7 @@ def checks(
     known: Sequence[str] = (),
     **options: Any,
 ) -> Callable[..., None]:
-    """A pytest test of a layer, parametrised over the checks: ``test_my_layer = checks(MyLayer)``.
+    """Build a pytest test of a layer, parametrised over the checks: ``test_my_layer = checks(MyLayer)``.
 
     Args:
         factory: as of `audit`.

@@ -1,4 +1,4 @@
-"""How the audit calls a layer. A plain layer needs no adapter; state and documents need a few lines."""
+"""Adapters through which the audit calls a layer; a plain layer needs none, state and documents do."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ class Adapter:
     reference: Callable[[Tensor], Tensor] | None = None
     """x to outputs by a slow form that is known to be right, with the same parameters."""
     changes_state: bool = False
-    """Whether ``step`` may change the given state in place, by design (a mutable cache)."""
+    """True if ``step`` may change the given state in place, by design (a mutable cache)."""
     state_grows: Literal["constant", "linear"] = "linear"
-    """How the layer claims that its state grows with the length."""
+    """The claimed growth of the state with the length."""
     time_grows: Literal["linear", "quadratic"] = "quadratic"
-    """How the layer claims that its time grows with the length."""
+    """The claimed growth of the time with the length."""
     notes: str = ""
-    """What the adapter does with the layer, for the report."""
+    """The adapter's treatment of the layer, for the report."""
 
     def __post_init__(self) -> None:
         if (self.width is None) == (self.vocab is None):
@@ -59,7 +59,9 @@ class Adapter:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """The outputs of a call: a tensor, the first of a tuple, or the logits or last hidden state by name."""
+    """Return the output tensor of a call: the output itself, the first of a tuple, or ``logits`` or
+    ``last_hidden_state``.
+    """
     for name in ("logits", "last_hidden_state"):
         if isinstance(found := getattr(output, name, None), Tensor):
             return found
@@ -71,7 +73,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def as_adapter(made: nn.Module | Adapter, width: int | None = None) -> Adapter:
-    """An adapter of what a factory made, guessed for a plain module.
+    """Return ``made`` if it is an adapter, else an adapter guessed for the plain module.
 
     Raises:
         AuditError: the module maps neither [B, T, D] to [B, T, E] nor tokens [B, T] to [B, T, V].

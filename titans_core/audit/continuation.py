@@ -26,7 +26,7 @@ def _step(adapter: Adapter) -> Step:
 def _in_pieces(
     s: Subject, adapter: Adapter, x: Tensor, pieces: Iterable[tuple[Step, int]], state: Any = None
 ) -> Tensor:
-    """Outputs of x read by each function in turn, so many tokens at a time."""
+    """Read x in pieces, given as (function, number of tokens), and return the outputs concatenated."""
     outputs, start = [], 0
     for function, size in pieces:
         y, state = s.call(function, adapter, x[:, start : start + size], state)
@@ -37,7 +37,7 @@ def _in_pieces(
 
 @check("cut in two around usual chunk borders, and in seeded pieces of any sizes that cut at every token")
 def pieces(s: Subject) -> Outcome:
-    """A sequence in pieces, the state carried, equals the whole."""
+    """Check that a sequence in pieces, the state carried, equals the whole."""
     _step(s.build())
 
     def cuts(length: int) -> Iterator[tuple[float, Example]]:
@@ -60,7 +60,7 @@ def pieces(s: Subject) -> Outcome:
 
 @check("from the start, and a token after each of seeded pieces that end at every token")
 def decoding(s: Subject) -> Outcome:
-    """Decoding token by token equals the parallel form."""
+    """Check that decoding token by token equals the parallel form."""
     if (built := s.build()).decode is None:
         raise NotApplicable("the adapter has neither `decode` nor `step`")
     prefill = built.step is not None
@@ -90,7 +90,7 @@ def decoding(s: Subject) -> Outcome:
 
 @check("the state's tensors before and after a call, at every token; one state continued twice")
 def state_kept(s: Subject) -> Outcome:
-    """A state can be kept: to go on from it neither changes it nor depends on who else did."""
+    """Check that a state can be kept: going on from it changes neither it nor another continuation."""
     if (built := s.build()).changes_state:
         _step(built)
         raise NotApplicable("the state is changed in place by design (adapter.changes_state)")
@@ -121,7 +121,7 @@ def state_kept(s: Subject) -> Outcome:
 
 @check("documents of all lengths in one row with cu_seqlens, in seeded ways that begin one at every token")
 def packed(s: Subject) -> Outcome:
-    """Documents packed in one row equal the same documents alone."""
+    """Check that documents packed in one row equal the same documents alone."""
     if s.build().packed is None:
         raise NotApplicable("the adapter has no `packed`")
 

@@ -30,7 +30,7 @@ def _answers(tokens_BT: Tensor, earlier_BT: Tensor) -> Tensor:
 
 @check(f"random tokens, {STEPS} steps; the next token, another row's, and an earlier call's stay at chance")
 def impossible_retrieval(s: Subject) -> Outcome:
-    """A trained layer does not score where the answer is not in what it may see."""
+    """Check that a trained layer does not score if the answer is not in what it may see."""
     adapter = s.build(torch.float32, training=True)
     length = min(LENGTH, s.length)
     generator = torch.Generator().manual_seed(11)

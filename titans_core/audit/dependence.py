@@ -1,4 +1,4 @@
-"""What an output may depend on: no later token, other row or earlier call, not the length."""
+"""Checks that an output depends on no later token, other row or earlier call, and not on the length."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROWS = 16
 
 @check("d y[t] / d x[s] = 0 for all s > t, in evaluation mode and, for a third of t, in training mode")
 def causal_gradient(s: Subject) -> Outcome:
-    """No output depends on a later token, by the exact derivative."""
+    """Check that no output depends on a later token, by the exact derivative."""
     tolerance = s.tolerance
 
     def attempt(length: int) -> Outcome:
@@ -30,7 +30,7 @@ def causal_gradient(s: Subject) -> Outcome:
 
 
 def _future_gradients(s: Subject, length: int, training: bool) -> Iterator[tuple[float, Example]]:
-    """The derivatives of one token's output in each row of a batch of equal rows."""
+    """Yield, for each token, the largest derivative of its output with respect to a later input."""
     adapter = s.build(training=training)
     x, mode = s.inputs(adapter, length, 1), "in training mode" if training else ""
     for block in s.tokens(length, training).split(ROWS):
@@ -47,7 +47,7 @@ def _future_gradients(s: Subject, length: int, training: bool) -> Iterator[tuple
 
 
 def differentiable(s: Subject, adapter: Adapter, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Outputs with a graph, and the floating-point inputs that they depend on: x, or its embedding."""
+    """Return outputs with a graph, and the floating-point inputs that they depend on: x, or its embedding."""
     if adapter.vocab is None:
         x = x.to(s.dtype_of(adapter)).requires_grad_()
         return s.forward(adapter, x, grad=True), x
@@ -73,7 +73,7 @@ def differentiable(s: Subject, adapter: Adapter, x: Tensor) -> tuple[Tensor, Ten
 
 @check("tokens from p on are replaced, for every p, also by larger ones; outputs before p must not move")
 def causal_perturbation(s: Subject) -> Outcome:
-    """No output depends on a later token, derivative or not."""
+    """Check that no output depends on a later token, derivative or not."""
 
     def attempt(length: int) -> Outcome:
         return worst((pair for mode in MODES for pair in _future_changes(s, length, mode)), s.tolerance)
@@ -82,7 +82,7 @@ def causal_perturbation(s: Subject) -> Outcome:
 
 
 def _future_changes(s: Subject, length: int, training: bool) -> Iterator[tuple[float, Example]]:
-    """Outputs of equal rows, and of rows of which each is changed from another token on."""
+    """Yield, for each cut, the largest change before it in a row that differs from the cut on."""
     adapter = s.build(training=training)
     x, mode = s.inputs(adapter, length, 1), "in training mode" if training else ""
     cuts = s.tokens(length, training)
@@ -100,13 +100,13 @@ def _future_changes(s: Subject, length: int, training: bool) -> Iterator[tuple[f
 
 
 def _first_call(s: Subject, adapter: Adapter, x: Tensor, training: bool) -> Tensor:
-    """The outputs of a fresh layer: in training mode a call may change running statistics."""
+    """Return the outputs of a fresh layer: in training mode a call may change running statistics."""
     return s.forward(s.build(training=True) if training else adapter, x)
 
 
 @check("all other rows are replaced, also by larger ones, in evaluation and training mode")
 def rows(s: Subject) -> Outcome:
-    """No output depends on another row of the batch."""
+    """Check that no output depends on another row of the batch."""
 
     def changes(length: int) -> Iterator[tuple[float, Example]]:
         for training in MODES:
@@ -126,7 +126,7 @@ def rows(s: Subject) -> Outcome:
 
 @check("y(x[:n]) = y(x)[:n] for every n, the gradients of parameters too; earlier tokens count")
 def short_inputs(s: Subject) -> Outcome:
-    """An input of any length gives the outputs of the start of a longer one, also below a chunk."""
+    """Check that an input of any length gives the outputs of a longer one's start, also below a chunk."""
     adapter = s.build()
     x = s.inputs(adapter)
     y = s.forward(adapter, x)
@@ -178,7 +178,7 @@ def short_inputs(s: Subject) -> Outcome:
 
 @check("in evaluation mode twice, then after calls with other inputs, of other lengths and numbers of rows")
 def repeatable(s: Subject) -> Outcome:
-    """The same input gives the same output: nothing random, nothing kept from earlier calls."""
+    """Check that the same input gives the same output: nothing random, nothing kept from earlier calls."""
 
     def repeats(length: int) -> Iterator[tuple[float, Example]]:
         adapter = s.build()
@@ -198,7 +198,7 @@ def repeatable(s: Subject) -> Outcome:
 
 @check("each row alone, in batches of other sizes, and in reversed order")
 def batch_size(s: Subject) -> Outcome:
-    """A row's outputs do not depend on the size of the batch or on the row's place in it."""
+    """Check that a row's outputs do not depend on the size of the batch or on the row's place in it."""
 
     def batches(length: int) -> Iterator[tuple[float, Example]]:
         adapter = s.build()
@@ -217,7 +217,7 @@ def batch_size(s: Subject) -> Outcome:
 
 @check("y in training mode with dropout 0 equals y in evaluation mode, before and after training")
 def modes(s: Subject) -> Outcome:
-    """Training and evaluation compute the same function, and training leaves no trace in it."""
+    """Check that training and evaluation compute the same function, and training leaves no trace in it."""
 
     def both(length: int) -> Iterator[tuple[float, Example]]:
         adapter = s.build()

@@ -1,4 +1,4 @@
-"""Whether a layer is trained as it says: every parameter gets a gradient, and it is the derivative."""
+"""Checks that every parameter gets a gradient, and that it is the derivative of what is computed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ODD_LENGTHS = 5
 
 
 def _loss(s: Subject, adapter: Adapter, x: Tensor, grad: bool) -> Tensor:
-    """A scalar of all outputs, of order 1."""
+    """Return a scalar of order 1 that depends on all outputs."""
     y = s.forward(adapter, x, grad=grad)
     weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(4)).to(y)
     return (y * weights).sum() / y.numel() ** 0.5
@@ -31,7 +31,7 @@ def _trainable(adapter: Adapter) -> dict[str, nn.Parameter]:
 
 @check("each trainable parameter has a finite gradient that is not 0 for a random loss of all outputs")
 def parameters(s: Subject) -> Outcome:
-    """Every parameter is trained."""
+    """Check that every parameter is trained."""
     adapter = s.build(training=True)
     trainable = _trainable(adapter)
     if not trainable:
@@ -60,7 +60,7 @@ def _few(names: list[str]) -> str:
     "finite differences along random directions of each parameter and the inputs, and across every 4th token"
 )
 def finite_differences(s: Subject) -> Outcome:
-    """Gradients are the derivatives of what is computed, an inner loop's too: nothing is detached."""
+    """Check that gradients are derivatives of what is computed, an inner loop's too: nothing is detached."""
     exact = s.precision is torch.float64
     tolerance, steps = (1e-4, (1e-5, 1e-6, 1e-7)) if exact else (0.05, (1e-2, 3e-3))
 
@@ -75,9 +75,9 @@ def finite_differences(s: Subject) -> Outcome:
 def _across(
     s: Subject, length: int, tolerance: float, steps: tuple[float, ...]
 ) -> Iterator[tuple[float, Example]]:
-    """The derivative of outputs from p on with respect to inputs before p: what crosses p.
+    """Compare the derivative of outputs from p on with respect to inputs before p to a difference quotient.
 
-    In the derivative of all outputs a state that is detached once would hardly show.
+    A state that is detached once would hardly change the derivative of all outputs.
     """
     if s.build().vocab is not None:
         return
@@ -95,7 +95,9 @@ def _across(
 
 
 def _slopes_across(s: Subject, x: Tensor, u: Tensor, cuts: list[int], step: float) -> list[float]:
-    """The gap between derivative and central difference at each cut, on the larger of both, a row a cut."""
+    """Return the gap between derivative and central difference at each cut, relative to the larger of the
+    two.
+    """
     adapter = s.build(training=True)
     rows = max(2, len(cuts))  # batch statistics need two
     cuts_R = torch.tensor([*cuts, *cuts][:rows])
@@ -156,7 +158,7 @@ def _directions(
 
 
 def _slope(s: Subject, adapter: Adapter, x: Tensor, p: Tensor, u: Tensor, step: float) -> float:
-    """The central difference of the loss along u."""
+    """Return the central difference of the loss along u."""
     before = p.detach().clone()
     values = []
     for sign in (1, -1):
@@ -168,7 +170,7 @@ def _slope(s: Subject, adapter: Adapter, x: Tensor, p: Tensor, u: Tensor, step: 
 
 @check("outputs, and gradients of a random loss with respect to every parameter, at seeded lengths too")
 def reference(s: Subject) -> Outcome:
-    """The fast form computes what the reference does, outputs and gradients."""
+    """Check that the fast form computes what the reference does, outputs and gradients."""
     adapter = s.build()
     slow = adapter.reference
     if slow is None:

@@ -18,7 +18,7 @@ from titans_core.audit.report import Example, NotApplicable, Outcome, check
 from titans_core.audit.subject import SeenPrecisions, Subject, bytes_kept, cast, tensors_in, worst
 
 LONG = 16
-"""Length of long inputs, over that of the audit."""
+"""Length of long inputs, as a multiple of the audit's length."""
 STATE_LENGTHS = (256, 1024)
 """Tokens up to which the state's size is measured; they differ by a multiple of usual chunks."""
 WINDOW = 128
@@ -29,7 +29,7 @@ EXPONENT = {"constant": 0.0, "linear": 1.0, "quadratic": 2.0}
 
 
 def _rounded(s: Subject, dtype: torch.dtype, tolerance: float) -> Outcome:
-    """The error of a precision: against float64 with parameters and inputs rounded to it."""
+    """Measure the error of a precision against float64 with parameters and inputs rounded to it."""
     if s.precision is not torch.float64 and dtype is torch.float32:
         if s.dtype is torch.float32 and s.precision is torch.float32:
             raise NotApplicable("the layer does not run in float64, to compare with")
@@ -57,19 +57,19 @@ def _rounded(s: Subject, dtype: torch.dtype, tolerance: float) -> Outcome:
 
 @check("root mean square error of each token's output in float32 against float64")
 def float32(s: Subject) -> Outcome:
-    """Float32 is enough."""
+    """Check that float32 is enough."""
     return _rounded(s, torch.float32, 1e-3)
 
 
 @check("root mean square error of each token's output in bfloat16 against float64")
 def bfloat16(s: Subject) -> Outcome:
-    """Bfloat16 is enough."""
+    """Check that bfloat16 is enough."""
     return _rounded(s, torch.bfloat16, 0.2)
 
 
 @check(f"{LONG} times the length in float32, random tokens and one token repeated; gradients at 4 times")
 def long_inputs(s: Subject) -> Outcome:
-    """Long inputs give finite outputs that do not grow."""
+    """Check that long inputs give finite outputs that do not grow."""
     bound = 1e3
 
     def runs() -> Iterator[tuple[float, Example]]:
@@ -105,7 +105,7 @@ def _first(over: Tensor) -> int | None:
     "most bytes kept in the 128 tokens up to 256 and up to 1,024, read in the same pieces, and in one call"
 )
 def state_growth(s: Subject) -> Outcome:
-    """The state grows no faster than the layer claims: constant or linear."""
+    """Check that the state grows no faster than the layer claims: constant or linear."""
     adapter, draw = s.build(torch.float32), random.Random(s.seed)
     pieces = [draw.randint(1, 24) for _ in range(WINDOW)]
     while sum(pieces) > WINDOW:
@@ -173,7 +173,7 @@ class Work(TorchDispatchMode):
 
 @check("numbers written and multiplied in a call of 128, 256 and 512 tokens; seconds are shown")
 def time_growth(s: Subject) -> Outcome:
-    """Time grows no faster with the length than the layer claims: linear or quadratic."""
+    """Check that time grows no faster with the length than the layer claims: linear or quadratic."""
     limit = EXPONENT[s.build(torch.float32).time_grows] + 0.25
     outcome = _work_growth(s, GROWTH[0], limit)
     again = outcome if outcome.example is None else _work_growth(s, GROWTH[1], limit)

@@ -42,7 +42,7 @@ class Example:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a check function returns: it passes without an example."""
+    """Result of a check function; it passes if ``example`` is None."""
 
     value: float
     """The measured number: the largest difference, unless the check says otherwise."""
@@ -105,12 +105,12 @@ class Report:
         return next(result for result in self.results if result.check == check)
 
     def of(self, verdict: Verdict) -> list[Result]:
-        """The results with this verdict."""
+        """Return the results with this verdict."""
         return [result for result in self.results if result.verdict == verdict]
 
     @property
     def passed(self) -> bool:
-        """Whether no check failed."""
+        """True if no check failed."""
         return not self.of("fail")
 
     def to_dict(self) -> dict[str, Any]:
@@ -123,13 +123,13 @@ CHECKS: list[Check] = []
 
 
 def check(how: str) -> Callable[[Callable[[Any], Outcome]], Callable[[Any], Outcome]]:
-    """Register a function as a check of its name; the first line of its docstring is what a pass proves.
+    """Register a function as a check of its name; its docstring is "Check that" and what a pass proves.
 
     It returns an `Outcome`, or raises `NotApplicable`; any other exception is a failure of the layer.
     """
 
     def register(function: Callable[[Any], Outcome]) -> Callable[[Any], Outcome]:
-        proves = (function.__doc__ or "").partition("\n")[0].rstrip(".")
+        proves = (function.__doc__ or "").partition("\n")[0].removeprefix("Check that ").rstrip(".")
         CHECKS.append(Check(getattr(function, "__name__", ""), proves, how, function))
         return function
 

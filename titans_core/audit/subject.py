@@ -49,7 +49,7 @@ class KeepDouble(TorchDispatchMode):
         self.undone = undone
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Replace the precision asked for."""
+        """Replace a requested precision by float64."""
         kwargs = kwargs or {}
         if kwargs.get("dtype") in self.undone:
             kwargs = {**kwargs, "dtype": torch.float64}
@@ -70,7 +70,7 @@ def default_dtype(dtype: torch.dtype) -> Iterator[None]:
 
 
 def cast(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The module with all parameters and buffers in ``dtype``, complex ones in the complex type of it."""
+    """Cast all parameters and buffers to ``dtype``, complex ones to the complex type of its width."""
     complex_dtype = torch.complex128 if dtype is torch.float64 else torch.complex64
 
     def one(t: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ class Subject:
         raise AuditError(f"forward: fails at {self.length} tokens: {reason[:300]}")
 
     def _unaffected(self, x: Tensor, y: Tensor) -> bool:
-        """Whether the outputs are the same without any cast to a lower precision."""
+        """Return True if the outputs are the same without any cast to a lower precision."""
         try:
             with KeepDouble(LOW):
                 return float(difference(self.forward(self.build(), x), y).max()) <= 1e-9
@@ -169,7 +169,7 @@ class Subject:
         return TOLERANCE[self.precision]
 
     def build(self, dtype: torch.dtype | None = None, training: bool = False, woken: bool = True) -> Adapter:
-        """A fresh copy of the layer, the same every time, in ``dtype``."""
+        """Build a fresh copy of the layer, the same every time, in ``dtype``."""
         torch.manual_seed(self.seed)
         adapter = as_adapter(self.factory(), self.width)
         if woken:
@@ -197,7 +197,7 @@ class Subject:
 
     @contextmanager
     def running(self, dtype: torch.dtype | None = None) -> Iterator[None]:
-        """The precision of the audit around calls of the layer."""
+        """Set the precision of the audit around calls of the layer."""
         with ExitStack() as stack:
             stack.enter_context(default_dtype(dtype or self.dtype))
             if self.keep_double and dtype in (None, torch.float64):
@@ -205,7 +205,9 @@ class Subject:
             yield
 
     def forward(self, adapter: Adapter, x: Tensor, *, seed: int | None = 5, grad: bool = False) -> Tensor:
-        """Outputs of x in the module's precision; ``seed`` fixes dropout, None leaves the generator alone."""
+        """Return outputs of x in the module's precision; ``seed`` fixes dropout, None leaves the generator
+        alone.
+        """
         return self.call(adapter.forward, adapter, x, seed=seed, grad=grad)
 
     def call(
@@ -222,7 +224,7 @@ class Subject:
             return function(x, *rest)
 
     def dtype_of(self, adapter: Adapter) -> torch.dtype:
-        """The precision of the module's parameters."""
+        """Return the precision of the module's parameters."""
         return next((p.dtype for p in adapter.module.parameters() if p.is_floating_point()), self.dtype)
 
     def tokens(self, length: int, some: bool = False) -> Tensor:
@@ -260,7 +262,7 @@ class Subject:
         return ways
 
     def smallest(self, attempt: Callable[[int], Outcome], lengths: Sequence[int] = LENGTHS) -> Outcome:
-        """The attempt at the full length; if it fails, at the smallest length at which it does."""
+        """Return the outcome at the full length; on failure, at the smallest length that fails too."""
         outcome = attempt(self.length)
         if outcome.example is None:
             return outcome
@@ -277,12 +279,14 @@ class Subject:
 
 
 def one_line(error: Exception) -> str:
-    """The exception's type and message, cut."""
+    """Return the exception's type and message in one line of at most 160 characters."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:160]
 
 
 def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = "") -> Outcome:
-    """The outcome of several measured differences: the largest, and the first that exceeds the tolerance."""
+    """Return the outcome of several measured differences: the largest, and the first that exceeds the
+    tolerance.
+    """
     largest, example = 0.0, None
     for value, found in pairs:
         largest = max(largest, value)
@@ -294,7 +298,9 @@ def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = 
 def compare(
     a: Tensor, b: Tensor, tolerance: float, note: str = "", source: int | None = None
 ) -> tuple[float, Example]:
-    """The largest difference of outputs [B, T, E], and the first token at which it exceeds the tolerance."""
+    """Return the largest difference of outputs [B, T, E], and the first token at which it exceeds the
+    tolerance.
+    """
     gap = difference(a, b)
     over = (gap > tolerance).nonzero().flatten()
     where = int(over[0]) if len(over) else int(gap.argmax()) if len(gap) else None

@@ -31,7 +31,7 @@ QUADRATIC = ("transformer", "hyena")
 
 
 def variant_factory(name: str, width: int = 32, **fields: Any) -> Callable[[], Adapter]:
-    """A factory of one block of a variant in a language model, for `audit`.
+    """Return a factory of one block of a variant in a language model, for `audit`.
 
     Args:
         name: a variant, or the import path of a block class.
@@ -76,7 +76,7 @@ def _config(name: str, width: int, fields: Mapping[str, Any]) -> ModelConfig:
 
 
 def adapt(model: LanguageModel) -> Adapter:
-    """An adapter of a language model of this library, with every form that it has."""
+    """Return an adapter of a language model of this library, with every form that the model has."""
     name, slow = model.config.variant, None
     rule = model.config.memory.rule
     if name in MEMORIES:
@@ -115,5 +115,5 @@ def adapt(model: LanguageModel) -> Adapter:
 
 
 def variant_names() -> list[str]:
-    """The variants of this library."""
+    """Return the variants of this library."""
     return sorted(BLOCKS)

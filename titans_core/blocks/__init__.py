@@ -54,7 +54,7 @@ BLOCKS = Registry(
 
 
 def find(variant: str) -> type[Block]:
-    """The block class of a variant: a name in `BLOCKS`, or an import path ``package.module:Class``.
+    """Return the block class of a variant: a name in `BLOCKS`, or an import path ``package.module:Class``.
 
     Raises:
         ValueError: there is no such class, or it is not a complete block; one line that begins with
@@ -64,7 +64,7 @@ def find(variant: str) -> type[Block]:
 
 
 def resolve(config: ModelConfig) -> type[Block]:
-    """The block class of a config, after checking the config.
+    """Return the block class of a config, after checking the config.
 
     Raises:
         ValueError: the variant is unknown, its options are invalid, or its `Block.check` refuses the
@@ -80,14 +80,14 @@ def resolve(config: ModelConfig) -> type[Block]:
 
 
 def block_parameters(config: ModelConfig) -> int:
-    """Number of parameters of one block, counted on the meta device. Raises ValueError as `resolve` does."""
+    """Count the parameters of one block on the meta device. Raises ValueError as `resolve` does."""
     block = resolve(config)
     with torch.device("meta"):
         return sum(p.numel() for p in block(config).parameters())
 
 
 def count_parameters(config: ModelConfig) -> int:
-    """Number of parameters of the model, a tied embedding counted once, without allocating it.
+    """Count the parameters of the model, a tied embedding once, without allocating it.
 
     Raises:
         ValueError: as the model's constructor.

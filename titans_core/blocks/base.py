@@ -42,11 +42,11 @@ class Block(nn.Module, ABC):
     Options: ClassVar[type[Frozen]] = NoOptions
     """The schema of `ModelConfig.options`; the values are in ``self.options``."""
     uses_persistent: ClassVar[bool] = True
-    """Whether it learns persistent tokens, in ``self.persistent_PD``."""
+    """True if it learns persistent tokens, in ``self.persistent_PD``."""
     layers: ClassVar[int] = 1
     """Number of layers in a block, each with a feed-forward layer: presets have accordingly fewer blocks."""
     preset_window: ClassVar[bool] = True
-    """Whether presets use the size's attention window; otherwise attention is unlimited."""
+    """True if presets use the size's attention window; otherwise attention is unlimited."""
     preset_memory: ClassVar[Mapping[str, Any]] = {}
     """Fields of `MemoryConfig` that presets override."""
     preset_expansion: ClassVar[float | None] = None
@@ -101,7 +101,8 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
-        """The causal sequence mixer of the variant, with a residual connection around each of its parts.
+        """Apply the causal sequence mixer of the variant, with a residual connection around each of its
+        parts.
 
         The first part is ``x + part(self.norm(x))``; further parts need norms of their own.
 
@@ -117,7 +118,7 @@ class Block(nn.Module, ABC):
         """
 
     def reset(self, state: Any, reset_B: Tensor) -> Any:
-        """The state with rows ``reset_B`` [B] as at the start of a sequence, differentiable.
+        """Return the state with rows ``reset_B`` [B] as at the start of a sequence, differentiable.
 
         By default zeros; a variant whose initial state is learned must override it.
 

@@ -101,7 +101,7 @@ class MAC(Block):
     def segment(
         self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None, padded: bool = False
     ) -> tuple[Tensor, MACState]:
-        """The next tokens of the open segment, not beyond its end (eqs. 21-25).
+        """Process the next tokens of the open segment, not beyond its end (eqs. 21-25).
 
         ``padded``: rows may end in padding, which telemetry must not count.
         """
@@ -138,13 +138,13 @@ class MAC(Block):
         return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)
 
     def _closed_at_border(self, state: MACState) -> MACState:
-        """The state, its segment closed if it ends here: a multiple of the chunk, so no chunk is open."""
+        """Close the segment if it ends here: at a multiple of the chunk, so no chunk is open."""
         if not state.seen or state.seen % self.segment_size:
             return state
         return state._replace(segment=state.written.start.weights, attention=state.attention.closed(), seen=0)
 
 
 def _first_rows(state: MACState, rows: int) -> MACState:
-    """The state of the documents that continue; all are at the end of a segment."""
+    """Return the state of the documents that continue; all are at the end of a segment."""
     state = tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, state)
     return state._replace(segment=state.written.start.weights)

@@ -24,7 +24,7 @@ class GateOptions(Frozen):
     """Options of MAC and MAG."""
 
     gating: Gating = "sigmoid"
-    """How the attention's output gates the memory's, which the paper leaves open: see `Gate`."""
+    """The gating of the memory's output by the attention's, which the paper leaves open: see `Gate`."""
 
 
 class MAG(Block):

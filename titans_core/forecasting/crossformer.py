@@ -94,8 +94,8 @@ class Decoder(nn.Module):
 class Crossformer(Forecaster):
     """``n_layers`` encoder layers, each at half the resolution of the one before, a decoder at each scale.
 
-    The forecast is the sum over scales, the embedding's included. Width, heads and hidden width are those of
-    `ModelConfig`.
+    The forecast is the sum over scales, the embedding's included. `ModelConfig` sets width, heads and hidden
+    width.
     """
 
     Options = CrossformerOptions

@@ -20,8 +20,8 @@ class ITransformerOptions(Frozen):
 class ITransformer(Forecaster):
     """A Transformer encoder whose tokens are the channels, each a linear map of its whole window.
 
-    Width, layers, heads and hidden width are those of `ModelConfig`. Calendar features, which the published
-    code gives tokens of their own, are not read.
+    `ModelConfig` sets width, layers, heads and hidden width. Calendar features, tokens of their
+    own in the published code, are not read.
     """
 
     Options = ITransformerOptions

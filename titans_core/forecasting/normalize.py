@@ -29,7 +29,7 @@ class RevIN(nn.Module):
         self.bias_C = nn.Parameter(torch.zeros(channels)) if affine else None
 
     def forward(self, x_BTC: Tensor) -> tuple[Tensor, Units]:
-        """The normalised window [B, T, C], and its mean and deviation."""
+        """Return the normalised window [B, T, C], and its mean and deviation."""
         units = Units(
             x_BTC.mean(1, keepdim=True).detach(),
             (x_BTC.var(1, keepdim=True, correction=0) + EPS).sqrt().detach(),

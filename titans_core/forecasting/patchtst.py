@@ -80,7 +80,7 @@ def encoder_layers(config: ModelConfig, dropout: float) -> nn.ModuleList:
 class PatchTST(PatchForecaster):
     """A Transformer encoder over the patches of each channel, then a batch norm.
 
-    Width, layers, heads and hidden width are those of `ModelConfig`. Layers have LayerNorm, as in
+    `ModelConfig` sets width, layers, heads and hidden width. Layers have LayerNorm, as in
     Time-Series-Library, whose results papers report, instead of the first version's batch norm, and no
     residual attention scores.
     """

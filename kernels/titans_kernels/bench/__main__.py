@@ -20,7 +20,7 @@ from titans_kernels.bench.subjects import Subject, registered
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ON_CPU = ("triton", "online", "chunked")
-"""What is timed, or listed as left out, by default where there is no GPU."""
+"""Subjects timed, or listed as left out, by default without a GPU."""
 REPEATS = {"cuda": 30, "cpu": 5}
 
 
@@ -153,7 +153,7 @@ HEAD = _LINE.format("what", "pass", "ns", "least-most", "TFLOP/s", "matmul", "co
 
 
 def heading(machine: dict[str, Any], ceilings: dict[str, Any]) -> list[str]:
-    """What was measured on, and how to read the tables."""
+    """Return lines that name the machine and explain the tables."""
     card = machine["device"]
     if "multiprocessors" in machine:
         card += f" ({machine['multiprocessors']} SMs, driver {machine['driver']}, CUDA {machine['cuda']})"
@@ -170,7 +170,7 @@ def heading(machine: dict[str, Any], ceilings: dict[str, Any]) -> list[str]:
 
 
 def lines_of(result: dict[str, Any], timed: bool, judged: bool) -> list[str]:
-    """The table of one shape; targets are ``judged`` where there is a GPU."""
+    """Return the table of one shape; ``judged`` (on a GPU) adds its targets."""
     lines = ["", *wrapped(f"{result['shape']}: {result['is']}; {result['dtype']}")]
     if timed:
         work = result["flops"]

@@ -77,7 +77,7 @@ class Report(NamedTuple):
 
 
 def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
-    """Launches of the forward and backward of a shape, with and without saving for the backward.
+    """Return the launches of a shape's forward and backward, with and without saving for the backward.
 
     A memory of several layers also with decay towards a base.
     """
@@ -133,7 +133,7 @@ def source(launch: Launch) -> ASTSource:
 
 
 def compiled(launch: Launch, target: int) -> Any:
-    """The kernel compiled by Triton for one target."""
+    """Compile the kernel for one target with Triton."""
     assembler.select(target)
     return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=launch.options)
 
@@ -150,7 +150,7 @@ def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
 
 
 def name_of(launch: Launch) -> str:
-    """Module and kernel, with the variant's extra tasks."""
+    """Return the names of module and kernel, with the variant's extra tasks."""
     module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
     flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
     given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
@@ -174,7 +174,7 @@ def _carried(ptx: str) -> int:
 
 
 def _resources(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes (spills) per thread."""
+    """Return registers and stack bytes (spills) per thread."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
@@ -216,7 +216,7 @@ def main(
     names: tuple[str, ...], edge: bool, dtypes: tuple[str, ...], targets: tuple[int, ...],
     kernels: tuple[str, ...], path: Path | None,
 ) -> None:  # fmt: skip
-    """What the compiler makes of each kernel, without a GPU.
+    """Compile each kernel without a GPU and print registers, spills and shared memory.
 
     \b
     Example:

@@ -23,7 +23,7 @@ SEED = 20250101
 
 
 def interpreting() -> bool:
-    """Whether Triton kernels run in its interpreter, which is for checks only, not for timing."""
+    """Return True if Triton kernels run in its interpreter, which is for checks only, not for timing."""
     return os.environ.get("TRITON_INTERPRET", "0") == "1"
 
 
@@ -43,7 +43,7 @@ class Verdict:
 
     @property
     def green(self) -> bool:
-        """Whether all are within the tolerance."""
+        """True if all errors are within the tolerance."""
         return self.errors[self.worst] <= self.tolerance
 
     def __str__(self) -> str:
@@ -66,7 +66,7 @@ class Judge(NamedTuple):
 
 
 def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int = SEED) -> list[Judge]:
-    """The token-by-token recurrence on a few chunks, and the float64 parallel form at full size.
+    """Judge by the token-by-token recurrence on a few chunks, and by the float64 parallel form at full size.
 
     The second is itself checked against the first. Interpreted kernels get only the first, with one head.
     """
@@ -79,7 +79,7 @@ def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int 
 
 
 def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int = SEED) -> Judge:
-    """Inputs of a shape, and the results of ``backend`` in float64."""
+    """Draw the inputs of a shape, and compute the results of ``backend`` in float64."""
     inputs = make(shape, dtype, device, seed=seed, whole=True)
     expected = results(inputs.double(), lambda exact: exact.call(backend), dtype)
     return Judge(inputs, expected, (INTERPRETED if interpreting() else TOLERANCE)[dtype])
@@ -88,7 +88,7 @@ def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, 
 def results(
     inputs: Inputs, call: Callable[[Inputs], Sequence[Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Outputs by name, and the gradient of a random functional of them with respect to every leaf.
+    """Return outputs by name, and the gradient of a random functional of them with respect to every leaf.
 
     The functional's weights are rounded to ``dtype``, so that they are the same for outputs of every dtype.
     """

@@ -19,7 +19,7 @@ class Inputs(NamedTuple):
 
     shape: Shape
     tokens: tuple[Tensor, ...]
-    """q, k, v in the dtype asked for, alpha, eta, theta in float32."""
+    """q, k, v in the requested dtype, alpha, eta, theta in float32."""
     weights: tuple[Tensor, ...]
     momentum: tuple[Tensor, ...]
     """Empty: none is given."""
@@ -36,7 +36,7 @@ class Inputs(NamedTuple):
         return [*NAMES, *numbered("weights", self.weights), *numbered("momentum", self.momentum)]
 
     def double(self) -> Inputs:
-        """The same numbers in float64."""
+        """Return the same numbers in float64."""
         parts = (self.tokens, self.weights, self.momentum)
         return Inputs(self.shape, *(tuple(x.detach().double().requires_grad_() for x in p) for p in parts))
 

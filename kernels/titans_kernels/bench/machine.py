@@ -61,7 +61,7 @@ def _answer(*command: str) -> str | None:
 
 
 def ceilings(clock: Clock, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """The matmul rate of 16-bit operands (of ``dtype`` on a CPU) and the copy bandwidth, measured now."""
+    """Measure the matmul rate of 16-bit operands (of ``dtype`` on a CPU) and the copy bandwidth."""
     on_gpu = device.type == "cuda"
     n, elements = (8192, 2**29) if on_gpu else (1024, 2**25)
     operands = torch.bfloat16 if on_gpu else dtype

@@ -1,4 +1,4 @@
-"""What others have written for the same purpose, timed where it is installed."""
+"""Other libraries' implementations of the same layers, timed if they are installed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from titans_kernels.bench.timing import Op
 
 
 def versions() -> dict[str, str]:
-    """The versions of the peers that are installed, by distribution.
+    """Return the versions of the installed peers by distribution.
 
     `fla` comes with fla-core, or with flash-linear-attention, so distributions are found by module.
     """
@@ -91,10 +91,10 @@ def titans_pytorch(
     device: torch.device | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Op:
-    """The layer of titans-pytorch from x to y: its own projections, norms and convolutions included.
+    """Build the layer of titans-pytorch from x to y: its own projections, norms and convolutions included.
 
-    ``chunk_size`` is its own: how many tokens share one gradient step. The gradients are taken at the
-    weights the call began with; where ``renewed``, at those of each of our chunks (its batch_size).
+    ``chunk_size`` is its own: the number of tokens that share one gradient step. Gradients are taken at the
+    weights at the start of the call, or with ``renewed`` at the start of each of our chunks (its batch_size).
     """
     from titans_pytorch import NeuralMemory  # pyright: ignore[reportMissingImports]
 

@@ -60,7 +60,7 @@ class Answering:
         return self.answer()
 
     def answer(self) -> Any:
-        """The next answer. Raises Failed if the process has exited."""
+        """Read the next answer. Raises Failed if the process has exited."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return json.loads(line)

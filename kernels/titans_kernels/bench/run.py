@@ -1,4 +1,4 @@
-"""Check each op of each shape, then time those that are right."""
+"""Check each op of each shape, then time the correct ones."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Bench:
         self.ceilings = {} if self.check_only else ceilings(self.clock, self.dtype, self.device)
 
     def run(self, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
-        """The result of each shape, as soon as it is there."""
+        """Yield the result of each shape as soon as it is measured."""
         for shape in shapes:
             self.done[shape.name] = result = self._shape(shape)
             yield result
@@ -61,7 +61,7 @@ class Bench:
         }
 
     def _checked(self, shape: Shape, inputs: Inputs) -> dict[str, dict[str, Any]]:
-        """A row for each subject: refused, red, failed, or green and maybe to be timed."""
+        """Return a row for each subject: refused, red, failed, or green and perhaps to be timed."""
         rows = {s.name: _row(s, "refused", s.refuse(inputs)) for s in self.subjects}
         willing = [s for s in self.subjects if rows[s.name]["why"] is None]
         if willing:
@@ -121,7 +121,7 @@ class Bench:
         return {"graph": _summary([1e9 * s / shape.token_heads for s in seconds])}
 
     def _targets(self, shape: Shape, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """What the kernels were to reach and what they have."""
+        """Compare the kernels' results with their targets."""
         kernels = {
             name: row for name, done in self.done.items() for row in done["rows"] if row["name"] == "triton"
         }
@@ -169,7 +169,7 @@ def _ns(row: dict[str, Any], phase: str) -> float | None:
 
 
 def _found(target: Target, rows: dict[str, Any], others: dict[str, Any]) -> float | None:
-    """What the kernels reach of a target; None where they, or the one to compare with, were not timed."""
+    """Return the kernels' value for a target; None if they, or the form to compare with, were not timed."""
     row = rows.get("triton", {})
     ns = _ns(row, target.phase)
     if ns is None or target.unit == "ns":
@@ -185,7 +185,7 @@ def _sizes(shape: Shape) -> dict[str, Any]:
 
 
 def failures(result: dict[str, Any]) -> list[str]:
-    """What makes the command fail: a red check of any, and one of the required that could not run."""
+    """Return the reasons to fail the command: any red check, and a required form that could not run."""
     rows = result["rows"]
     bad = [r for r in rows if r["state"] == "red" or (r["state"] == "failed" and r["required"])]
     return [f"{result['shape']}: {row['name']}: {row['state']}, {row['why']}" for row in bad]

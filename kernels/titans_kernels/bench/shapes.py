@@ -36,7 +36,7 @@ CHECKED_ELEMENTS = 2**26
 
 
 class Target(NamedTuple):
-    """What a pass is to reach: at most so many ns a token and head, or at least a share or a ratio."""
+    """Goal of a pass: at most so many ns a token and head, or at least a share or a ratio."""
 
     phase: str
     """forward, backward, or step: both."""
@@ -44,7 +44,7 @@ class Target(NamedTuple):
     """ns; share, of the measured matmul rate; or the name of what to be so many times as fast as."""
     value: float
     then: float | None = None
-    """What to go for once that is met."""
+    """The next goal, once ``value`` is met."""
 
     @property
     def shown(self) -> str:
@@ -57,7 +57,7 @@ class Target(NamedTuple):
         return f"{self.phase} at {edge} {self.shown.format(self.value)}{then}"
 
     def verdict(self, found: float | None) -> str:
-        """What was found, and whether it is enough."""
+        """Return the measured value and its verdict as text."""
         if found is None:
             return "not measured"
         meets = lambda value: found <= value if self.unit == "ns" else found >= value  # noqa: E731
@@ -107,11 +107,11 @@ class Shape:
 
     @property
     def token_heads(self) -> int:
-        """What a time is divided by."""
+        """Number of (token, head) pairs, by which times are divided."""
         return self.batch * self.length * self.heads
 
     def reduced(self) -> Shape:
-        """A small one of the same widths, for a machine without a GPU."""
+        """Return a small shape of the same widths, for a machine without a GPU."""
         return replace(self, batch=self.small[0], length=self.small[1], heads=2)
 
     def short(self, heads: int = 2) -> Shape:
@@ -156,7 +156,7 @@ SHAPES = {shape.name: shape for shape in _ALL}
 
 
 def chosen(names: list[str]) -> list[Shape]:
-    """The shapes of these names, all without one; before a shape what it is judged beside."""
+    """Return the shapes of these names, or all; each after the shape that it is judged beside."""
     wanted = set(names or SHAPES)
     wanted |= {shape.beside for shape in _ALL if shape.name in wanted and shape.beside}
     return [shape for shape in _ALL if shape.name in wanted]

@@ -1,4 +1,4 @@
-"""What is timed: the forms of our operator here, those of others in `peers`; each a line of a registry."""
+"""Timed subjects: the forms of our operator here, other libraries' in `peers`; each a line of a registry."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Subject:
     """Why it cannot take these inputs."""
     verify: Callable[[list[Judge]], list[Verdict]] = lambda judges: []
     required: bool = False
-    """Whether the benchmark has failed where this has."""
+    """True if its failure fails the benchmark."""
     ours: bool = False
     untimed: Callable[[], str | None] = lambda: None
     """Why it is checked only."""
@@ -66,7 +66,7 @@ COMPILED = (
     "coefficients", "coefficients_backward", "keys_pass", "advance", "read_pass", "read_backward",
     "step_backward", "held", "curves", "leaving",
 )  # fmt: skip
-"""What torch.compile takes of the parallel form: as a whole, its plan of blocks, it does not."""
+"""The parts of the parallel form that torch.compile supports; it does not support the plan of blocks."""
 
 
 @cache

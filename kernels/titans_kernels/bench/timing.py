@@ -51,7 +51,7 @@ class Clock:
         self._flush = torch.empty(size * flush, dtype=torch.uint8, device=device)
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, float]:
-        """What ``call`` returns, and how long it took."""
+        """Call ``call`` and return its result and its duration in seconds."""
         self._flush.zero_()
         return (self._by_events if self.on_gpu else self._by_wall)(call)
 
@@ -110,7 +110,7 @@ class Runner:
 
     @property
     def done(self) -> bool:
-        """Whether it has used up its time."""
+        """True if its time is used up."""
         steps = self.samples.steps
         return len(steps) >= FEWEST and sum(steps) > BUDGET_SECONDS
 
@@ -143,13 +143,15 @@ class Runner:
 
 
 class Timed(Protocol):
-    """What can be interleaved: an op in this process (`Runner`), or in one of its own (`Worker`)."""
+    """An op that can be timed in turn with others: in this process (`Runner`), or in one of its own
+    (`Worker`).
+    """
 
     samples: Samples
 
     @property
     def done(self) -> bool:
-        """Whether it has used up its time."""
+        """True if its time is used up."""
         ...
 
     def turn(self) -> None:
@@ -197,7 +199,7 @@ class Failed(RuntimeError):
 
 
 def reason(error: Exception) -> str:
-    """An exception in one short line."""
+    """Describe an exception in one short line."""
     if isinstance(error, Failed):
         return str(error)
     lines = str(error).strip().splitlines()

@@ -160,7 +160,7 @@ def _recomputed(tokens: Inputs, state: AnyState, size: int, chunks) -> tuple[Ten
 
 
 def _serves_compiled(tokens: Inputs, state: DecodeState, options: Options) -> bool:
-    """Whether the C++ form supports these tokens, which start or end inside a chunk."""
+    """Return True if the C++ form supports these tokens, which start or end inside a chunk."""
     T, reached = tokens.q.shape[1], state.position + tokens.q.shape[1]
     if not (state.position or reached % options.chunk_size):
         return False

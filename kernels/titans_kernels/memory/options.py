@@ -61,7 +61,7 @@ class Inputs(NamedTuple):
 
     @property
     def forgets_by_column(self) -> bool:
-        """Whether alpha is per group of columns instead of per head."""
+        """True if alpha is per group of columns instead of per head."""
         return self.alpha.ndim > self.eta.ndim
 
     def to_state_dtype(self) -> Inputs:
@@ -76,7 +76,7 @@ class MemoryState(NamedTuple):
     momentum: Layers
 
     def detach(self) -> MemoryState:
-        """The same state, detached from the autograd graph."""
+        """Return the same state, detached from the autograd graph."""
         return MemoryState(*(tuple(x.detach() for x in part) for part in self))
 
 
@@ -144,12 +144,12 @@ def operand_dtype(x: Tensor) -> torch.dtype:
 
 
 def broadcast_gate(gate: Tensor, width: int, by_column: bool) -> Tensor:
-    """A gate [...], or [..., A] per group of columns, shaped to broadcast over weights [..., D, width]."""
+    """Shape a gate [...], or [..., A] per group of columns, to broadcast over weights [..., D, width]."""
     gate = gate if by_column else gate[..., None]
     groups = gate.shape[-1]
     return (gate if groups in (1, width) else gate.repeat_interleave(width // groups, -1))[..., None, :]
 
 
 def without_autocast(x: Tensor) -> AbstractContextManager:
-    """A context manager that disables autocast on x's device; a no-op for meta tensors."""
+    """Return a context manager that disables autocast on x's device; a no-op for meta tensors."""
     return nullcontext() if x.is_meta else torch.autocast(x.device.type, enabled=False)

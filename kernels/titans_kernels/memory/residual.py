@@ -36,7 +36,7 @@ class Residual(NamedTuple):
     bias: Tensor | None = None
 
     def to(self, dtype: torch.dtype) -> Residual:
-        """The same residual in another dtype."""
+        """Return the same residual in another dtype."""
         return Residual(*(x if x is None else x.to(dtype) for x in self))
 
     @property
@@ -86,7 +86,7 @@ class Norm(NamedTuple):
         return (n * self.weight).add_(self.bias).flatten(0, 1).add_(x)
 
     def output_backward(self, dy: Tensor, z: Tensor) -> Tensor:
-        """Gradient of z from dy, that of M(x); the gradient of x is dy itself."""
+        """Return the gradient of z from dy, the gradient of M(x); the gradient of x is dy itself."""
         (n, r), dy = _normalised(self._split(z)), self._split(dy)
         self._add(dy * n, dy)
         return _through(dy * self.weight, n, r).flatten(0, 1)
@@ -98,10 +98,10 @@ class Norm(NamedTuple):
         return _through(e.mul_(self.weight), n, r).flatten(0, 1)
 
     def surprise_backward(self, dd: Tensor, z: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Gradients of z and of the prediction M(k), from that of d; the gradient of v is minus the latter.
+        """Return the gradients of z and of the prediction M(k) from d's; v's is minus the latter.
 
         With ``g = e w``: J is symmetric, so ``dg = J dd``. The gradient of n through J is
-        ``-r (g mean(dd n) + dd mean(g n))``, that of r is ``<dd, d> / r``, and ``dr/dz = -r^2 n / D``.
+        ``-r (g mean(dd n) + dd mean(g n))``, r's is ``<dd, d> / r``, and ``dr/dz = -r^2 n / D``.
         """
         (n, r), dd = _normalised(self._split(z)), self._split(dd)
         e = self._error(n, k, v)

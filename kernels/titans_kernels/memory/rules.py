@@ -38,7 +38,7 @@ class Rule:
         return (prediction - v).square().sum(-1)
 
     def gradient_point(self, weights: Tensor, decay: Tensor) -> Tensor:
-        """The weights of a layer at which a token's gradient is taken.
+        """Return the weights of a layer at which a token's gradient is taken.
 
         The paper uses the weights at the start of the chunk, unchanged (eq. 16).
 

@@ -16,7 +16,7 @@ def check_shapes(
     q: Tensor, k: Tensor, v: Tensor, gates: Layers, weights: Layers, momentum: Layers | None,
     cu_seqlens: Tensor | None = None,
 ) -> int:  # fmt: skip
-    """Returns the number of documents; raises ValueError on the first invalid shape."""
+    """Return the number of documents. Raises ValueError on the first invalid shape."""
     B, T, H, _ = q.shape
     if 0 in (B, T, H):
         raise ValueError(f"q: no rows, tokens or heads ([B, T, H] = {(B, T, H)})")
@@ -48,7 +48,7 @@ def check_shapes(
 
 
 def check_gates(rule: Rule, gates: Tensor | None, eta: Tensor) -> None:
-    """Raises ValueError unless ``gates`` are the rule's own."""
+    """Raise ValueError unless ``gates`` are the rule's own."""
     found, expected = None if gates is None else tuple(gates.shape), (*eta.shape, rule.extra_gates)
     if found != expected and (found or rule.extra_gates):
         raise ValueError(
@@ -70,7 +70,7 @@ def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
 
 
 def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual | None:
-    """The residual in the dtype of the state; raises ValueError if it does not match q and v."""
+    """Return the residual in the dtype of the state. Raises ValueError if it does not match q and v."""
     if residual is None:
         return None
     if (residual.weight is None) != (residual.bias is None):
@@ -86,7 +86,9 @@ def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual 
 
 
 def check_base(base: Layers | None, weights: Layers) -> Layers:
-    """The base in the dtype of the weights, () for None; raises ValueError if it does not match them."""
+    """Return the base in the dtype of the weights, () for None. Raises ValueError if it does not match
+    them.
+    """
     if base is None:
         return ()
     if len(base) != len(weights):
@@ -100,7 +102,7 @@ def check_base(base: Layers | None, weights: Layers) -> Layers:
 
 
 def check_options(chunk_size: int, activation: str, bound: float | None) -> None:
-    """Raises TypeError or ValueError on an invalid option."""
+    """Raise TypeError or ValueError on an invalid option."""
     if not isinstance(chunk_size, int) or isinstance(chunk_size, bool):
         raise TypeError(f"chunk_size: {chunk_size!r} is not a whole number")
     if chunk_size < 1:

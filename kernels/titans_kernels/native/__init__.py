@@ -44,7 +44,7 @@ log = logging.getLogger("titans_kernels")
 
 
 def serves(*tensors: Tensor) -> bool:
-    """Whether the library supports the tensors: on the CPU, of one supported dtype, in eager mode."""
+    """Return True if the library supports the tensors: on the CPU, of one supported dtype, in eager mode."""
     first = tensors[0]
     if torch.compiler.is_compiling() or any(
         x.device.type != "cpu" or x.dtype != first.dtype or type(x) not in _PLAIN for x in tensors
@@ -54,7 +54,7 @@ def serves(*tensors: Tensor) -> bool:
 
 
 def compiled(x: Tensor) -> ctypes.CDLL:
-    """The library for tensors that it `serves`."""
+    """Return the library for tensors that it `serves`."""
     found = library(x.dtype)
     assert found is not None
     return found
@@ -66,7 +66,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 
 @cache
 def library(dtype: torch.dtype) -> ctypes.CDLL | None:
-    """The library compiled for a dtype, or None if it is not available."""
+    """Return the library compiled for a dtype, or None if it is not available."""
     if os.environ.get("TITANS_NATIVE") == "0" or dtype not in TYPES:
         return None
     try:
@@ -128,12 +128,12 @@ def parallel_for(jobs: int, work: Callable[[ctypes.c_int64, ctypes.c_int64], obj
 
 @lru_cache(maxsize=1)
 def _threads(count: int, process: int) -> ThreadPoolExecutor:
-    """The thread pool of ``process``: a forked process does not inherit its parent's threads."""
+    """Return the thread pool of ``process``: a forked process does not inherit its parent's threads."""
     return ThreadPoolExecutor(count, "native")
 
 
 def numbers(values: Sequence[int]) -> ctypes.Array:
-    """A C array of int64."""
+    """Convert to a C array of int64."""
     return (ctypes.c_int64 * len(values))(*values)
 
 
@@ -143,5 +143,5 @@ def pointer(x: Tensor | None) -> ctypes.c_void_p:
 
 
 def pointers(tensors: Sequence[Tensor | None]) -> ctypes.Array:
-    """A C array of the addresses of several tensors."""
+    """Return a C array of the tensors' addresses."""
     return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))

@@ -25,7 +25,7 @@ INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
 PARTS = "finished parts are kept; run the same command again for the rest"
 AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
-"""How to resume an interrupted command; the others leave nothing behind."""
+"""Hints for resuming an interrupted command; the others leave nothing behind."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
@@ -106,7 +106,7 @@ def echo_json(value: Any) -> None:
 
 
 def finite(value: Any) -> Any:
-    """The value with nan and inf replaced by None, in dicts and lists too."""
+    """Replace nan and inf by None, in dicts and lists too."""
     if isinstance(value, dict):
         return {key: finite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -115,7 +115,7 @@ def finite(value: Any) -> Any:
 
 
 def beyond_training(tokens: int, context: int) -> str:
-    """A warning for a text longer than the longest context that training carried a state over."""
+    """Return a warning for a text longer than the longest context that training carried a state over."""
     return (
         f"{tokens:,} tokens exceed the context that training carried a state over, about {context:,}: the "
         "loss may be higher than with a fresh state (docs/training.md, Streams; titans eval RUN "
@@ -131,11 +131,11 @@ class LazyGroup(click.Group):
         self.lazy = lazy
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """The names, in order."""
+        """Return the names of the commands, in order."""
         return sorted([*self.lazy, *self.commands])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """The command itself, imported now. Raises UsageError: a benchmark, outside a clone."""
+        """Import and return the command. Raises UsageError: a benchmark, outside a clone."""
         if cmd_name not in self.lazy:
             return super().get_command(ctx, cmd_name)
         module, attribute, _ = self.lazy[cmd_name]

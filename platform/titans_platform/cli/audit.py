@@ -97,7 +97,9 @@ def _found(option: str, path: str) -> Any:
 
 
 def _factory(target: str, dim: int, arguments: dict[str, Any], adapter: str | None) -> Callable[[], Any]:
-    """What makes the layer, tried once. Raises UsageError: it cannot be imported or built."""
+    """Return a function that builds the layer, tried once. Raises UsageError: it cannot be imported or
+    built.
+    """
     kind, adapt = _found("TARGET", target), _found("--adapter", adapter) if adapter else lambda layer: layer
     if not callable(kind) or not callable(adapt):
         raise UsageError(f"{target if callable(adapt) else adapter}: is not a class or a function")
@@ -115,7 +117,7 @@ def _factory(target: str, dim: int, arguments: dict[str, Any], adapter: str | No
 
 
 def _sized(kind: Callable[..., Any], dim: int, arguments: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """The arguments with the width, under each usual name that is required, else the first optional one."""
+    """Add the width to the arguments, under each usual name that is required, else the first optional one."""
     from titans_core.audit.adapter import WIDTHS
 
     try:

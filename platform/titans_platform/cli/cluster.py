@@ -47,7 +47,11 @@ def list_clusters(as_json: bool) -> None:
     for name, path in sorted(known_clusters().items()):
         try:
             found = load_cluster(str(path))
-            kind, state, about = found.kind, "up" if found.is_up else "-", " ".join(found.description.split())
+            kind, state, about = (
+                found.kind,
+                "up" if found.recorded() else "-",
+                " ".join(found.description.split()),
+            )
         except UsageError as error:
             kind, state, about = "?", "invalid", str(error)
         rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": about})
@@ -82,9 +86,8 @@ def up(name: str, dry_run: bool, as_json: bool) -> int | None:
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
-@dry_run_option
 @json_option
-def status(name: str, dry_run: bool, as_json: bool) -> int | None:
+def status(name: str, as_json: bool) -> None:
     """Show the state, nodes and jobs of the cluster NAME.
 
     \b
@@ -92,8 +95,6 @@ def status(name: str, dry_run: bool, as_json: bool) -> int | None:
       titans cluster status nodes
     """
     found = load_cluster(name)
-    if dry_run:
-        return _show_jobs(found, lambda jobs: jobs.status_steps(), as_json)
     report: dict[str, Any] = {"name": found.name, "kind": found.kind, **found.status()}
     if as_json:
         return echo_json(report)
@@ -137,8 +138,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 @name_argument
 @job_argument
 @click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-@dry_run_option
-def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
+def logs(name: str, job: str, no_follow: bool) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
@@ -146,8 +146,6 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
     found = load_cluster(name)
-    if dry_run:
-        return _show_jobs(found, lambda jobs: jobs.log_steps(job))
     with found.connected() as jobs:
         log = Log(_echo)
         if not no_follow:
@@ -220,7 +218,7 @@ def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
 
 
 def _root_on(found: Cluster, context: click.Context) -> Path:
-    """The command's --root as the cluster's nodes see it. Raises UsageError."""
+    """Return the command's --root as the cluster's nodes see it. Raises UsageError."""
     from titans_platform.clusters.packaging import root_on
 
     explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE

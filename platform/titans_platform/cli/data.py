@@ -135,7 +135,7 @@ def _objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
 
 
 def _text_data(objective: Objective[Any]) -> DataConfig:
-    """The sources of a run on text. Raises UsageError: it trains on other data."""
+    """Return the sources of a run on text. Raises UsageError: it trains on other data."""
     if (kind := objective.data_kind) != "tokens":
         other = f"{objective.cfg.objective.kind} trains on {kind}, which titans train prepares"
         raise UsageError(f"objective.kind: {other}; titans data prepares text only")

@@ -158,7 +158,7 @@ def _by_position(
 def _data(
     objective: Objective[Any], cfg: RunConfig, file: str | None, root: Path, console: Console
 ) -> Iterator[PreparedData]:
-    """The run's own data, or the user's text, held out whole and deleted afterwards."""
+    """Open the run's own data, or the user's text, held out whole and deleted afterwards."""
     if file is None:
         yield objective.open(root)
         return
@@ -192,7 +192,7 @@ def position_table(found: ByPosition) -> Table:
 
 
 def as_numbers(found: ByPosition) -> dict[str, Any]:
-    """The table as a JSON value; losses in nats."""
+    """Return the table as a JSON value; losses in nats."""
     ways = {way.partition("-")[0]: way for way in found.shown}
     buckets = []
     for first, last in found.buckets():
@@ -252,7 +252,7 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
 
 
 def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
-    """The tasks given as YAML, or all whose options have defaults."""
+    """Yield the tasks given as YAML, or all whose options have defaults."""
     from titans_platform.config import TaskConfig
     from titans_platform.data import load_tokenizer
     from titans_platform.evals import TASKS, GeneratedTask

@@ -46,7 +46,9 @@ def init(path: Path, data: str | None, preset: str, force: bool) -> None:
 
 
 def run_file(data: str | None, preset: str) -> str:
-    """The YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such preset."""
+    """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such
+    preset.
+    """
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
     from titans_platform.loading import complete, validate
@@ -81,7 +83,7 @@ def run_file(data: str | None, preset: str) -> str:
 
 
 def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """The fields of a model as YAML: ``given`` ones set, the others as comments."""
+    """Yield the fields of a model as YAML: ``given`` ones set, the others as comments."""
     for key in (key for key in given if key not in type(config).model_fields):
         yield f"{indent}{key}: {_yaml(given[key])}"
     for field in fields_of(type(config)):
@@ -126,7 +128,7 @@ class ConfigField(NamedTuple):
 
 
 def fields_of(model: type[BaseModel]) -> list[ConfigField]:
-    """The fields of a model, in order."""
+    """Return the fields of a model, in order."""
     found, properties = [], model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
@@ -148,7 +150,7 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
 
 
 def _values(schema: Mapping[str, Any]) -> str:
-    """The values that a JSON schema allows, in words: `integer >= 1`."""
+    """Describe the values that a JSON schema allows: `integer >= 1`."""
     if "enum" in schema:
         return ", ".join(f"`{value}`" for value in schema["enum"])
     if "anyOf" in schema:

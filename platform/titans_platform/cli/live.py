@@ -83,7 +83,7 @@ def _bars(console: Console, *columns: ProgressColumn) -> Bars:
 
 @contextmanager
 def preparing(console: Console) -> Iterator[Progress]:
-    """A bar for each source that is prepared; the callable takes a source and how far it is."""
+    """Show a bar for each source in preparation; the callable takes a source and its progress."""
     numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
     columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
     with _bars(console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
@@ -100,7 +100,7 @@ def preparing(console: Console) -> Iterator[Progress]:
 
 @contextmanager
 def searching(study: StudyRun, console: Console) -> Iterator[None]:
-    """A line on the study's search whenever it changes."""
+    """Print a line on the study's search whenever it changes."""
     state = study.search
     assert state
     printed = (
@@ -121,7 +121,7 @@ def searching(study: StudyRun, console: Console) -> Iterator[None]:
 
 @contextmanager
 def running(study: StudyRun, console: Console) -> Iterator[None]:
-    """A bar for all cells and one for each running cell; a line for each cell that ends."""
+    """Show a bar for all cells and one for each running cell; print a line for each cell that ends."""
     todo = {cell.name for cell in study.todo}
     plain, shown, ended = PlainLines(console), dict[str | None, TaskID](), set[str | None]()
     columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}")
@@ -171,7 +171,7 @@ def report_interrupt(study: StudyRun, console: Console) -> Iterator[None]:
 
 
 def ended_line(item: CellStatus, result: Result | None, columns: Mapping[str, Column]) -> str:
-    """A cell that ended: its measures in the units of the table, or the reason of its failure."""
+    """Return a line on an ended cell: its measures in the table's units, or the reason of its failure."""
     if result is None:
         return f"failed  {item.row}, seed {item.seed}: {item.reason}"
     measures = []
@@ -196,7 +196,7 @@ def running_line(item: CellStatus) -> list[str]:
 
 @contextmanager
 def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
-    """A bar for one run, fed by its progress.json."""
+    """Show a bar for one run, fed by its progress.json."""
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     plain, began = PlainLines(console), time.time()
     with _bars(console, about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn()) as bars:
@@ -216,7 +216,7 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
 
 @contextmanager
 def reading_display(total: int, console: Console) -> Iterator[Callable[[int], None]]:
-    """A bar of the tokens read of ``total``; the callable adds some."""
+    """Show a bar of the tokens read of ``total``; the callable adds some."""
     columns, plain = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn()), PlainLines(console)
     with _bars(console, TextColumn("reading"), *columns) as bars:
         bar = bars.add_task("", total=total)
@@ -238,7 +238,7 @@ def progress_line(state: dict[str, Any]) -> str:
 
 
 def measures_table(result: Measures) -> Table:
-    """The result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
+    """Return the result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
     table = text.table("", "value", "± s.e.", "chance", "floor", "items")
     heuristics = any(task.heuristic for task in result.tasks.values())
     if heuristics:
@@ -254,7 +254,9 @@ def measures_table(result: Measures) -> Table:
 
 
 def pathway_grid(result: Measures) -> Table:
-    """The columns of generated tasks with each part switched off; a dash for a part that the model lacks."""
+    """Return a table of generated tasks with each part switched off; a dash for a part that the model
+    lacks.
+    """
     columns = list(next(iter(result.pathways.values()), {}))
     table = text.table("", *columns)
     table.add_row("all on", *(_short(result.columns[column]) for column in columns))

@@ -208,7 +208,7 @@ def inspect(
 
 
 def _read_text(option: str, file: str) -> str:
-    """The text of a file, of stdin for `-`. Raises UsageError."""
+    """Read the text of a file, of stdin for `-`. Raises UsageError."""
     try:
         content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
         return content.decode("utf-8")
@@ -219,7 +219,7 @@ def _read_text(option: str, file: str) -> str:
 
 
 def _language_model(run: str, root: Path, can: str) -> tuple[LanguageModel, Tokenizer, RunConfig]:
-    """The model of a run on the CPU, its tokenizer and its config. Raises UsageError."""
+    """Load the model of a run on the CPU, its tokenizer and its config. Raises UsageError."""
     from titans_core import LanguageModel
     from titans_platform.runs.load import load_run
 

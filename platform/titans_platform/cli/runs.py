@@ -38,7 +38,7 @@ class RunInfo(NamedTuple):
 
 @click.group()
 def runs() -> None:
-    """Runs under --root: list and delete them.
+    """List and delete the runs under --root.
 
     \b
     Example:

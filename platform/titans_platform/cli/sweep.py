@@ -34,7 +34,7 @@ LONG = ("data.sources.", "eval.")
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
-    """The rows of --rows; an empty list means all. Raises UsageError."""
+    """Return the rows of --rows; an empty list means all. Raises UsageError."""
     # a name may contain a comma, so the study splits them
     if values and not any(value.strip(" ,") for value in values):
         raise UsageError("--rows: is empty; give the name of a row, or leave the option out for all rows")
@@ -358,7 +358,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
 
 
 def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> list[str]:
-    """What a search found, and where the time went."""
+    """Return lines on the result of a search, and on the time by phase."""
     from titans_platform.study.status import timings_line
 
     lines = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
@@ -384,7 +384,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
-    """The study that a command's options choose."""
+    """Open the study that a command's options select."""
     from titans_platform.study.plan import open_study
 
     overrides = chosen["overrides"] + chosen.get("checkpoint_every", ())
@@ -393,7 +393,7 @@ def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
 
 
 def _console(as_json: bool) -> Console:
-    """A console on the stream as it is now: while Ray runs, sys.stdout is a log file."""
+    """Open a console on the current stream: while Ray runs, sys.stdout is a log file."""
     return Console(file=sys.stderr if as_json else sys.stdout)
 
 

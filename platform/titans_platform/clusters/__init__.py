@@ -18,7 +18,6 @@ KINDS = Registry(
     "kind",
     Cluster,
     {
-        "local": "titans_platform.clusters.local:Local",
         "nodes": "titans_platform.clusters.local:Nodes",
         "existing": "titans_platform.clusters.rayjobs:Existing",
         "ray-up": "titans_platform.clusters.rayjobs:RayUp",

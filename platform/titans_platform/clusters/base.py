@@ -41,18 +41,18 @@ class Cluster(Frozen, ABC):
     mlflow: str | None = None
     """Address of an MLflow server that every node reaches. None: the SQLite file under the storage."""
     token: Token | None = None
-    """Where to read the token. None: where the kind stores it, else Ray's own ~/.ray/auth_token."""
+    """Source of the token. None: the kind's own file, else Ray's ~/.ray/auth_token."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of every process of a job. No secrets: the dashboard shows them."""
     pip: bool = False
     """Install the locked requirements on the nodes first; not needed where the image has them."""
 
     sees_paths: ClassVar[bool] = False
-    """Whether its nodes see this machine's folders under the same paths."""
+    """True if its nodes see this machine's folders under the same paths."""
     started_here: ClassVar[bool] = False
-    """Whether its jobs can be reached only from the machine that ran `up`."""
+    """True if its jobs can be reached only from the machine that ran `up`."""
     own_token: ClassVar[bool] = False
-    """Whether it has a token of its own, stored here in a file that only this user can read."""
+    """True if it has a token of its own, stored here in a file that only this user can read."""
     _name: str = PrivateAttr("")
 
     @model_validator(mode="after")
@@ -80,12 +80,12 @@ class Cluster(Frozen, ABC):
 
     @property
     def state_folder(self) -> Path:
-        """Where `up` records what it started: outside the project, under XDG_STATE_HOME."""
+        """Folder for the record of what `up` started: outside the project, under XDG_STATE_HOME."""
         base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
         return Path(base).expanduser() / "titans" / "clusters" / self.name
 
     def recorded(self) -> dict[str, Any] | None:
-        """What `up` recorded, so that `down` stops that and nothing else; None if nothing is up."""
+        """Return the record of `up`, so that `down` stops that and nothing else; None if nothing is up."""
         return read_json(self.state_folder / "state.json")
 
     def record(self, value: dict[str, Any]) -> None:
@@ -100,19 +100,14 @@ class Cluster(Frozen, ABC):
 
     @property
     def token_used(self) -> Token:
-        """Where to read its token: as the file says, else the kind's own or Ray's."""
+        """The configured token, else the kind's own or Ray's."""
         own = str(self.state_folder / "token")
         return self.token or Token(file=own if self.own_token else "~/.ray/auth_token")
 
     @property
     def one_machine(self) -> bool:
-        """Whether all its workers are on one machine, so that an SQLite file can take their metrics."""
+        """True if all its workers are on one machine, so that an SQLite file can take their metrics."""
         return False
-
-    @property
-    def is_up(self) -> bool:
-        """Whether jobs can be submitted, without contacting the cluster."""
-        return self.recorded() is not None
 
     def grows_to(self) -> list[dict[str, float]] | None:
         """CPUs and GPUs of each node at full autoscaling; None if it does not autoscale."""
@@ -120,11 +115,11 @@ class Cluster(Frozen, ABC):
 
     @abstractmethod
     def up_steps(self) -> list[Step]:
-        """What `up` does."""
+        """Return the steps of `up`."""
 
     @abstractmethod
     def down_steps(self) -> list[Step]:
-        """What `down` does: it stops what `up` started, and nothing else."""
+        """Return the steps of `down`, which stop what `up` started and nothing else."""
 
     @abstractmethod
     def where(self) -> str:
@@ -149,7 +144,9 @@ class Cluster(Frozen, ABC):
         shutil.rmtree(self.state_folder, ignore_errors=True)
 
     def require_up(self) -> dict[str, Any]:
-        """What `up` recorded. Raises ClusterError if it was not called on this machine by this user."""
+        """Return the record of `up`. Raises ClusterError if it was not called on this machine by this
+        user.
+        """
         if (found := self.recorded()) is None:
             start = f"run `titans cluster up {self.name}` on this machine first"
             raise ClusterError(f"cluster {self.name}: not up; {start}")
@@ -201,7 +198,7 @@ class JobInfo:
 
     @property
     def ended(self) -> bool:
-        """Whether it is over."""
+        """True if the job is over."""
         return self.state in ("succeeded", "failed", "stopped")
 
     @property
@@ -245,7 +242,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """The steps that submit a job."""
+        """Return the steps that submit a job."""
 
     @abstractmethod
     def list(self) -> list[JobInfo]:
@@ -257,23 +254,15 @@ class Jobs(ABC):
 
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
-        """The steps that stop a job."""
-
-    @abstractmethod
-    def log_steps(self, job_id: str) -> list[Step]:
-        """The steps that read the log."""
-
-    @abstractmethod
-    def status_steps(self) -> list[Step]:
-        """The steps that query nodes and jobs."""
+        """Return the steps that stop a job."""
 
     def access_steps(self) -> list[Step]:
-        """The steps required before any of those above, such as forwarding a port."""
+        """Return the steps required before any of the above, such as forwarding a port."""
         return []
 
     @contextmanager
     def connected(self) -> Iterator[Self]:
-        """The jobs, connected for the duration of the block."""
+        """Connect for the duration of the block."""
         yield self
 
     def about(self) -> dict[str, Any]:
@@ -289,7 +278,7 @@ class Jobs(ABC):
         return known[job_id]
 
     def new_id(self, job: Job) -> str:
-        """A new id that begins with the job's name."""
+        """Return a new id that begins with the job's name."""
         return f"{job.name}-{secrets.token_hex(3)}"
 
     def submit(self, job: Job) -> str:

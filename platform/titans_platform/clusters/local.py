@@ -1,6 +1,6 @@
-"""Kinds `local` and `nodes`, on this machine: Ray as a study starts it, and several real Ray nodes.
+"""Kind `nodes`: several real Ray nodes on this machine.
 
-Each node of `nodes` has its own raylet, store and folder, and is a `ray start --block` in a session of its
+Each node has its own raylet, store and folder, and is a `ray start --block` in a session of its
 own; `down` terminates these processes and their descendants, without `ray stop`, which would stop every Ray
 of the machine. Other users of the machine have no access: only the owner can enter the folder from which
 workers import a job's code, and Ray listens on the loopback interface only. (PyTorch, in a cell with several
@@ -13,21 +13,19 @@ import importlib
 import secrets
 import shlex
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar
 
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
+from titans_platform.clusters.base import Cluster, Count
 from titans_platform.clusters.rayjobs import RayJobs
 from titans_platform.clusters.steps import (
     LOOPBACK,
@@ -40,80 +38,7 @@ from titans_platform.clusters.steps import (
     perform,
     token_variables,
 )
-from titans_platform.errors import ClusterError, UsageError
-from titans_platform.runs.spec import this_machine
-
-
-class Local(Cluster):
-    """This machine."""
-
-    sees_paths: ClassVar[bool] = True
-
-    @property
-    def one_machine(self) -> bool:
-        return True
-
-    @property
-    def is_up(self) -> bool:
-        return True
-
-    def up_steps(self) -> list[Step]:
-        return [Note("nothing to start: a study starts and stops its own Ray on this machine")]
-
-    def down_steps(self) -> list[Step]:
-        return [Note("nothing to stop: a study stops its own Ray")]
-
-    def down(self) -> None:
-        """Nothing to stop."""
-
-    def where(self) -> str:
-        return "this machine"
-
-    def jobs(self) -> Jobs:
-        return LocalJobs(self.name)
-
-
-@dataclass(frozen=True)
-class LocalJobs(Jobs):
-    """Runs commands in this shell, one after the other, without a job list."""
-
-    codes: dict[str, int] = field(default_factory=dict)
-
-    def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        # the command inherits stdout and stderr
-        argv = [sys.executable, "-m", "titans_platform", *job.arguments]
-
-        def run() -> None:
-            self.codes[job_id] = subprocess.run(argv).returncode
-
-        return [Step(shlex.join(["titans", *job.arguments]), run)]
-
-    def follow(self, job_id: str, log: Log) -> int:
-        return self.codes[job_id] if job_id in self.codes else self.info(job_id)
-
-    def list(self) -> list[JobInfo]:
-        return []
-
-    def info(self, job_id: str) -> NoReturn:
-        why = "has no job list: a command runs in the shell that started it"
-        fix = "Ctrl-C stops it, titans sweep status shows its progress"
-        raise UsageError(f"cluster {self.cluster}: {why}; {fix}")
-
-    def read(self, job_id: str, log: Log, follow: bool) -> None:
-        self.info(job_id)
-
-    def stop_steps(self, job_id: str) -> list[Step]:
-        self.info(job_id)
-
-    log_steps = stop_steps
-
-    def status_steps(self) -> list[Step]:
-        return [Note("counts this machine's CPUs")]
-
-    def about(self) -> dict[str, Any]:
-        node = {"id": "this", "ip": "127.0.0.1", "head": True, "alive": True, "cpus": this_machine().cpus}
-        return {"nodes": [node], "jobs": []}
-
+from titans_platform.errors import ClusterError
 
 _MAX_TEMP_PATH = 24
 """Longest temporary directory that leaves room for Ray's socket paths (at most 107 characters)."""
@@ -162,7 +87,9 @@ class Nodes(Cluster):
         return True
 
     def up_steps(self) -> list[Step]:
-        """A private folder, a token, a head, the other nodes; on ports that are free now."""
+        """Return the steps: a private folder, a token, a head, the other nodes; on ports that are free
+        now.
+        """
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp"
         folder = Path(base) / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)
@@ -292,18 +219,18 @@ def _end_steps(found: Mapping[str, Any], *folders: str) -> list[Step]:
 
 
 def _psutil() -> Any:
-    """The psutil that Ray bundles; it can be imported once Ray is."""
+    """Import the psutil that Ray bundles, which needs Ray to be imported first."""
     importlib.import_module("ray")
     return importlib.import_module("psutil")
 
 
 def record(pid: int, role: str) -> dict[str, Any]:
-    """A process's unique identity: pids are reused, a pid with its creation time is not."""
+    """Return a process's unique identity: pids are reused, a pid with its creation time is not."""
     return {"pid": pid, "born": _psutil().Process(pid).create_time(), "role": role}
 
 
 def find(process: Mapping[str, Any]) -> Any | None:
-    """The living process of a record, or None."""
+    """Return the living process of a record, or None."""
     psutil = _psutil()
     try:
         found = psutil.Process(process["pid"])
@@ -314,7 +241,7 @@ def find(process: Mapping[str, Any]) -> Any | None:
 
 
 def family(process: Mapping[str, Any]) -> list[Any]:
-    """The living process of a record and all its descendants."""
+    """Return the living process of a record and all its descendants."""
     if (found := find(process)) is None:
         return []
     with suppress(_psutil().Error):

@@ -1,4 +1,4 @@
-"""What is shipped with a `titans` command that runs as a job: variables, files and the project's packages.
+"""Shipping of a `titans` command that runs as a job: variables, files and the project's packages.
 
 The packages are copied to the job's folder, not installed; the nodes have their requirements, or pip installs
 the locked versions.
@@ -30,7 +30,7 @@ DISTRIBUTION = "titans-lab"
 
 
 def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
-    """The storage root as the nodes see it; ``explicit``: ``root`` was given on the command line.
+    """Return the storage root as the nodes see it; ``explicit``: ``root`` was given on the command line.
 
     Raises UsageError if it is a folder of this machine that the nodes do not see.
     """
@@ -49,7 +49,7 @@ def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
 
 
 def check_reachable(cluster: Cluster) -> None:
-    """Raises UsageError if workers on other machines cannot write to the tracking store."""
+    """Raise UsageError if workers on other machines cannot write to the tracking store."""
     uri, where = cluster.mlflow, f"clusters/{cluster.name}.yaml.mlflow"
     if cluster.one_machine:
         return
@@ -98,7 +98,7 @@ def titans_job(
 def study_job(
     cluster: Cluster, study: str, scale: str, root: Path, options: Iterable[str], cells: Sequence[Cell]
 ) -> Job:
-    """The study at a scale as a job, with its file, those of the studies it is `like`, and tokenizer files.
+    """Package the study at a scale as a job, with its file, the studies it is `like`, and tokenizer files.
 
     A study of experiments/ brings the Python files there, whose classes it may name by import path.
 
@@ -117,7 +117,9 @@ def study_job(
 
 
 def _parents_of(study: Path) -> dict[str, bytes]:
-    """The files of the studies that a study is `like`, where the job finds them. Raises UsageError."""
+    """Return the files of the studies that a study is `like`, by their paths in the job. Raises
+    UsageError.
+    """
     files: dict[str, bytes] = {}
     while isinstance(other := read_yaml(study).get("like"), str):
         study, given = find_study(other), file_at(other, "study")
@@ -131,14 +133,16 @@ def _parents_of(study: Path) -> dict[str, bytes]:
 
 
 def data_job(cluster: Cluster, config: Path, root: Path, options: Iterable[str], data: DataConfig) -> Job:
-    """`data prepare` of a run's file as a job, with the tokenizer's file. Raises UsageError."""
+    """Package `data prepare` of a run's file as a job, with the tokenizer's file. Raises UsageError."""
     arguments = ["data", "prepare", config.name, "--root", str(root), *options]
     files = {config.name: config.read_bytes(), **_files_of([data])}
     return titans_job(cluster, arguments, f"data-{config.stem}".lower(), files)
 
 
 def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
-    """The files to ship with a job on these data. Raises UsageError for paths that the job would not find."""
+    """Return the files to ship with a job on these data. Raises UsageError for paths that the job would not
+    find.
+    """
     from titans_platform.data.tokenizer import BUILT_IN, names_hub
 
     for source in sorted({source.path for one in data for source in one.sources if source.path}):
@@ -160,12 +164,12 @@ def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
 
 
 def constraints() -> bytes:
-    """The locked requirements: every version the project is tested with."""
+    """Return the locked requirements: every version the project is tested with."""
     return (shipped() / "constraints.txt").read_bytes()
 
 
 def requirements() -> list[str]:
-    """Requirements of the project with its extra `train`."""
+    """Return the requirements of the project with its extra `train`."""
     lines = [line.partition(" extra ==") for line in importlib.metadata.requires(DISTRIBUTION) or []]
     return [line.rstrip("; ") for line, _, extra in lines if extra.strip("\"' ") in ("", "train")]
 

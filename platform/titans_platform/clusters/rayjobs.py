@@ -3,7 +3,7 @@
 Kind `existing` is a running Ray cluster, given by the address of its dashboard and its token; kind `ray-up`
 is machines that Ray's cluster launcher provisions (AWS, GCP, ...) or reaches by ssh. What is under `ray:` is
 the launcher's YAML as Ray documents it. Added to it are the name, the token (copied to the nodes as a file)
-and start commands that require it; Ray's schema validates the result.
+and start commands that require it.
 
 Uploading packages and following a log go through Ray's client. The rest is plain HTTP, since the client
 cannot tell a wrong token from a dashboard without authentication.
@@ -62,7 +62,7 @@ _NOISY_LOGGERS = (
 
 
 def _http_status(address: str, token: str | None) -> int:
-    """The HTTP status of the Jobs API at ``address``, 0 where nothing answers."""
+    """Return the HTTP status of the Jobs API at ``address``, 0 if nothing answers."""
     try:
         with _open(f"{address}/api/version", token, timeout=10) as reply:
             return reply.status
@@ -102,7 +102,7 @@ class RayJobs(Jobs):
             yield self
 
     def check(self) -> None:
-        """Raises ClusterError: no answer, a rejected token, or a cluster without authentication."""
+        """Raise ClusterError: no answer, a rejected token, or a cluster without authentication."""
         status = _http_status(self.address, self.token.read(self.cluster))
         if status in (401, 403):
             raise self._error(f" rejects the token in {self.token}")
@@ -166,12 +166,6 @@ class RayJobs(Jobs):
     def stop_steps(self, job_id: str) -> list[Step]:
         line = f"ray job stop --address {shlex.quote(self.address)} {shlex.quote(job_id)}"
         return [Step(line, lambda: self.client.stop_job(job_id))]
-
-    def log_steps(self, job_id: str) -> list[Step]:
-        return [Note(f"GET {self.address}/api/jobs/{job_id}/logs/tail with the token in {self.token}")]
-
-    def status_steps(self) -> list[Step]:
-        return [Note(f"GET {self.address}/api/version, /api/v0/nodes, /api/jobs/ with the token")]
 
     def about(self) -> dict[str, Any]:
         """Version, nodes and jobs."""
@@ -295,7 +289,7 @@ class RayUp(Cluster):
         return self.state_folder / "cluster.yaml"
 
     def config(self) -> dict[str, Any]:
-        """The launcher's YAML, complete. Raises UsageError for what Ray would reject."""
+        """Return the launcher's YAML, complete. Raises UsageError for what Ray would reject."""
         if self.token_used.env:
             raise UsageError(f"{self.name}.yaml.token.env: nodes get the token as a file; give `file`")
         config: dict[str, Any] = copy.deepcopy(dict(self.ray))

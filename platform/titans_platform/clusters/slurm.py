@@ -94,7 +94,7 @@ class SlurmJobs(Jobs):
     folder: Path
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
-        """The code unpacked, the files, a token, the script, sbatch."""
+        """Return the steps: unpack the code, write the files, a token and the script, call sbatch."""
         at = self.folder / job_id
         given = self.spec.token
         if given and given.env:
@@ -116,12 +116,6 @@ class SlurmJobs(Jobs):
         if (path := self.folder / job_id / "log.txt").exists():
             log.add(path.read_text(encoding="utf-8", errors="replace"))
 
-    def log_steps(self, job_id: str) -> list[Step]:
-        return [Run(("tail", "--follow", "--lines=+1", str(self.folder / job_id / "log.txt")))]
-
-    def status_steps(self) -> list[Step]:
-        return [_QUEUE]
-
     def stop_steps(self, job_id: str) -> list[Step]:
         number = _number(self.folder / job_id)
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
@@ -134,7 +128,7 @@ class SlurmJobs(Jobs):
 
 
 def _job_info(folder: Path, queued: str | None) -> JobInfo:
-    """A job from its folder and its state in the queue, None if it has left the queue."""
+    """Describe a job from its folder and its state in the queue, None if it has left the queue."""
     ended = _read(folder / "exit")
     code = int(ended) if ended.isdigit() else None
     if queued:
@@ -161,6 +155,6 @@ def _number(folder: Path) -> str:
 
 
 def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
-    """The script for sbatch. It names the token's file, on the shared storage, not the token."""
+    """Render the script for sbatch. It names the token's file, on the shared storage, not the token."""
     own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{at / 'code'}:{at / 'files'}"}
     return render("job.sbatch", spec=spec, at=at, exports={**job.env, **token_variables(token), **own})

@@ -31,7 +31,7 @@ _UNSET = ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH", "PYTHONPATH")
 
 
 class Token(Frozen):
-    """Where to read the token: a file or an environment variable. Never the token itself."""
+    """Source of a token: a file or an environment variable. Never the token itself."""
 
     file: str | None = None
     env: str | None = None
@@ -51,7 +51,7 @@ class Token(Frozen):
         return Path(self.file or "").expanduser()
 
     def read(self, cluster: str) -> str:
-        """The token's value. Raises ClusterError, which names ``cluster``, if there is none."""
+        """Read the token's value. Raises ClusterError, which names ``cluster``, if there is none."""
         try:
             value = os.environ.get(self.env, "") if self.env else self.path.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError):
@@ -73,7 +73,7 @@ def write_token(path: Path, value: str | None = None) -> None:
 
 
 def token_variables(path: Path | str) -> dict[str, str]:
-    """The variables that make Ray require a token and read it from a file."""
+    """Return the variables that make Ray require a token and read it from a file."""
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(path)}
 
 
@@ -173,7 +173,7 @@ class Run(Step):
 
 
 def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quiet: bool) -> str:
-    """The stdout of a command. Raises ClusterError."""
+    """Run a command and return its stdout. Raises ClusterError."""
     pipe, env = subprocess.PIPE if quiet else None, clean_environment(env)
     try:
         done = subprocess.run(argv, env=env, input=stdin or None, stdout=pipe, stderr=pipe, text=True)
@@ -193,7 +193,7 @@ def new_token(path: Path) -> Step:
 
 
 def render(template: str, **values: Any) -> str:
-    """A file of `templates/` with these values; its filter `quote` is the shell's."""
+    """Render a file of `templates/` with these values; its filter `quote` is the shell's."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
     options: Any = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
@@ -203,7 +203,7 @@ def render(template: str, **values: Any) -> str:
 
 
 def command_text(argv: Sequence[str], env: Mapping[str, str]) -> str:
-    """A command with its environment variables as a line of shell."""
+    """Return a command with its environment variables as a line of shell."""
     quoted = {key: f'"{value}"' if "$" in value else shlex.quote(value) for key, value in env.items()}
     return " ".join([*(f"{key}={value}" for key, value in quoted.items()), shlex.join(argv)])
 

@@ -118,7 +118,7 @@ def _split_by_position(document: Document, fraction: float) -> Placed:
 
 
 def _unit(seed: int, key: str) -> float:
-    """A hash of seed and key as a number in [0, 1)."""
+    """Hash seed and key to a number in [0, 1)."""
     name = f"{seed}:{key}".encode("utf-8", "replace")
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
 
@@ -147,7 +147,7 @@ def _groups(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """The text in pieces of at most PIECE_CHARACTERS, cut at a line or word boundary if there is one."""
+    """Cut the text into pieces of at most PIECE_CHARACTERS, at a line or word boundary if there is one."""
     start = 0
     while len(text) - start > PIECE_CHARACTERS:
         end = start + PIECE_CHARACTERS
@@ -159,7 +159,9 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def task_identity(config: SourceConfig) -> list[Any]:
-    """What the items of a task source depend on, as JSON: task versions and the files that tasks read."""
+    """Return what determines the items of a task source, as JSON: task versions and the files that tasks
+    read.
+    """
     from titans_platform.evals import build_task
 
     identity = []

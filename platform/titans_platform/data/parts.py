@@ -67,7 +67,7 @@ class Job:
 
     @property
     def folder(self) -> str:
-        """Where the part is kept, in the store."""
+        """Folder of the part in the store."""
         return self.name if self.number is None else f"{self.name}/{self.number:05d}"
 
 
@@ -135,7 +135,7 @@ def _check_not_empty(job: Job, manifest: Manifest) -> None:
 
 
 def _plan(job: Job) -> Plan:
-    """The source's parts; those of an earlier attempt if it exists, possibly of another revision."""
+    """Return the source's parts; an earlier attempt's if it exists, possibly of another revision."""
     name = f"{job.name}/plan.json"
     if job.data.sources[job.source].kind == "task":
         return WHOLE
@@ -147,7 +147,7 @@ def _plan(job: Job) -> Plan:
 
 
 def _finished(job: Job) -> Iterator[tuple[int, Manifest]]:
-    """The parts that are complete."""
+    """Yield the complete parts."""
     for number in range(len(job.plan.parts)):
         part = replace(job, number=number)
         with suppress(FileNotFoundError, UsageError):
@@ -168,7 +168,9 @@ def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterat
 
 
 def _up_to_limit(job: Job, made: dict[int, Manifest]) -> dict[str, Manifest]:
-    """The parts of the source, by folder; the last is tokenised again if it holds more than ``limit``."""
+    """Return the parts of the source by folder; the last is tokenised again if it holds more than
+    ``limit``.
+    """
     chosen, left = {}, job.limit
     for number in range(len(job.plan.parts)):
         part, manifest = replace(job, number=number), made.get(number)
@@ -200,7 +202,7 @@ def _joined(parts: dict[str, Manifest]) -> Manifest:
 
 @contextmanager
 def _replacing(folder: Path) -> Iterator[Path]:
-    """A temporary folder that replaces ``folder`` on success; the caller holds the lock."""
+    """Open a temporary folder that replaces ``folder`` on success; the caller holds the lock."""
     # left by a dead process, or by one still running on a lost node, which must not write into this one
     for left in folder.parent.glob(f"{folder.name}.*partial"):
         shutil.rmtree(left, ignore_errors=True)
@@ -248,7 +250,7 @@ def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
 
 
 def by_processes(processes: int) -> Runner:
-    """A runner on local processes."""
+    """Return a runner on local processes."""
 
     def run(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
         if processes == 1:
@@ -292,7 +294,7 @@ def _exit_with_parent() -> None:
 
 
 def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
-    """A runner on Ray Data, one CPU per part; Ray must be initialised."""
+    """Run the jobs on Ray Data, one CPU per part; Ray must be initialised."""
     import ray
     import ray.data
 

@@ -182,7 +182,7 @@ def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store
 
 
 def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
-    """Whether a source is complete. Raises UsageError if it is corrupt, unless ``repair`` is set.
+    """Return True if a source is complete. Raises UsageError if it is corrupt, unless ``repair`` is set.
 
     A repair also compares the hashes of local shards: a flipped bit changes neither size nor mtime.
     """

@@ -304,11 +304,11 @@ class Split:
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 
     def shard_of(self, tokens: Integers) -> Integers:
-        """The shard that contains each position of the sequence."""
+        """Return the shard that contains each position of the sequence."""
         return np.searchsorted(self.begins, tokens, side="right") - 1
 
     def shard(self, number: int) -> Shard:
-        """A shard, mapped."""
+        """Map a shard into memory."""
         if number not in self._open:
             self._open[number] = Shard(read_table(self.files, self.info.shards[number]))
             if len(self._open) > self.max_open:

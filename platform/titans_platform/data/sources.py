@@ -44,7 +44,7 @@ Part = Sequence[int]
 
 
 class Plan(NamedTuple):
-    """How a source is split into parts."""
+    """Division of a source into parts."""
 
     parts: Sequence[Part] = ()
     """The argument of `TextSource.documents` for each part; empty: the source is not split."""
@@ -82,12 +82,12 @@ class TextSource(ABC):
         """JSON that changes when the source changes. Raises UsageError if the source is not found."""
 
     def plan(self) -> Plan:
-        """How to split the source among processes; depends only on the source."""
+        """Split the source for several processes; depends only on the source."""
         return WHOLE
 
     @abstractmethod
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
-        """The documents in order, of a part or of all. Raises UsageError naming what cannot be read."""
+        """Yield the documents in order, of a part or of all. Raises UsageError naming what cannot be read."""
 
 
 class CorpusSource(TextSource):
@@ -98,7 +98,7 @@ class CorpusSource(TextSource):
         self.label = f"corpus:{self.subset}" if self.subset else "corpus"
 
     def identity(self) -> Any:
-        """The corpus's checksum."""
+        """Return the corpus's checksum."""
         return CORPUS_SHA256
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
@@ -124,7 +124,7 @@ class RecordSource(TextSource):
 
     @contextmanager
     def opened(self, what: str, builder: str, **options: Any) -> Iterator[Any]:
-        """The records as `datasets` streams them; ``what`` names them in errors. Raises UsageError."""
+        """Open the records as `datasets` streams them; ``what`` names them in errors. Raises UsageError."""
         if "HF_HOME" not in os.environ:
             # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
             os.environ.setdefault("HF_HUB_CACHE", str(self.cache / "hub"))
@@ -140,7 +140,7 @@ class RecordSource(TextSource):
             raise UsageError(f"{self.field}: {what} cannot be read: {one_line(error, 160)}") from error
 
     def texts(self, what: str, records: Iterable[Any], text_field: str) -> Iterator[str]:
-        """The ``text_field`` of every record. Raises UsageError."""
+        """Yield the ``text_field`` of every record. Raises UsageError."""
         where = f"{self.field}.text_field"
         for record in records:
             if text_field not in record:
@@ -168,7 +168,7 @@ class FilesSource(RecordSource):
         super().__init__(source, field, cache, Path(self.path).name)
 
     def files(self) -> list[File]:
-        """The files at the path, sorted. Raises UsageError if there are none."""
+        """List the files at the path, sorted. Raises UsageError if there are none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
         found, one = self._remote() if "://" in self.path else self._local()
         if one and kind_of(Path(self.path)) is None:
@@ -188,7 +188,7 @@ class FilesSource(RecordSource):
         return sum(file.bytes for file in files)
 
     def _local(self) -> tuple[list[File], bool]:
-        """The files at a local path, and whether the path itself is a file."""
+        """List the files at a local path; also return True if the path itself is a file."""
         expanded = os.path.abspath(os.path.expanduser(self.path))
         # an existing path is not a pattern
         pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
@@ -198,7 +198,7 @@ class FilesSource(RecordSource):
         return [File(n, stat.st_size, stat.st_mtime_ns) for n, stat in stats], os.path.isfile(expanded)
 
     def _remote(self) -> tuple[list[File], bool]:
-        """The files at a URL, and whether the URL itself is a file. Raises UsageError."""
+        """List the files at a URL; also return True if the URL itself is a file. Raises UsageError."""
         import fsspec
 
         try:
@@ -291,7 +291,7 @@ class HubSource(RecordSource):
         return self.opened(self.dataset, self.dataset, **options)
 
     def _newest(self) -> str | None:
-        """The dataset's newest commit; None if the Hub is not reachable."""
+        """Return the dataset's newest commit; None if the Hub is not reachable."""
         import huggingface_hub
 
         if Path(self.dataset).exists():

@@ -1,4 +1,4 @@
-"""Where prepared sources are kept: a folder, or a bucket that pyarrow.fs reads (`data.store`).
+"""Stores of prepared sources: a folder, or a bucket that pyarrow.fs reads (`data.store`).
 
 A store holds a folder for each prepared source, `index/`, which maps a DataConfig to its folders, and
 `tokenizers/`. Shards in a bucket are prefetched to a cache on a local disk,
@@ -52,7 +52,7 @@ class LocalShards:
         """No-op: the operating system reads ahead."""
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """The corrupt files by name, each with a message: those that differ from the manifest.
+        """Return a message for each file, by name, that differs from the manifest.
 
         Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
         """
@@ -81,7 +81,7 @@ class Store:
         write_bytes(self.staging / name, content)
 
     def shards(self, name: str, cache_gb: float) -> LocalShards | RemoteShards:
-        """The files of the source ``name``."""
+        """Return the files of the source ``name``."""
         return LocalShards(self.staging / name)
 
     def publish(self, folder: Path) -> None:
@@ -98,7 +98,7 @@ class Store:
         return str(self.staging)
 
     def __truediv__(self, name: str) -> str:
-        """How messages name a file."""
+        """Return a file's name for messages."""
         return f"{self}/{name}"
 
 
@@ -128,7 +128,7 @@ class Bucket(Store):
         return b"".join(self.chunks(name))
 
     def chunks(self, name: str) -> Iterator[bytes]:
-        """The content of a file, CHUNK bytes per request; failed requests are retried."""
+        """Yield the content of a file, CHUNK bytes per request; failed requests are retried."""
 
         files, base = self._files
         file = self._retried(name, lambda: files.open_input_file(f"{base}/{name}"))
@@ -204,7 +204,7 @@ class RemoteShards:
         self._prefetcher = Prefetcher(self.local)
 
     def local(self, info: ShardInfo) -> Path:
-        """The file in the cache. Raises UsageError, TitansError."""
+        """Return the file in the cache. Raises UsageError, TitansError."""
         name = f"{self.name}/{info.file}"
         return self.cache.fetch(info, lambda: self.bucket.chunks(name), self.bucket / name)
 
@@ -220,7 +220,9 @@ class RemoteShards:
         self._prefetcher.request(infos)
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """As that of `LocalShards`, without mtimes; with ``verify`` every file is fetched."""
+        """Compare with the manifest as `LocalShards` does, without mtimes; with ``verify`` every file is
+        fetched.
+        """
         sizes, found = self.bucket.sizes(self.name), {}
         for info in infos:
             name = self.bucket / f"{self.name}/{info.file}"
@@ -240,7 +242,7 @@ class RemoteShards:
 
 
 def open_store(store: str | None, root: Path) -> Store:
-    """The store that ``data.store`` names; by default `data/` under the root."""
+    """Open the store that ``data.store`` names; by default `data/` under the root."""
     if store is None:
         return Store(Path(root) / "data")
     scheme, _, path = store.partition("://")
@@ -250,7 +252,7 @@ def open_store(store: str | None, root: Path) -> Store:
 
 
 def mapped(path: Path) -> mmap.mmap:
-    """A local file in memory, read-only."""
+    """Map a local file into memory, read-only."""
     with path.open("rb") as file:
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
@@ -272,8 +274,8 @@ class ShardCache:
         self.bytes = int(gigabytes * 1e9)
 
     def fetch(self, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> Path:
-        """The cached file, written from ``chunks`` on a miss. Raises UsageError if its hash is not the
-        manifest's.
+        """Return the cached file, written from ``chunks`` on a miss. Raises UsageError if its hash is
+        wrong.
         """
         path = self.folder / f"{info.sha256}.arrow"
         if not _touch(path):

@@ -30,7 +30,7 @@ WINDOW = 8
 
 
 class Window(NamedTuple):
-    """Rows shuffled together in an epoch: those of ``shards``, starting at position ``first``."""
+    """Rows of ``shards`` that are shuffled together in an epoch, starting at position ``first``."""
 
     shards: tuple[int, ...]
     first: int
@@ -69,16 +69,16 @@ class SourceOrder:
         return found
 
     def window_of(self, epoch: int, positions: Integers) -> Integers:
-        """The window of each position of an epoch."""
+        """Return the window of each position of an epoch."""
         return np.searchsorted([w.first for w in self.windows(epoch)], positions, side="right") - 1
 
     def window_at(self, drawn: int) -> tuple[int, int]:
-        """The epoch and the window of a sample."""
+        """Return the epoch and the window of a sample."""
         epoch, position = divmod(drawn, self.rows)
         return epoch, int(self.window_of(epoch, np.array([position]))[0])
 
     def shards_from(self, epoch: int, number: int) -> tuple[int, ...]:
-        """The shards of a window and of the next one."""
+        """Return the shards of a window and of the next one."""
         windows = self.windows(epoch)
         following = windows[number + 1] if number + 1 < len(windows) else self.windows(epoch + 1)[0]
         return windows[number].shards + following.shards
@@ -96,7 +96,7 @@ class SourceOrder:
         return windows
 
     def _shuffled_rows(self, epoch: int, number: int) -> Integers:
-        """The rows of a window, shuffled."""
+        """Shuffle the rows of a window."""
         window = self.windows(epoch)[number]
         if not self._windowed:
             return shuffled(window.rows, f"{self._key}/{epoch}")
@@ -112,7 +112,7 @@ def check_shared(batch_size: int, what: str, world_size: int) -> None:
 
 
 def shuffled(n: int, key: str) -> Integers:
-    """A permutation of 0..n-1 that is a function of ``key``: indices sorted by a hash of themselves.
+    """Return a permutation of 0..n-1 that is a function of ``key``: indices sorted by a hash of themselves.
 
     Not numpy's generators, whose streams may change between versions: a resumed run must see the same rows.
     """
@@ -145,7 +145,7 @@ class Batch(NamedTuple):
 
 
 def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
-    """The rows of a batch: source, and row number in that source."""
+    """Collect the rows of a batch, each given by source and row number in that source."""
     shape = len(rows), sources[0].length + 1
     out = Span(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
@@ -185,7 +185,7 @@ class RowStream:
         return [order.rows if source.weight else 0 for source, order in drawn_from]
 
     def batch(self, step: int) -> Batch:
-        """This worker's rows of the global batch of ``step`` (0-based)."""
+        """Return this worker's rows of the global batch of ``step`` (0-based)."""
         which, rows = self._drawn(step)
         mine = slice(self.rank, None, self.world_size)
         return gather(self.sources, False, which[mine], rows[mine])
@@ -196,8 +196,8 @@ class RowStream:
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
     def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """The source and the row of each of a step's samples; when a window starts, prefetches its shards and
-        those of the next one.
+        """Return the source and the row of each sample of a step; at the start of a window, prefetch its
+        shards and the next one's.
         """
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # otherwise a worker, or a micro-batch, could see only one source
@@ -289,7 +289,7 @@ def document_starts(split: Split) -> Integers:
 class Streams:
     """Training batches of continuous streams: `batch(step)` for any number of workers.
 
-    Of G groups of B streams, step s reads the next row of those of group s mod G. The streams of a group are
+    Of G groups of B streams, step s reads the next row of each stream of group s mod G. A group's streams are
     assigned to the sources by weight. The n streams of a source, over all groups, start at equal distances,
     at an offset drawn from the seed, and wrap around at its end: in G (R // n) steps they read every row
     once, except for a remainder of fewer than n rows (for a task, n items).
@@ -298,7 +298,7 @@ class Streams:
         sources: prepared sources.
         batch_size: B, over all workers.
         width: W.
-        seed: determines where streams start, and which are reset.
+        seed: determines the starts of streams, and which are reset.
         rank, world_size: this worker has the streams rank, rank + world_size, ...
         reset_probability: probability of a random reset of a stream at a step.
         groups: G.
@@ -357,7 +357,7 @@ class Streams:
         return found | begins
 
     def batch(self, step: int) -> StreamBatch:
-        """This worker's rows of ``step`` (0-based)."""
+        """Return this worker's rows of ``step`` (0-based)."""
         which, rows, resets = (x[self.mine] for x in (self.source, self.rows(step), self.resets(step)))
         tokens = np.full((len(rows), self.width + 1), self.sources[0].pad, np.int64)
         loss = np.zeros((len(rows), self.width), np.bool_)

@@ -179,13 +179,13 @@ class TextStream:
         self._shown = len(self._tokens)
 
     def add(self, token: int) -> str:
-        """The text that ``token`` adds; empty while a character is incomplete."""
+        """Return the text that ``token`` adds; empty while a character is incomplete."""
         self._tokens.append(token)
         cut = self._tokenizer.decode(self._tokens).endswith("\ufffd")
         return "" if cut and len(self._tokens) - self._shown < self.HELD else self.end()
 
     def end(self) -> str:
-        """The text that was held back."""
+        """Return the text that was held back."""
         before = self._tokenizer.decode(self._tokens[: self._shown])
         text = self._tokenizer.decode(self._tokens)[len(before) :]
         self._tokens = self._tokens[self._shown :] or self._tokens
@@ -201,13 +201,13 @@ BUILT_IN: dict[str, type[Tokenizer]] = {"byte": ByteTokenizer, "dna": DNATokeniz
 
 
 def names_hub(spec: str) -> bool:
-    """Whether ``spec`` can only be a Hub repository: no local file, and no file suffix."""
+    """Return True if ``spec`` can only be a Hub repository: no local file, and no file suffix."""
     path = Path(spec).expanduser()
     return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", spec)) and path.suffix not in KINDS and not path.is_file()
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """The tokenizer ``spec`` names: ``byte``, ``dna``, the path of a .model or .json file, or a Hub
+    """Load the tokenizer ``spec`` names: ``byte``, ``dna``, the path of a .model or .json file, or a Hub
     repository that has a tokenizer.json. Raises UsageError.
     """
     if spec in BUILT_IN:
@@ -227,7 +227,7 @@ def load_tokenizer(spec: str) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], size: int) -> str:
-    """A byte-level BPE of ``size`` ids on ``texts``, as the text of a tokenizer.json.
+    """Train a byte-level BPE of ``size`` ids on ``texts``; return the text of its tokenizer.json.
 
     Raises UsageError if ``size`` is less than the bytes and the two special tokens need, or if the texts
     yield too few merges.
@@ -277,7 +277,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
 
 
 def _byte_model() -> Any:
-    """The byte tokenizer as a byte-level BPE without merges, on GPT-2's byte alphabet."""
+    """Build the byte tokenizer as a byte-level BPE without merges, on GPT-2's byte alphabet."""
     from tokenizers import Tokenizer as Model
     from tokenizers import decoders, models, pre_tokenizers
 
@@ -290,7 +290,7 @@ def _byte_model() -> Any:
 
 
 def _from_hub(repository: str) -> Path:
-    """The tokenizer.json of a Hub repository, downloaded into the cache of huggingface_hub."""
+    """Download the tokenizer.json of a Hub repository into the cache of huggingface_hub."""
     import huggingface_hub
 
     try:

@@ -39,7 +39,7 @@ PATHWAYS = {
     "memory": Intervention(memory=False), "attention": Intervention(attention="off"),
     "cut": Intervention(attention="cut"), "decay": Intervention(decay=False),
 }  # fmt: skip
-"""What `EvalConfig.pathways` switches off."""
+"""The parts that `EvalConfig.pathways` switches off."""
 
 
 def evaluate(
@@ -53,7 +53,7 @@ def evaluate(
     options and the length alone, so every model gets the same ones.
 
     In a process group every rank calls this: each measures its share of the batches, and all return the same
-    result, bit for bit that of a single process.
+    result, bit for bit as a single process would.
 
     Args:
         model: called as `model(tokens [B, T], document_starts=None or bool [B, T])`, gives `.logits`.
@@ -126,13 +126,13 @@ def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConf
 
 
 def _finite(chance: float) -> float | None:
-    """The chance level for JSON: None if it is not finite, as for a rate."""
+    """Return the chance level for JSON: None if it is not finite, as for a rate."""
     return chance if math.isfinite(chance) else None
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without gradients; the mode of every submodule is restored."""
+    """Enter evaluation mode without gradients; on exit the mode of every submodule is restored."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

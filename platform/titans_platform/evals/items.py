@@ -119,10 +119,10 @@ def answer_spans(is_answer: Sequence[bool]) -> Iterator[tuple[int, int]]:
 
 
 def fill(build: Callable[[int], Item], length: int, tokenizer: Tokenizer) -> Item:
-    """The item `build(n)` with the most filler characters n that has at most `length` tokens.
+    """Return the item `build(n)` with the most filler characters n that has at most `length` tokens.
 
-    Exactly `length` where a character is a token; elsewhere short by less than a word, which
-    `encode_item` pads. `build` must give the same item for the same n.
+    Exactly `length` if a character is a token; otherwise short by less than a word, which `encode_item` pads.
+    `build` must give the same item for the same n.
 
     Raises:
         UsageError: not even the item without filler fits.

@@ -78,7 +78,7 @@ class Task(ABC):
     """Increment it with every change that changes a number: cells of another version run again."""
     Options: ClassVar[type[Frozen]] = NoOptions
     data_kind: ClassVar[str] = "tokens"
-    """Kind of data that the task needs: that of an objective with the same kind."""
+    """Kind of data that the task needs: the ``data_kind`` of an objective."""
 
     def __init__(self, options: Any = None) -> None:
         self.options: Any = options if options is not None else self.Options()
@@ -154,7 +154,7 @@ class GeneratedTask(Task):
 
     @abstractmethod
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A new item of `length` tokens, document start included (`encode_item` pads what is missing).
+        """Generate an item of `length` tokens, document start included (`encode_item` pads what is missing).
 
         Raises:
             UsageError: no item of this task fits in `length` tokens.
@@ -279,7 +279,7 @@ TASKS = Registry(
     },
     UsageError,
 )
-"""Every task by name, which is its class's `name`; objectives add those that need their data."""
+"""Every task by name, which is its class's `name`; objectives add tasks that need their data."""
 
 
 def register(task: T) -> T:
@@ -288,7 +288,7 @@ def register(task: T) -> T:
 
 
 def build_task(config: TaskConfig) -> Task:
-    """The task `config` names, with its options.
+    """Build the task `config` names, with its options.
 
     Raises:
         UsageError: no such task, no such option, or an option's value is not valid.

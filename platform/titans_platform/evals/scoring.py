@@ -36,10 +36,10 @@ Result = TypeVar("Result")
 
 
 def measure_distributed(batches: Iterable[Batch], measure: Callable[[Batch], Result]) -> list[Result]:
-    """``measure`` of every batch, in order, on every rank; rank r measures batches r, r + W, r + 2W, ...
+    """Measure every batch, in order, on every rank; rank r computes batches r, r + W, r + 2W, ...
 
     One rank measures a whole batch, so the results do not depend on the world size W. All ranks make the same
-    number of forward passes, because those of a sharded model need all ranks: a rank without a batch of its
+    number of forward passes, because a sharded model's forward needs all ranks: a rank without a batch of its
     own measures another one's and drops the result.
 
     Raises:
@@ -59,7 +59,7 @@ def measure_distributed(batches: Iterable[Batch], measure: Callable[[Batch], Res
 
 
 def measure_on_rank_0(model: nn.Module, measure: Callable[[], Result]) -> Result:
-    """The result of ``measure`` on rank 0, returned on every rank.
+    """Return the result of ``measure`` on rank 0, on every rank.
 
     The other ranks wait, so that rank 0 can take timings; with a sharded model all ranks take part.
     """
@@ -148,7 +148,7 @@ class Scorer:
         return length > self.batch_tokens and isinstance(self.model, LanguageModel)
 
     def batches(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Indices of the rows that share a forward pass: rows of similar length, the longest first."""
+        """Return indices of the rows that share a forward pass: rows of similar length, the longest first."""
         order, batches = iter(sorted(range(len(lengths)), key=lambda i: -lengths[i])), []
         for first in order:
             batches.append([first, *islice(order, self.rows(lengths[first]) - 1)])

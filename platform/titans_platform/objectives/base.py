@@ -54,7 +54,7 @@ class Objective(ABC, Generic[D]):
     """Display name of the positions of a row."""
     loss_unit: ClassVar[str] = "nats"
     carries: ClassVar[bool] = False
-    """Whether it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
+    """True if it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
     validation_task: ClassVar[str | None] = None
     """The task that measures the held-out loss; None: ``eval.every`` is not supported."""
 
@@ -74,7 +74,7 @@ class Objective(ABC, Generic[D]):
 
     @abstractmethod
     def build_model(self) -> Model:
-        """The model at initialisation, from the config only. Raises UsageError."""
+        """Build the model at initialisation, from the config only. Raises UsageError."""
 
     def least_activations(self, rows: int) -> int:
         """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
@@ -85,7 +85,7 @@ class Objective(ABC, Generic[D]):
         """[B] loss of each row; 0 for a row without targets."""
 
     def tokenizer(self) -> Tokenizer | None:
-        """The model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
+        """Load the model's tokenizer; None if its inputs are not tokens. Raises UsageError."""
         return None
 
     def counts(self, batch: Any) -> Tensor:
@@ -122,7 +122,7 @@ class Objective(ABC, Generic[D]):
 
 
 def build_small(objective: Objective[Any], blocks: int = 1) -> Model:
-    """The model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
+    """Build the model with ``blocks`` blocks on the meta device: allocates no weights, fast at any size."""
     model = objective.cfg.model.model_copy(update={"n_layers": blocks})
     with torch.device("meta"):
         cfg = objective.cfg.model_copy(update={"model": model})
@@ -145,7 +145,7 @@ def reject_data(cfg: RunConfig, fields: Sequence[str], reason: str) -> None:
 
 
 def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> str:
-    """The run's name: a hash of everything that determines its numbers.
+    """Name the run by a hash of everything that determines its numbers.
 
     Options of the objective at their defaults are left out, so that adding an option renames no run.
     """

@@ -62,7 +62,7 @@ class Items(NamedTuple):
     labels: list[str]
 
     def take(self, which: NDArray[np.bool_]) -> Items:
-        """The items where the mask ``which`` [N] is True."""
+        """Return the items at which the mask ``which`` [N] is True."""
         index = np.flatnonzero(which)
         return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
 
@@ -113,7 +113,7 @@ class LabelledData:
         return torch.from_numpy(counts / counts.sum())
 
     def class_counts(self, part: str) -> dict[str, int]:
-        """Number of items of each class in a split."""
+        """Count the items of each class in a split."""
         found = Counter(self.split[part].labels)
         return {label: found[label] for label in self.classes}
 
@@ -129,7 +129,7 @@ class LabelledData:
             yield self.batch(part, order[i : i + rows])
 
     def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
-        """The items ``which`` of a split as one padded batch."""
+        """Return the items ``which`` of a split as one padded batch."""
         rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in which]
         tokens = pad_sequence([torch.from_numpy(row) for row in rows], True, self.tokenizer.pad)
         labels, lengths = torch.from_numpy(self.labels[part][which]), torch.tensor([len(row) for row in rows])
@@ -212,7 +212,7 @@ class ClassificationOptions(Frozen):
     test_path: str | None = Field(default=None, exclude=True)
     """The same for the test; None: a share of ``path``."""
     folder: str | None = Field(default=None, exclude=True)
-    """Where these files are, if not in the folder of the command."""
+    """Folder of these files, if not the folder of the command."""
     dataset: str | None = Field(default=None, exclude=True)
     """In place of files: one of GenomicBenchmarks' human sets, e.g. human_nontata_promoters, or a dataset of
     the Hub with splits train and test."""
@@ -225,7 +225,7 @@ class ClassificationOptions(Frozen):
     classes: Annotated[int, Field(ge=2)] = 2
     """K, how many labels there are."""
     pooling: Pooling = "mean"
-    """What the head reads: the mean of all positions, or the last."""
+    """Input of the head: the mean of all positions, or the last."""
     network: Literal["backbone", "cnn"] = "backbone"
     """The model of ``model``, or GenomicBenchmarks' own baseline, which takes of it vocab_size alone."""
     pretrain_steps: Annotated[int, Field(ge=0)] = 0
@@ -271,7 +271,7 @@ class Classification(Objective[LabelledData]):
         return self._data(load_items(self._index(root)))
 
     def build_model(self) -> Model:
-        """The backbone with a classification head, or the convolutional baseline."""
+        """Build the backbone with a classification head, or the convolutional baseline."""
         options, model = self.options, self.cfg.model
         try:
             if options.network == "cnn":
@@ -283,7 +283,7 @@ class Classification(Objective[LabelledData]):
             raise UsageError(field) from None
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that ``data`` names."""
+        """Load the tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
 
     def losses(self, model: Callable[..., Any], batch: Labelled) -> Tensor:
@@ -367,7 +367,7 @@ class LabelledTask(Task):
     data_kind = "labelled"
 
     def check(self, objective: Any, length: int, data: LabelledData | None) -> None:
-        """Reject other lengths than that of training: sequences have fixed lengths."""
+        """Reject any length but the training length: sequences have fixed lengths."""
         if length != objective.cfg.data.sequence_length:
             raise UsageError("lengths: sequences have the lengths they have; leave it out")
 
@@ -380,7 +380,7 @@ class LabelledTask(Task):
         """[K] logits of a baseline that only knows the class frequencies of the training split."""
 
     def measure(self, context: Context) -> Measurement:
-        """The mean over `config.items` items of the split."""
+        """Return the mean over `config.items` items of the split."""
         data: LabelledData = context.prepared
         rows = context.scorer.rows(context.length)
         batches = data.batches(self.options.part, context.config.items, rows)
@@ -412,7 +412,7 @@ class Accuracy(LabelledTask):
         return (logits_BK.argmax(1) == labels_B).double()
 
     def guess(self, shares_K: Tensor) -> Tensor:
-        """The class frequencies."""
+        """Return the class frequencies."""
         return shares_K
 
 
@@ -423,7 +423,7 @@ class ValidationOptions(PartOptions):
 
 
 class ClassLoss(LabelledTask):
-    """Cross-entropy of the classes in nats; lower is better. Chance is that of their shares in training."""
+    """Cross-entropy of the classes in nats; lower is better. Chance guesses their shares in training."""
 
     name = "class_loss"
     Options = ValidationOptions
@@ -438,5 +438,5 @@ class ClassLoss(LabelledTask):
         return F.cross_entropy(logits_BK, labels_B, reduction="none")
 
     def guess(self, shares_K: Tensor) -> Tensor:
-        """The log class frequencies."""
+        """Return the log class frequencies."""
         return shares_K.log()

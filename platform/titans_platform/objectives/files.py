@@ -54,7 +54,9 @@ READERS: dict[str, Callable[[Any], pa.Table]] = {
 
 
 def read_table(name: str, field: str) -> pa.Table:
-    """The columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming ``field``."""
+    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming
+    ``field``.
+    """
     path = Path(name).expanduser()
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if suffix not in READERS:
@@ -84,7 +86,7 @@ class ItemStream:
         self._order = SourceOrder(np.array([items]), str(seed), windowed=False)
 
     def batch(self, step: int) -> Any:
-        """This worker's items of the global batch of ``step`` (0-based)."""
+        """Return this worker's items of the global batch of ``step`` (0-based)."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)[self.share]
         return self.make(step, self._order.at(samples))
 
@@ -143,7 +145,7 @@ def content(table: Table) -> str:
 
 
 def read_series(name: str, columns: Sequence[str], field: str) -> Table:
-    """The named columns of a file, or all numeric ones; of .npy ([N] or [N, C]) they are numbered.
+    """Read the named columns of a file, or all numeric ones; a .npy file's ([N] or [N, C]) are numbered.
 
     Raises UsageError that names ``field`` if the file cannot be read, or a value is missing.
     """
@@ -186,7 +188,7 @@ class Dataset(NamedTuple):
     split: tuple[float, float, float]
     """Sizes of the training, validation and test split, in steps or as fractions."""
     source: str
-    """Where its authors publish it."""
+    """Address at which its authors publish it."""
     sha256: str | None = None
     """Hash of the uncompressed file; None: unknown, only the shape is checked."""
 

@@ -31,11 +31,11 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         return prepare(self.cfg.data, root, progress=report)
 
     def open(self, root: Path) -> PreparedData:
-        """The tokenised sources."""
+        """Open the tokenised sources."""
         return open_prepared(self.cfg.data, root)
 
     def build_model(self) -> LanguageModel:
-        """A language model."""
+        """Build a language model."""
         with within("model", ValueError):
             return LanguageModel(self.cfg.model)
 
@@ -45,7 +45,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
 
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer that ``data`` names."""
+        """Load the tokenizer that ``data`` names."""
         return load_tokenizer(self.cfg.data.tokenizer)
 
     def sample_batch(self, rows: int) -> Batch:

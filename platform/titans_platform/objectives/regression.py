@@ -55,7 +55,7 @@ class SeriesOptions(Frozen):
     """In place of a path: a benchmark of long-term forecasting, with its split: ETTh1, ETTh2, ETTm1, ETTm2,
     Weather, ECL or Traffic."""
     folder: str | None = Field(default=None, exclude=True)
-    """Where the dataset's file lies: ETTh1.csv, ..., weather.csv, electricity.csv, traffic.csv (or with .gz
+    """Folder of the dataset's file: ETTh1.csv, ..., weather.csv, electricity.csv, traffic.csv (or with .gz
     or .xz)."""
     columns: tuple[str, ...] = ()
     """The file's columns to take, by name; every column of numbers where empty."""
@@ -76,7 +76,7 @@ class SeriesOptions(Frozen):
     """dlinear, rlinear, itransformer, patchtst, crossformer, tide, timesnet, simba, or ``module:Class`` of
     your own; None: blocks of model.variant read the window."""
     forecaster_options: dict[str, JsonValue] = Field(default_factory=dict)
-    """What the forecaster takes beyond `model`."""
+    """Options of the forecaster beyond `model`."""
 
     @model_validator(mode="after")
     def _consistent(self) -> SeriesOptions:
@@ -141,7 +141,7 @@ Part = Literal["validation", "test"]
 class SeriesData:
     """A standardised series; validation and test follow the training split in time.
 
-    Mean and standard deviation of each channel are those of the training split.
+    Mean and standard deviation of each channel are computed on the training split.
 
     Raises:
         UsageError: a split is too short for one window.
@@ -220,7 +220,7 @@ class Regression(Objective[SeriesData]):
         return self._cut(load_series(self._index(root)))
 
     def build_model(self) -> SeriesModel | Forecaster:
-        """A series model, or the forecaster that the options name."""
+        """Build a series model, or the forecaster that the options name."""
         options, model, at = self.options, self.cfg.model, f"{FORECASTER}_options"
         if not options.forecaster:
             with within("model", ValueError):
@@ -248,7 +248,7 @@ class Regression(Objective[SeriesData]):
         return (model(batch.inputs).prediction.float() - batch.targets).square().mean((1, 2))
 
     def sample_batch(self, rows: int) -> Windows:
-        """Standard normal values."""
+        """Draw standard normal values."""
         options = self.options
         inputs = torch.randn(rows, self.cfg.data.sequence_length, options.width)
         return Windows(inputs, torch.randn(rows, options.horizon, options.width))

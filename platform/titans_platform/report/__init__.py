@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def render(template: str, **values: Any) -> str:
-    """A template of ``templates/`` with these values, which are escaped in HTML only."""
+    """Render a template of ``templates/`` with these values, which are escaped in HTML only."""
     return _templates().get_template(template).render(**values)
 
 

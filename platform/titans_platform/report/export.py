@@ -68,7 +68,7 @@ def tables(report: StudyReport) -> dict[str, str]:
 
 
 def as_record(table: Table) -> dict[str, Any]:
-    """The table as a JSON value: means, spreads, the paper's numbers, cells."""
+    """Return the table as a JSON value: means, spreads, the paper's numbers, cells."""
     rows = []
     for row in table.rows:
         columns = {}
@@ -87,7 +87,8 @@ def body(
     keys: Keys = None,
     ours: Callable[[Entry, bool], str] = lambda entry, best: str(entry),
 ) -> list[list[str]]:
-    """The lines of the table: name, ours and the paper's number of each column, parameters, state bytes.
+    """Return the lines of the table: name, our and the paper's number of each column, parameters, state
+    bytes.
 
     ``ours`` takes an entry, and whether it is the best of its column.
     """
@@ -102,12 +103,14 @@ def body(
 
 
 def _chance(report: StudyReport, keys: Keys = None) -> list[str]:
-    """The chance level of each column, laid out as a line of the body."""
+    """Return the chance level of each column, laid out as a line of the body."""
     return ["chance", *("" if paper else report.chance[key] for key, paper in report.fields(keys)), "", ""]
 
 
 def latex(report: StudyReport) -> str:
-    """The table with booktabs: mean and sd, the best of a column in bold, the paper's; the further tables."""
+    """Render the table with booktabs: mean and sd, the best of a column in bold, the paper's; the further
+    tables.
+    """
     from pandas import DataFrame, MultiIndex
 
     columns = report.table.columns
@@ -139,7 +142,7 @@ def _tex(frame: DataFrame, caption: str, label: str) -> str:
 
 
 def markdown(report: StudyReport, figures: str = "") -> str:
-    """The table as Markdown with its notes, and the cell and run of each number.
+    """Render the table as Markdown with its notes, and the cell and run of each number.
 
     ``figures`` is the folder of the report's figures; empty: without them.
     """
@@ -149,7 +152,7 @@ def markdown(report: StudyReport, figures: str = "") -> str:
 
 
 def terminal(report: StudyReport, width: int = 80) -> RenderableType:
-    """The table and the further tables for a terminal; no number is cut at 80 columns.
+    """Lay out the table and the further tables for a terminal; no number is cut at 80 columns.
 
     Columns that do not fit beside each other are split into several tables.
     """
@@ -177,7 +180,7 @@ def _fitting(report: StudyReport, keys: list[str], width: int) -> list[RichTable
 
 
 def _grid(report: StudyReport, keys: Sequence[str], width: int) -> RichTable:
-    """A table of these columns; only the names of rows are wrapped."""
+    """Lay out a table of these columns; only the names of rows are wrapped."""
     columns = report.table.columns
     grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1) if width >= 100 else 0, show_edge=False)
     longest = max(map(len, report.names()), default=0)

@@ -1,6 +1,6 @@
 """Data of the figures: the rows with their axis values and, for each seed, every measure.
 
-A row's axis values are those of its ``axes``; of a row without axes, the fields that it sets.
+A row's axis values are its ``axes``; of a row without axes, the fields that it sets.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ class Dimension:
 
     @property
     def numeric(self) -> bool:
-        """Whether all values are numbers."""
+        """True if all values are numbers."""
         return all(isinstance(value, int | float) for value in self.values)
 
     @property
     def is_length(self) -> bool:
-        """Whether it is a context length in tokens, the natural x axis."""
+        """True if it is a context length in tokens, the natural x axis."""
         return self.numeric and self.key.rpartition(".")[2] in LENGTH_FIELDS
 
 
@@ -81,7 +81,7 @@ class FigureData:
 def figure_data(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None
 ) -> FigureData:
-    """The figure data of a table.
+    """Collect the figure data of a table.
 
     ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
     search: its trials with their params, steps and value.
@@ -108,17 +108,17 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
 
 
 def axis_values(row: Row) -> dict[str, Value]:
-    """A row's value on each axis of the study; without axes, the fields that it sets."""
+    """Return a row's value on each axis of the study; without axes, the fields that it sets."""
     return {key: axis_value(value) for key, value in (row.axes or flatten(row.set)).items()}
 
 
 def axis_value(value: Any) -> Value:
-    """A setting as an axis value: a number, or a string."""
+    """Return a setting as an axis value: a number, or a string."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
 def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension, ...]:
-    """The fields that every row sets, with at least two different values."""
+    """Return the fields that every row sets, with at least two different values."""
     places = [row.axes for row in rows if not row.reference]
     axes = []
     for key in places[0] if places else ():
@@ -132,7 +132,7 @@ def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension,
 
 
 def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[float, tuple[float, ...]]:
-    """A column's value at each length: the mean of its tasks that were measured at several lengths."""
+    """Return a column's value at each length: the mean of its tasks that were measured at several lengths."""
     found: dict[float, list[float]] = {}
     for result in results:
         by_task: dict[str, dict[float, float]] = {}

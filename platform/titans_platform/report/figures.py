@@ -150,7 +150,7 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
 
 
 def depth_maps(data: FigureData) -> Iterator[Picture]:
-    """A heat map of depth against length for each task that has buckets of depth."""
+    """Yield a heat map of depth against length for each task that has buckets of depth."""
     keys = {key for result in data.table.results for key in result.buckets}
     by_row = {row.row.name: depths(row) for row in data.table.rows}
     for task in dict.fromkeys(task for by_task in by_row.values() for task in by_task):
@@ -217,7 +217,9 @@ def against_position(data: FigureData) -> Iterator[Picture]:
 
 
 def perplexities(row: TableRow, column: str) -> Places:
-    """The perplexities of a row by way of reading and position, from the longest texts of the column."""
+    """Return the perplexities of a row by way of reading and position, from the longest texts of the
+    column.
+    """
     by_length: dict[int, dict[str, dict[float, tuple[float, ...]]]] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():
@@ -238,7 +240,7 @@ def middle(first: int, last: int) -> float:
 
 
 def ways(places: Places) -> list[Line]:
-    """A line for each way of reading, without bars: seeds differ more than the ways do."""
+    """Return a line for each way of reading, without bars: seeds differ more than the ways do."""
     return [
         Line(label, places[way], c, m, spread=False) for way, (label, c, m) in LOOKS.items() if way in places
     ]
@@ -260,7 +262,7 @@ def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
 
 
 def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
-    """The trials of a search: the objective against each searched field."""
+    """Draw the trials of a search: the objective against each searched field."""
     given = {key: value for trial in data.trials for key, value in trial["params"].items()}
     numeric = [key for key, value in given.items() if not isinstance(axis_value(value), str)]
     if not numeric:
@@ -297,7 +299,7 @@ def learning_curves(data: FigureData) -> Iterator[Picture]:
 
 
 def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
-    """A running mean over a twentieth of the points, thinned to ``points``."""
+    """Return a running mean over a twentieth of the points, thinned to ``points``."""
     values, half = [loss for _, loss in curve], max(1, len(curve) // 40)
     around = (values[max(0, i - half) : i + half + 1] for i in range(len(values)))
     means = [(float(step), statistics.fmean(near)) for (step, _), near in zip(curve, around, strict=True)]
@@ -323,7 +325,7 @@ def pictures(data: FigureData) -> list[Picture]:
 
 
 def groups_of(data: FigureData, axes: Sequence[Dimension]) -> list[tuple[str, list[Series]]]:
-    """The rows grouped by their values on these axes; reference rows are left out."""
+    """Group the rows by their values on these axes; reference rows are left out."""
     groups = []
     for values in itertools.product(*(axis.values for axis in axes)):
         wanted = dict(zip((axis.key for axis in axes), values, strict=True))
@@ -334,7 +336,7 @@ def groups_of(data: FigureData, axes: Sequence[Dimension]) -> list[tuple[str, li
 
 
 def _named(axis: Dimension, value: Value) -> str:
-    """An axis value as text, after the axis' title where it is a number."""
+    """Return an axis value as text, a number after the axis' title."""
     return str(value) if isinstance(value, str) else f"{axis.title} {value:g}"
 
 

@@ -66,7 +66,7 @@ class Inspected:
     """Tokens of the text that were not read."""
 
     def largest(self) -> dict[str, float]:
-        """The largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
+        """Return the largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
         norms = (trace.weight_norm.nan_to_num(0).square().sum(-1).sqrt() for trace in self.traces)
         largest = max(float(norm.max()) for norm in norms)
         return {"weight_norm": largest, "surprise": max(float(t.surprise.max()) for t in self.traces)}
@@ -104,7 +104,7 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def as_frame(found: Inspected) -> DataFrame:
-    """A row for each memory, token and head, in this order; NaN where a number is unknown."""
+    """Return a row for each memory, token and head, in this order; NaN for an unknown number."""
     parts = []
     for trace in found.traces:
         T, H = trace.surprise.shape
@@ -120,14 +120,14 @@ def as_frame(found: Inspected) -> DataFrame:
 
 
 def write_arrow(found: Inspected, path: Path) -> None:
-    """The table as an Arrow IPC file, which `pandas.read_feather` and pyarrow read."""
+    """Write the table as an Arrow IPC file, which `pandas.read_feather` and pyarrow read."""
     out = io.BytesIO()
     as_frame(found).to_feather(out)
     write_bytes(path, out.getvalue())
 
 
 def keys_of(near: Nearest, head: int) -> list[list[dict[str, Any]]]:
-    """For each token the nearest written keys of one head; a share is None where it is unknown."""
+    """Return the nearest written keys of one head for each token; an unknown share is None."""
     columns = (values[:, head].tolist() for values in near)
     return [
         [
@@ -158,7 +158,7 @@ class Read(NamedTuple):
 
 
 def page(found: Inspected, source: str, position: int | None = None, warning: str = "") -> str:
-    """The page, which needs no other file.
+    """Render the page, which needs no other file.
 
     Args:
         found: The text that was read.
@@ -187,7 +187,7 @@ def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
 
 
 def shades(found: Inspected) -> list[Shade]:
-    """The quantities to colour by; the page opens with the first."""
+    """Return the quantities to colour by; the page opens with the first."""
     surprise = torch.cat([trace.surprise for trace in found.traces], 1).mean(1)
     error = "squared error of the memory's prediction before the token is written, mean over heads"
     lost = "share of the surprise that the memory at the end of the text no longer has"
@@ -214,12 +214,12 @@ def _shade(key: str, about: str, values: Tensor) -> Shade:
 
 
 def rounded(value: float) -> str:
-    """A number in three digits: 0.0123, 241, 15.9K."""
+    """Format a number in three digits: 0.0123, 241, 15.9K."""
     return count(value) if abs(value) >= 1e4 else f"{value:.3g}"
 
 
 def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
-    """Reads of each memory and head; in MAC, those of segments before those of single tokens."""
+    """Yield reads of each memory and head; in MAC, reads of segments before reads of single tokens."""
     for memory, trace in enumerate(traces):
         kinds = [("", trace.own)]
         if trace.context is not None:
@@ -244,7 +244,7 @@ def summary(trace: MemoryTrace) -> list[str]:
 
 
 def charts(memory: int, trace: MemoryTrace) -> list[Picture]:
-    """The figures of a memory: each quantity by head; the errors of a token's pair."""
+    """Draw the figures of a memory: each quantity by head; the errors of a token's pair."""
     panels, heads = [], []
     for key, title in CHARTS.items():
         looks = zip(itertools.count(), getattr(trace, key).unbind(1), itertools.cycle(KINDS), strict=False)
@@ -261,7 +261,7 @@ def charts(memory: int, trace: MemoryTrace) -> list[Picture]:
 
 
 def _far_apart(lines: Sequence[Line]) -> bool:
-    """Whether the lines need a logarithmic scale."""
+    """Return True if the lines need a logarithmic scale."""
     means = [mean for line in lines for mean in line.means.values()]
     return bool(means) and 0 < FAR_APART * min(means) < max(means)
 

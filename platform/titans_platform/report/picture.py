@@ -76,7 +76,7 @@ class Line:
     colour: str = "accent"
     marker: str = "o"
     spread: bool = True
-    """Whether the standard deviation over seeds is shown."""
+    """True to show the standard deviation over seeds."""
 
     @property
     def means(self) -> dict[float, float]:
@@ -85,7 +85,7 @@ class Line:
 
 
 def coloured(lines: Sequence[Line]) -> tuple[list[Line], list[Line]]:
-    """The lines in colours of their own, and those left grey.
+    """Return the lines in colours of their own, and the grey ones.
 
     Of more than ``MANY`` lines, the highest and the lowest at their last points are coloured.
     """
@@ -121,7 +121,7 @@ class Picture:
         return self.size[0] * self.across
 
     def draw(self) -> Figure:
-        """The figure, in the colours of print."""
+        """Draw the figure, in the colours of print."""
         # inches of the longest entry of the legend: its mark, and letters of 7.5 points
         entry = 0.5 + 0.065 * max((len(line.label) for line in self.legend), default=0)
         columns = max(1, min(6, int(self.width / entry)))
@@ -143,7 +143,7 @@ class Picture:
 
 
 def panel(title: str, draw: Callable[..., object], x: str = "", y: str = "", **drawn: Any) -> Draw:
-    """A panel with its labels; calls ``draw(axis, **drawn)``."""
+    """Return a panel with its labels; calls ``draw(axis, **drawn)``."""
 
     def paint(axis: Axes) -> None:
         draw(axis, **drawn)
@@ -155,7 +155,7 @@ def panel(title: str, draw: Callable[..., object], x: str = "", y: str = "", **d
 
 
 def svg(picture: Picture) -> str:
-    """The figure as inline SVG with the page's font, its CSS colour variables and a title."""
+    """Render the figure as inline SVG with the page's font, its CSS colour variables and a title."""
     out, ident = io.StringIO(), f"figure-{picture.key}"
     # ids come from the salt: unique on a page, the same in every run
     with style.context([*STYLE, {"svg.hashsalt": ident}]):

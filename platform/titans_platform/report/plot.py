@@ -19,9 +19,9 @@ from titans_platform.text import short, tokens
 def dots(
     axis: Axes, rows: Sequence[Series], key: str, column: Column, chance: float | None, comparable: bool
 ) -> None:
-    """A column's rows: mean and standard deviation, single seeds, and the paper's numbers.
+    """Draw a column's rows: mean and standard deviation, single seeds, and the paper's numbers.
 
-    The paper's are on the same scale where they are ``comparable``, else on a scale of their own at the top.
+    The paper's are on the same scale if they are ``comparable``, else on a scale of their own at the top.
     """
     printed = {y: number for y, row in enumerate(rows) if (number := row.paper.get(key)) is not None}
     papers = axis if comparable or not printed else axis.twiny()
@@ -109,7 +109,9 @@ def heat(
     axis: Axes, tiles: Sequence[Sequence[float | str]], across: Dimension, down: Dimension, column: Column,
     scale: Normalize,
 ) -> None:  # fmt: skip
-    """A heat map with its numbers; the better, the stronger the colour. A tile with a text is hatched."""
+    """Draw a heat map with its numbers; the better, the stronger the colour. A tile with a text is
+    hatched.
+    """
     means = np.array([[np.nan if isinstance(tile, str) else tile for tile in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
     shades = 0.5 + 0 * means if scale.vmin == scale.vmax else shades

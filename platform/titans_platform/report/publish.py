@@ -43,13 +43,13 @@ WIDTH = 5.7
 
 
 def html(template: str, **values: Any) -> str:
-    """A page of ``templates/`` with ``values``, the palettes and the time."""
+    """Render a page of ``templates/`` with ``values``, the palettes and the time."""
     written = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
     return render(template, light=LIGHT, dark=DARK, written=written, **values)
 
 
 def report_page(report: StudyReport) -> str:
-    """The page of one study."""
+    """Render the page of one study."""
     return html(
         "report.html", report=report, table=report.table, columns=report.table.columns,
         results_table=results_table(report), links=report.links,
@@ -59,7 +59,7 @@ def report_page(report: StudyReport) -> str:
 
 
 def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
-    """A study's table, with the paper's numbers beside or below ours."""
+    """Render a study's table, with the paper's numbers beside or below ours."""
     table, columns, seeds = report.table, report.table.columns, len(report.table.seeds)
     crowded = len(columns) > CROWDED
     caption = f"Mean ± standard deviation over {seeds} seeds" if seeds > 1 else "One seed"
@@ -78,7 +78,7 @@ def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
 
 
 def figure(picture: Picture, number: int | None = None) -> Markup:
-    """A figure as SVG with its caption and its number on the page."""
+    """Render a figure as SVG with its caption and its number on the page."""
     width = round(WIDTH * picture.width, 1)
     return Markup(
         render("figure.html", picture=picture, drawn=Markup(svg(picture)), width=width, number=number)
@@ -87,7 +87,7 @@ def figure(picture: Picture, number: int | None = None) -> Markup:
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
 UI = "http://127.0.0.1:5000"
-"""Where `titans ui` listens unless it is told otherwise."""
+"""Default address of `titans ui`."""
 
 
 def make(run: StudyRun, console: Console, link: bool = True, address: str | None = None) -> Table:
@@ -124,7 +124,7 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
 
 
 def _open_store(run: StudyRun) -> Store | None:
-    """The tracking store of the study's runs; None, with a warning, where it cannot be opened from here.
+    """Open the tracking store of the study's runs; None, with a warning, if it cannot be opened from here.
 
     A job on a cluster logs to a server that a report made elsewhere may not reach, and a copied root
     must not write to the original's store.
@@ -164,7 +164,7 @@ def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
 
 
 def _runs(table: Table) -> dict[str, Result]:
-    """The results that have a run in MLflow, by its id."""
+    """Return the results that have a run in MLflow, by its id."""
     return {result.mlflow_run_id: result for result in table.results if result.mlflow_run_id}
 
 
@@ -190,13 +190,15 @@ def _cell_links(store: Store, report: StudyReport) -> Iterator[str]:
 
 
 def paper_page(items: Sequence[Item], root: Path) -> str:
-    """The page of all the paper's tables and figures: ours as far as they have been run under ``root``."""
+    """Render the page of all the paper's tables and figures: ours as far as they have been run under
+    ``root``.
+    """
     return html("paper.html", source=read_paper().source, sections=[_section(item, root) for item in items])
 
 
 def _section(item: Item, root: Path) -> dict[str, Any]:
-    """Of a table or figure: its reports at the scales that have been run and those that the paper's numbers
-    belong to, and its printed numbers. Where another scale has been run, `smoke` is left out.
+    """Collect a table's or figure's printed numbers, and its reports at the scales that have been run and at
+    the paper's. `smoke` is left out if another scale has been run.
     """
     ran = {scale for scale in item.ran if scale != "smoke"} or set(item.ran)
     reports = []

@@ -36,7 +36,7 @@ class Links:
     address: str
     experiment: str
     local: bool = True
-    """Whether the address is where `titans ui` listens, and not a server that is always there."""
+    """True if `titans ui` listens at the address, False for a permanent server."""
 
     @property
     def cells(self) -> str:
@@ -44,11 +44,11 @@ class Links:
         return f"{self.address}/#/experiments/{self.experiment}/runs"
 
     def run(self, run_id: str) -> str:
-        """The page of one run."""
+        """Return the address of one run's page."""
         return f"{self.cells}/{run_id}"
 
     def compare(self, run_ids: Iterable[str]) -> str:
-        """The page of one run, or of several runs side by side."""
+        """Return the address of one run's page, or of several runs side by side."""
         first, *others = run_ids
         if not others:
             return self.run(first)
@@ -87,12 +87,14 @@ class StudyReport:
         return [*self.notes, *(f"{c.row}, seed {c.seed}: failed: {c.reason}" for c in failures)]
 
     def names(self) -> list[str]:
-        """The names of the rows, with the signs of the commits that made them."""
+        """Return the names of the rows, with the signs of the commits that made them."""
         marks = ((row, {self.marks.get(commit, "") for commit in row.stale}) for row in self.table.rows)
         return [row.row.name + "".join(sorted(signs)) for row, signs in marks]
 
     def fields(self, keys: Sequence[str] | None = None) -> list[tuple[str, bool]]:
-        """The fields of a line between name and sizes: a column's key, and whether it is the paper's."""
+        """Return the fields of a line between name and sizes: a column's key, and True if it is the
+        paper's.
+        """
         both = ((key, paper) for key in keys or self.table.columns for paper in (False, True))
         return [(key, paper) for key, paper in both if not paper or key in self.paper_columns]
 
@@ -101,14 +103,14 @@ def build_report(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None,
     commands: Sequence[str] = (), links: Links | None = None,
 ) -> StudyReport:  # fmt: skip
-    """The report of a table.
+    """Build the report of a table.
 
     Args:
         table: The study's numbers.
         curves: Training loss by step, by MLflow run id.
         search: Record of the study's search: its trials, and what it found.
         commands: Commands that were run on the study.
-        links: Addresses of the runs; None where the tracking store could not be read.
+        links: Addresses of the runs; None if the tracking store could not be read.
     """
     search = search or {}
     seeds = plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
@@ -135,7 +137,7 @@ def build_report(
 
 
 def verdict(comparisons: Sequence[Comparison], table: Table) -> Section | None:
-    """The comparisons; None where nothing has an expected direction, or no row has two seeds."""
+    """Tabulate the comparisons; None if nothing has an expected direction, or no row has two seeds."""
     found = [each for each in comparisons if each.better is not None]
     if not any(len(each.ours.pairs) > 1 for each in found):
         return None
@@ -152,7 +154,7 @@ def verdict(comparisons: Sequence[Comparison], table: Table) -> Section | None:
 
 
 def pathways(table: Table) -> Section | None:
-    """Means over the seeds that measured pathways; None where no cell did."""
+    """Tabulate means over the seeds that measured pathways; None if no cell did."""
     measured = {row.row.name: [r for r in row.results if r.pathways] for row in table.rows}
     parts = [part for results in measured.values() for r in results for part in r.pathways.values()]
     columns = {key: column for key, column in table.columns.items() if any(key in part for part in parts)}
@@ -173,7 +175,7 @@ def pathways(table: Table) -> Section | None:
 
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
-    """Comparability, the scale's note, expectations, timing, other commits, gaps."""
+    """List notes: comparability, the scale's note, expectations, timing, other commits, gaps."""
     lines = [table.note] if table.note else []
     if not table.comparable:
         substitutes = "The columns at this scale are small substitutes"
@@ -203,7 +205,7 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
 
 
 def _facts(table: Table) -> dict[str, str]:
-    """How the cells were made; where they differ, how many cells have which value."""
+    """Describe the settings and versions of the cells; if they differ, with the number of cells of each."""
     results = table.results
     found = {
         "commit": _counted(result.commit for result in results),

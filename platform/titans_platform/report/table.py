@@ -124,24 +124,24 @@ class Table:
     """Name of the study's folder and of its MLflow run."""
     description: str
     note: str
-    """What the study file says of the scale's numbers."""
+    """The study file's note on the scale's numbers."""
     comparable: bool
-    """Whether the numbers can be compared with the paper's, not only the order of the rows."""
+    """True if the numbers can be compared with the paper's, not only the order of the rows."""
     axes: Mapping[str, Axis]
     columns: Mapping[str, Column]
     rows: tuple[TableRow, ...]
     chance: Mapping[str, float]
-    """By column, in its unit; only of those that have a chance level."""
+    """By column, in its unit; columns without a chance level are left out."""
     side_by_side: bool
-    """Whether cells ran at the same time on one machine, so that none was timed alone."""
+    """True if cells ran at the same time on one machine, so that none was timed alone."""
     commit: str
     """The commit of the code that reads the results."""
     command: str
     """The command that reproduces the table."""
     unfinished: int
-    """Cells asked for that have no result."""
+    """Requested cells that have no result."""
     other_seeds: tuple[int, ...] = ()
-    """Seeds of the table that are not the scale's, such as those that a recipe was tuned on."""
+    """Seeds of the table that are not the scale's, such as the seeds a recipe was tuned on."""
 
     @property
     def results(self) -> list[Result]:
@@ -224,12 +224,12 @@ def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str)
 
 
 def finite(value: Any) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
+    """Return True if a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
 
 
 def task_of(key: str) -> tuple[str, str, int | None]:
-    """`column/task@tokens` in its parts; None where there is no length."""
+    """Split `column/task@tokens` into its parts; None without a length."""
     owner, _, rest = key.partition("/")
     task, at, length = rest.rpartition("@")
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
@@ -286,16 +286,16 @@ class Comparison:
     column: str
     baseline: str
     paper: float | None
-    """The paper's difference, in its own unit; positive is better. None where it prints no number."""
+    """The paper's difference, in its own unit; positive is better. None if it prints no number."""
     ours: Difference
     expected: Expectation | None = None
-    """What the study file expects, where the paper prints no number."""
+    """The study file's expectation, if the paper prints no number."""
     p: float | None = None
     """Holm-adjusted p value; None for one seed, and without an expected direction."""
 
     @property
     def better(self) -> bool | None:
-        """Whether the row is expected to be better than the baseline; None without an expectation."""
+        """True if the row is expected to be better than the baseline; None without an expectation."""
         if self.paper:
             return self.paper > 0
         return self.expected.better if self.expected else None
@@ -328,19 +328,19 @@ def compare(table: Table) -> list[Comparison]:
 
 
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
-    """The column's value of each seed that has a finite one."""
+    """Return the column's value of each seed that has a finite one."""
     kept = measured_by_seed(row.cells, row.results, key)
     return {seed: factor * statistics.fmean(r.columns[key] for r in part) for seed, part in kept.items()}
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:
-    """Paired over the seeds that both have; None where there is none."""
+    """Pair over the seeds that both have; None without any."""
     pairs = tuple(sign * (ours[seed] - base[seed]) for seed in sorted(ours.keys() & base.keys()))
     return Difference(pairs) if pairs else None
 
 
 def adjust(found: Sequence[Comparison]) -> list[Comparison]:
-    """The comparisons with Holm-adjusted p values; the family is those with a direction and two seeds."""
+    """Add Holm-adjusted p values to the comparisons; the family has a direction and at least two seeds."""
     family = [i for i, each in enumerate(found) if each.better is not None and each.ours.p is not None]
     adjusted = dict(zip(family, holm([found[i].ours.p or 0.0 for i in family]), strict=True))
     return [replace(each, p=adjusted.get(i)) for i, each in enumerate(found)]
@@ -356,13 +356,13 @@ def holm(ps: Sequence[float]) -> list[float]:
 
 
 def count_outcomes(found: Sequence[Comparison]) -> dict[str, int]:
-    """How many comparisons have each outcome; those without an expected direction are left out."""
+    """Count the comparisons of each outcome, without the ones that have no expected direction."""
     counts = Counter(each.outcome for each in found)
     return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED)}
 
 
 def tally(found: Sequence[Comparison]) -> str:
-    """The counts in words."""
+    """Describe the counts in words."""
     agree, disagree, unresolved, single = count_outcomes(found).values()
     given = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
@@ -370,7 +370,7 @@ def tally(found: Sequence[Comparison]) -> str:
 
 
 def method(found: Sequence[Comparison]) -> str:
-    """What the numbers of a verdict are, in one sentence."""
+    """Describe the numbers of a verdict in one sentence."""
     given = plural(sum(each.p is not None for each in found), "comparison")
     return (
         "Each number is the mean difference paired by seed (better is +), with its 95% Student interval and "
@@ -389,7 +389,7 @@ def cell(found: Comparison | None, decimals: int) -> str:
 
 
 def best_rows(table: Table, key: str) -> set[str]:
-    """The rows whose mean, as printed, is the best; none where it is not better than chance.
+    """Return the rows whose mean, as printed, is the best; none if it is not better than chance.
 
     Reference rows take no part, and there must be two different means to compare.
     """

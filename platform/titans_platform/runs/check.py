@@ -54,13 +54,12 @@ class Sizes:
 
 
 def sizes(cfg: RunConfig) -> Sizes:
-    """The sizes of the run's model, without building it at full depth. Raises UsageError."""
+    """Return the sizes of the run's model, without building it at full depth. Raises UsageError."""
     return _sizes(_model_alone(cfg).model_dump_json())
 
 
 def _model_alone(cfg: RunConfig) -> RunConfig:
-    """The config with seed, optim and eval at their defaults, as a cache key: a grid has many cells but few
-    models."""
+    """Reset seed, optim and eval to their defaults, for a cache key: a grid has many cells but few models."""
     return cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
 
 
@@ -181,7 +180,7 @@ def machine_memory() -> int:
 
 
 def plan(cfg: RunConfig, root: Path, resources: Resources) -> dict[str, Any]:
-    """The run, its sizes and its cost, by the keys of `titans train --dry-run --json`. Trains nothing.
+    """Return the run, its sizes and its cost, by the keys of `titans train --dry-run --json`. Trains nothing.
 
     Raises what the run itself would raise before it trains.
     """
@@ -216,7 +215,7 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:
     """Check that the batch divides among the workers and that the machine or cluster can hold the run.
 
-    ``shared``: workers on this machine may share CPUs, as those of `titans train` do. Raises UsageError, or
+    ``shared``: workers on this machine may share CPUs, as in `titans train`. Raises UsageError, or
     ClusterError on a cluster.
     """
     check_batch(cfg, resources)

@@ -37,7 +37,7 @@ from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
 MAX_FAILURES = 2
-"""How many times Ray Train restarts workers that died."""
+"""Number of times that Ray Train restarts workers that died."""
 
 
 class WorkersFailed(TitansError):
@@ -85,7 +85,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
 
 
 def last_checkpoint_step(spec: RunSpec) -> int:
-    """The step of the run's newest checkpoint, intact or not; 0 if there is none."""
+    """Return the step of the run's newest checkpoint, intact or not; 0 if there is none."""
     return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
 
 
@@ -218,7 +218,7 @@ class Worker:
         return trainer
 
     def _stream(self) -> Stream:
-        """This worker's rows of each training batch. Raises UsageError."""
+        """Return this worker's rows of each training batch. Raises UsageError."""
         shard = data_shard(self.cfg.optim)
         if self.cfg.data.rows == "streams":
             return self.data.streams(self.cfg, *shard)
@@ -262,7 +262,7 @@ class Worker:
         return self._evaluate(trainer, chosen)
 
     def _validation_loss(self, trainer: Trainer) -> float:
-        """The loss on held-out rows. Collective: every worker gets the same value."""
+        """Return the loss on held-out rows. Collective: every worker gets the same value."""
         assert self.objective.validation_task
         task = TaskConfig(task=self.objective.validation_task)
         return self._evaluate(trainer, {"validation": (task,)})["columns"]["validation"]

@@ -33,7 +33,7 @@ PATHWAY_TITLES = {
     "cut": "attention cut at its window",
     "decay": "decay off",
 }
-"""What each of `EvalConfig.pathways` switches off."""
+"""The part that each of `EvalConfig.pathways` switches off."""
 PATHWAYS_EXPLAINED = (
     "The trained model, measured again with a part of it off. What is lost without the memory's output, the "
     "memory carried; what is left, attention answered. Cut, attention does not cross multiples of its "
@@ -62,7 +62,7 @@ class TaskScore(_Record):
 
 
 class Measures(_Record):
-    """What `evals.evaluate` measures of a model."""
+    """Measurements that `evals.evaluate` takes of a model."""
 
     columns: dict[str, Number] = Field(default_factory=dict)
     """By column of the table, the mean of its tasks."""
@@ -125,7 +125,7 @@ class Result(Measures):
         return self.train_seconds + self.eval_seconds
 
     def record(self) -> dict[str, Any]:
-        """The result as a JSON value."""
+        """Return the result as a JSON value."""
         return self.model_dump(mode="json")
 
     def write(self, path: Path) -> None:
@@ -174,7 +174,7 @@ class RunFolder:
         return self.root / "cells" / self.name
 
     def record(self) -> dict[str, Any]:
-        """The content of ``run.json``; empty before the run has begun.
+        """Read the content of ``run.json``; empty before the run has begun.
 
         ``config``; ``commit``; ``began``, ``host`` and ``pid`` of the last attempt; ``progress``;
         ``attempt``, its begin, end and seconds by phase; ``failure``, why it failed; ``stale``, the result
@@ -193,12 +193,12 @@ class RunFolder:
             write_json(self.path / RECORD, {k: v for k, v in record.items() if v is not None})
 
     def result(self) -> Result | None:
-        """The result of the finished run, or None; a file that names another run is ignored."""
+        """Return the result of the finished run, or None; a file that names another run is ignored."""
         result = Result.read(self.path / RESULT)
         return result if result and result.cell == self.name else None
 
     def shown_result(self) -> Result | None:
-        """The result to show: the current one, or else the stale one while the run is repeated."""
+        """Return the result to show: the current one, or else the stale one while the run is repeated."""
         stale = self.record().get("stale")
         return self.result() or (Result.model_validate(stale) if stale else None)
 
@@ -207,17 +207,19 @@ class RunFolder:
         return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
-        """The last progress (step, steps, loss, ...), and its ``age`` in seconds; None before it began."""
+        """Return the last progress (step, steps, loss, ...), and its ``age`` in seconds; None before it
+        began.
+        """
         if progress := self.record().get("progress"):
             progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
         return progress
 
     def attempt(self) -> dict[str, Any] | None:
-        """The last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
+        """Return the last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
         return self.record().get("attempt")
 
     def is_held(self) -> bool:
-        """Whether a live process holds the run.
+        """Return True if a live process holds the run.
 
         Some file systems do not share locks between machines, so for a run that another machine began a
         recent progress record counts too.
@@ -237,7 +239,7 @@ class RunFolder:
         return "failed" if "failure" in record else "interrupted" if "progress" in record else "missing"
 
     def rungs(self) -> dict[int, float]:
-        """What a search measured at each rung, by optimiser step."""
+        """Return what a search measured at each rung, by optimiser step."""
         return {int(step): float(value) for step, value in self.record().get("rungs", {}).items()}
 
     def record_rung(self, step: int, value: float) -> None:
@@ -249,7 +251,7 @@ class RunFolder:
         self.update(stopped=reason)
 
     def was_stopped(self) -> bool:
-        """Whether a search stopped the run early."""
+        """Return True if a search stopped the run early."""
         return "stopped" in self.record()
 
     def request_interrupt(self) -> bool:
@@ -261,7 +263,7 @@ class RunFolder:
         return True
 
     def interrupt_requested(self) -> bool:
-        """Whether an interrupt is pending."""
+        """Return True if an interrupt is pending."""
         return (self.path / INTERRUPT).exists()
 
     def clear_interrupt(self) -> None:
@@ -280,7 +282,7 @@ class RunFolder:
             self.update(failure=None)
 
     def commit(self) -> str | None:
-        """The commit that began the run, or None before it has begun."""
+        """Return the commit that began the run, or None before it has begun."""
         return self.record().get("commit")
 
     def begin(self, commit: str) -> bool:

@@ -56,13 +56,13 @@ def load_run(
 
 
 def load_result(run: str, root: Path) -> Result | None:
-    """The result of the run whose checkpoint `find_checkpoint` finds; None if it has not finished."""
+    """Return the result of the run whose checkpoint `find_checkpoint` finds; None if it has not finished."""
     return Result.read(find_checkpoint(run, root).parent.parent / RESULT)
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
-    """The folder of the checkpoint that ``run`` names. For a run it is the newest one, or the best one if
-    ``eval.at`` is best. Raises UsageError if there is none, or it is damaged.
+    """Find the folder of the checkpoint that ``run`` names: of a run the newest, or the best if ``eval.at``
+    is best. Raises UsageError if there is none, or it is damaged.
     """
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
@@ -84,7 +84,7 @@ def find_checkpoint(run: str, root: Path) -> Path:
 
 
 def located(cfg: RunConfig, root: Path) -> RunConfig:
-    """The config with ``start_from`` resolved to the folder of a checkpoint. Raises UsageError."""
+    """Resolve ``start_from`` of the config to the folder of a checkpoint. Raises UsageError."""
     if cfg.start_from is None:
         return cfg
     with within("start_from", sep=": "):
@@ -92,12 +92,12 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
+    """Read the config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
     return config_of(point.parents[1], overrides)
 
 
 def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """The config of the run in ``folder``. Raises UsageError."""
+    """Read the config of the run in ``folder``. Raises UsageError."""
     if not (config := RunFolder(folder.parents[1], folder.name).record().get("config")):
         raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
     return config_from(config, overrides)
@@ -166,7 +166,7 @@ def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
 
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
-    """Why the steps of another run are not those of this one; None if they may be."""
+    """Return None if the steps of another run may count for this one, else the reason."""
     here, there = (
         flatten(c.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "eval": {"every"}} | NOT_TRAINED))
         for c in (spec.config, cfg)

@@ -30,13 +30,13 @@ class Logger:
         """Training starts, or resumes after ``step`` optimiser steps."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of an optimiser step: loss, tokens_per_second, lr, the memory's telemetry."""
+        """Log the metrics of an optimiser step: loss, tokens_per_second, lr, the memory's telemetry."""
 
     def finish(self, step: int, columns: Mapping[str, float]) -> None:
-        """The run has been evaluated; ``columns`` are its measures."""
+        """Log the measures ``columns`` after the run's evaluation."""
 
     def close(self) -> None:
-        """The run ends, also after an error."""
+        """Close the log at the end of the run, also after an error."""
 
 
 class TensorBoard(Logger):
@@ -109,7 +109,7 @@ LOGGERS = Registry(
 
 
 def open_loggers(spec: RunSpec) -> list[Logger]:
-    """The loggers of a run's config. Raises UsageError: unknown, or not installed."""
+    """Open the loggers of a run's config. Raises UsageError: unknown, or not installed."""
     return [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
 
 

@@ -41,10 +41,10 @@ class PreemptionGuard:
         self._asked = time.monotonic()
 
     def poll(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
-        """Call at the end of a step. If any worker was told to stop, write a checkpoint and raise.
+        """Write a checkpoint and raise if any worker was asked to stop; call it at the end of a step.
 
-        A collective: all workers must call it at the same steps. Raises Interrupted if a user or driver asked
-        the run to stop, Preempted if a worker or node is being taken away.
+        A collective: all workers must call it at the same steps. Raises Interrupted if a user or driver has
+        interrupted the run, Preempted if a worker or node is being taken away.
         """
         told = saver.max_over_ranks(self._told())
         if not told or (told == _ASK_RAY and not self._preempted()):
@@ -67,7 +67,7 @@ class PreemptionGuard:
         return _ASK_RAY if due and rank() == 0 and self._several and not self._saved else 0
 
     def _preempted(self) -> bool:
-        """Whether a node of this run is about to be preempted, according to Ray. All workers must call it."""
+        """Return True if Ray is about to preempt a node of this run. All workers must call it."""
         from ray.train import get_preemption_info
 
         self._saved = get_preemption_info() is not None

@@ -132,7 +132,7 @@ def joined(root: Path) -> Iterator[None]:
 
 
 def in_job() -> bool:
-    """Whether this process is a job on a cluster."""
+    """Return True if this process is a job on a cluster."""
     return bool(os.environ.get(ADDRESS))
 
 

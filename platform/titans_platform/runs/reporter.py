@@ -214,7 +214,7 @@ def connected(folder: RunFolder) -> RunLog:
 
 
 def copy_metrics(source: RunFolder, target: RunFolder, last: int) -> None:
-    """Begin the metrics of a run with those of another up to step ``last``."""
+    """Begin the metrics of a run with another run's up to step ``last``."""
     lines = _lines(source.path / METRICS, 0, _size(source.path / METRICS))
     kept = [json.dumps(entry) + "\n" for entry, _ in lines if entry["step"] <= last]
     write_text(target.path / METRICS, "".join(kept))
@@ -236,7 +236,9 @@ def _send_rest(folder: RunFolder) -> str | None:
 
 
 def _due(step: int, steps: int, times: int) -> bool:
-    """Whether a step is one of about ``times`` evenly spaced ones, the last of ``steps`` among them."""
+    """Return True if a step is one of about ``times`` evenly spaced ones, the last of ``steps`` among
+    them.
+    """
     return step % max(1, steps // times) == 0 or step == steps
 
 
@@ -375,14 +377,14 @@ class Journal:
 
 
 def curve(folder: Path, metric: str = "loss") -> list[tuple[int, float]]:
-    """A metric of a run by step, from its journal; empty if the folder has none."""
+    """Return a metric of a run by step, from its journal; empty if the folder has none."""
     path = folder / METRICS
     entries = [entry for entry, _ in _lines(path, 0, _size(path))]
     return sorted((entry["step"], entry["values"][metric]) for entry in entries if metric in entry["values"])
 
 
 def unsent(folder: RunFolder) -> bool:
-    """Whether MLflow lacks part of a run's log. The run must not be held by a process."""
+    """Return True if MLflow lacks part of a run's log. The run must not be held by a process."""
     if (state := folder.record().get("mlflow")) is None:
         return False
     return state.get("sent", 0) < _size(folder.path / METRICS) or state.get("ended") is None
@@ -394,7 +396,7 @@ def _size(path: Path) -> int:
 
 
 def _lines(path: Path, start: int, end: int) -> Iterator[tuple[dict[str, Any], int]]:
-    """The entries between two byte offsets of the file, each with the offset of its end."""
+    """Yield the entries between two byte offsets of the file, each with the offset of its end."""
     if start >= end:
         return
     with path.open("rb") as file:

@@ -51,12 +51,12 @@ class Resources(Frozen):
 
     @property
     def several(self) -> bool:
-        """Whether there may be more than one worker, which run under Ray Train."""
+        """True if there may be more than one worker; several run under Ray Train."""
         return self.max_workers > 1
 
     @property
     def hashed_workers(self) -> int | str:
-        """What enters the run's hash: the number of workers, or "elastic" for a range."""
+        """Number of workers, or "elastic" for a range, as it enters the run's hash."""
         return self.workers if isinstance(self.workers, int) else "elastic"
 
     @property
@@ -77,7 +77,7 @@ class Resources(Frozen):
 
 @dataclass(frozen=True)
 class Tracking:
-    """Where a run is logged in MLflow, and under which title, parent, parameters and tags."""
+    """A run's place in MLflow, its title, parent, parameters and tags."""
 
     uri: str
     """The store's address."""
@@ -146,7 +146,7 @@ class Node:
     gpus: float = 0
 
     def workers(self, resources: Resources) -> int:
-        """How many workers fit on the node."""
+        """Return the number of workers that fit on the node."""
         fit = int(self.cpus // resources.cpus_per_worker)
         if resources.gpus_per_worker:
             # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
@@ -165,17 +165,17 @@ class Machine:
 
     @staticmethod
     def of(nodes: list[dict[str, float]]) -> Machine:
-        """A cluster, from the resources of its nodes by Ray's names (CPU, GPU)."""
+        """Describe a cluster by the resources of its nodes, in Ray's names (CPU, GPU)."""
         parts = tuple(Node(float(node.get("CPU", 0)), float(node.get("GPU", 0))) for node in nodes)
         return Machine(sum(node.cpus for node in parts), sum(node.gpus for node in parts), parts)
 
     def workers(self, resources: Resources) -> int:
-        """How many workers with these resources fit at once."""
+        """Return the number of workers with these resources that fit at once."""
         return sum(node.workers(resources) for node in self.nodes or (Node(self.cpus, self.gpus),))
 
 
 def this_machine(resources: Resources = Resources()) -> Machine:
-    """The CPUs this process may use and, if ``resources`` include GPUs, those visible to torch."""
+    """Return the CPUs this process may use and, if ``resources`` include GPUs, the ones visible to torch."""
     cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not resources.gpus_per_worker:
         return Machine(cpus)
@@ -185,7 +185,7 @@ def this_machine(resources: Resources = Resources()) -> Machine:
 
 
 def concurrency(resources: Resources, machine: Machine, requested: int | None = None) -> int:
-    """How many runs fit at once, at most ``requested``.
+    """Return the number of runs that fit at once, at most ``requested``.
 
     Raises UsageError (ClusterError on a cluster) if not even one fits, and UsageError if fewer fit than
     requested.
@@ -208,7 +208,7 @@ def _fit(resources: Resources, machine: Machine) -> int:
 
 
 def _shortage(resources: Resources, machine: Machine) -> str:
-    """The message for a lack of resources: what a run takes, what there is, and what is missing."""
+    """Return the message for a lack of resources: what a run takes, what there is, and what is missing."""
     cpus, gpus = resources.max_workers * resources.cpus_per_worker, resources.gpus
     spread = f" on {resources.max_workers} workers" if resources.several else ""
     need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)

@@ -50,7 +50,7 @@ class Cell:
     name: str | None = None
 
     def folder(self, root: Path) -> RunFolder:
-        """The run's folder under a storage root; of a cell without a name, one that never exists."""
+        """Return the run's folder under a storage root; for a cell without a name, one that never exists."""
         return RunFolder(root, self.name or UNNAMED)
 
 
@@ -78,7 +78,7 @@ class StudyRun:
     """Concurrent cells; 0 before they are placed."""
     rerun_stale: bool = False
     tracking: Tracking | None = None
-    """Its run in MLflow, below which those of the cells are logged, while it is open."""
+    """Its run in MLflow, the parent of the cells' runs, while it is open."""
 
     @property
     def label(self) -> str:
@@ -95,7 +95,7 @@ class StudyRun:
 
     @property
     def resources(self) -> Resources:
-        """What each of its cells is trained on."""
+        """Resources that each of its cells is trained on."""
         return self.study.scales[self.scale_name].resources
 
     @property
@@ -130,11 +130,11 @@ class StudyRun:
         return self.search is not None and not self.search.over
 
     def config(self, row: Row) -> RunConfig:
-        """The config of a row, which need not be one of the table's. Raises UsageError."""
+        """Return the config of a row, which need not be one of the table's. Raises UsageError."""
         return resolve(self.study, self.scale_name, row, self.overrides)
 
     def with_search(self) -> StudyRun:
-        """The study with the state of its search, if it has one. Raises UsageError."""
+        """Load the state of the study's search, if it has one. Raises UsageError."""
         if (search := self.study.search_at(self.scale_name)) is None:
             return self
         config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
@@ -142,7 +142,7 @@ class StudyRun:
         return replace(self, search=state.read())
 
     def with_found(self) -> StudyRun:
-        """The study with the best trial so far as its last row; the same study where no trial is done."""
+        """Add the best trial so far as the last row; without a finished trial, return the same study."""
         if self.search is None or (best := self.search.best) is None:
             return self
         rows = [row for row in self.study.rows if row.name != FOUND]
@@ -150,11 +150,11 @@ class StudyRun:
         return replace(self, study=file)
 
     def trial_row(self, params: Mapping[str, Any]) -> Row:
-        """The study's first row, overridden by a trial's parameters."""
+        """Return the study's first row, overridden by a trial's parameters."""
         return Row(name=FOUND, set=overlay(self.rows[0].set, params))
 
     def trial_config(self, params: Mapping[str, Any]) -> RunConfig:
-        """The config of a trial, with the seed of the search. Raises UsageError."""
+        """Return the config of a trial, with the seed of the search. Raises UsageError."""
         assert self.search
         return self.config(self.trial_row(params)).model_copy(update={"seed": self.search.search.seed})
 
@@ -185,7 +185,7 @@ class StudyRun:
 
 
 def find_study(name: str) -> Path:
-    """The file of a study, by name, path, or the folder of an experiment. Raises UsageError."""
+    """Find the file of a study, by name, path, or the folder of an experiment. Raises UsageError."""
     if (folder := Path(name)).is_dir() and os.sep in name:
         if not (folder / EXPERIMENT).is_file():
             raise UsageError(f"study: {name} is a folder without {EXPERIMENT}")
@@ -204,7 +204,7 @@ def known_studies() -> dict[str, Path]:
 
 
 def place_of(study: Path) -> Path:
-    """The relative path at which a study's file is found by its name."""
+    """Return the relative path at which a study's file is found by its name."""
     own = study.name == EXPERIMENT
     return Path("experiments", study.parent.name, EXPERIMENT) if own else Path("sweeps", f"{study.stem}.yaml")
 
@@ -230,7 +230,7 @@ def load_study(name: str) -> Study:
 
 
 def _read(path: Path, *readers: Path) -> dict[str, Any]:
-    """The content of a study file, merged over the study that it is ``like``."""
+    """Read a study file, merged over the study that it is ``like``."""
     if path in readers:
         given = f"{readers[0].name} is like this study"
         raise UsageError(f"{path.name}: like: {given}; `like` must not be circular")
@@ -268,9 +268,9 @@ def expand(
     seeds: Sequence[int] = (),
     overrides: Sequence[str] = (),
 ) -> list[Cell]:
-    """The cells of a scale, seed by seed, so that the table of one seed is complete first.
+    """Return the cells of a scale, seed by seed, so that the table of one seed is complete first.
 
-    Every row is checked, including those that ``rows`` (see `chosen_rows`) leaves out. ``seeds`` replace the
+    Every row is checked, also if ``rows`` (see `chosen_rows`) leaves it out. ``seeds`` replace the
     scale's; ``overrides`` (``a.b=c``) come last. Raises UsageError.
     """
     scale_name = study.scale_name(scale_name)
@@ -334,7 +334,7 @@ def _matching(name: str, known: list[str], where: str) -> list[str]:
 
 
 def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = ()) -> RunConfig:
-    """The config of a row at a scale, validated. Raises UsageError."""
+    """Return the config of a row at a scale, validated. Raises UsageError."""
     fragment: dict[str, Any] = {}
     with within(f"{study.name}, scale {scale_name}, row {row.name!r}", sep=": "):
         for layer in (study.base, study.scales[scale_name].fragment(), row.set):

@@ -155,7 +155,7 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
 def place(
     study: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
 ) -> tuple[StudyRun, str]:
-    """The study with its concurrency on ``machine``, by default this one or the cluster of the job.
+    """Set the study's concurrency on ``machine``, by default this one or the cluster of the job.
 
     ``requested`` cells run concurrently, by default as many as fit; fewer, with a warning, if the peak memory
     of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
@@ -240,7 +240,7 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
 
 
 def eval_tokens(config: RunConfig) -> float:
-    """Number of evaluation tokens of a run, estimated from its config."""
+    """Estimate the number of evaluation tokens of a run from its config."""
     tasks = [task for column in config.eval.columns.values() for task in column]
     lengths = sum(length for task in tasks for length in task.lengths)
     return config.eval.items * lengths * config.data.sequence_length

@@ -35,7 +35,7 @@ from titans_platform.text import flatten
 
 LOG = "ray.log"
 MAX_FAILURES = 3
-"""How often Tune restarts a trial whose process died without writing a new checkpoint."""
+"""Number of times that Tune restarts a trial whose process died without writing a new checkpoint."""
 MEMORY = "model.memory."
 ALWAYS = {
     "variant": "model.variant",
@@ -196,7 +196,7 @@ def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> Ru
 
 
 def _measure(spec: RunSpec, rung: Rung) -> float | None:
-    """The metric at a rung, from the folder or by training up to it; None if the trial has ended."""
+    """Return the metric at a rung, from the folder or by training up to it; None if the trial has ended."""
     folder, last = spec.folder, rung.step == spec.config.optim.steps
     if last and (result := folder.result()):
         return result.columns[rung.column]
@@ -264,7 +264,9 @@ def _run_trials(
 
 
 def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
-    """The spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are params."""
+    """Return the spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are
+    params.
+    """
     assert cell.name is not None
     assert study.tracking
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
@@ -274,7 +276,7 @@ def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> Run
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
-    """MLflow params of a cell: row, seed, the fields of every study, and those that ``rows`` change.
+    """Return the MLflow params of a cell: row, seed, every study's fields, and the ones that ``rows`` change.
 
     Fields of the neural memory are left out for a model without one.
     """

@@ -51,7 +51,7 @@ class SearchState:
     trials: tuple[Trial, ...] = ()
 
     def read(self) -> SearchState:
-        """The search with its trials reloaded from their files."""
+        """Reload the search's trials from their files."""
         listed = [entry for path in self.folder.glob(f"{TRIALS}/*.json") if (entry := read_json(path))]
         listed.sort(key=lambda entry: entry["began"])
         return replace(self, trials=tuple(self._trial(entry) for entry in listed))
@@ -78,7 +78,7 @@ class SearchState:
 
     @property
     def over(self) -> bool:
-        """Whether all trials of the search have finished."""
+        """True if all trials of the search have finished."""
         return self.finished >= self.search.trials
 
     @property
@@ -111,7 +111,7 @@ class SearchState:
         )
 
     def record(self) -> dict[str, Any]:
-        """The state as a JSON value; ``set`` is the best configuration for a command line."""
+        """Return the state as a JSON value; ``set`` is the best configuration for a command line."""
         best = self.best
         return {
             "line": self.line,
@@ -132,7 +132,9 @@ def set_line(params: dict[str, Any]) -> str:
 
 
 def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
-    """The number of the trial in run ``name``; a new trial is added to the list in the study's ``folder``."""
+    """Return the number of the trial in run ``name``; add a new trial to the list in the study's
+    ``folder``.
+    """
     trials = folder / TRIALS
     path = trials / f"{name}.json"
     # two trials that start together must not get the same number

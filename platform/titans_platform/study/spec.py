@@ -85,7 +85,7 @@ class Parameter(Frozen):
         return self
 
     def ends(self) -> tuple[Any, ...]:
-        """The values that a check of the search space needs."""
+        """Return the values that a check of the search space needs."""
         return self.choices or (self.low, self.high)
 
 
@@ -112,7 +112,7 @@ class Search(Frozen):
         return self
 
     def milestones(self, steps: int) -> list[int]:
-        """The optimiser steps of the rungs, as ASHA counts them, and the last step."""
+        """Return the optimiser steps of the rungs, as ASHA counts them, and the last step."""
         first = max(1, steps // self.reduction ** (self.rungs - 1))
         rungs = [first * self.reduction**i for i in range(self.rungs - 1)]
         return [rung for rung in rungs if rung < steps] + [steps]
@@ -128,7 +128,7 @@ class Search(Frozen):
 
 
 class Column(Frozen):
-    """How a column is shown, and whether higher or lower is better."""
+    """Display of a column, and its direction: higher or lower is better."""
 
     title: str
     unit: str = ""
@@ -140,7 +140,7 @@ class Column(Frozen):
     """Columns of the paper's tables whose mean is shown beside it; empty: the column of the same name."""
 
     def titled(self, name: str = "") -> str:
-        """The title, or ``name``, with the unit."""
+        """Return the title, or ``name``, with the unit."""
         return f"{name or self.title} ({self.unit})" if self.unit else name or self.title
 
     @property
@@ -164,7 +164,7 @@ class Scale(Frozen):
 
     about: str = ""
     comparable: bool = False
-    """Whether the columns measure the same as the paper's; if not, the table says so."""
+    """True if the columns measure the same as the paper's; if not, the table says so."""
     note: str = ""
     """A description of the columns at this scale, printed below the table."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
@@ -181,20 +181,20 @@ class Scale(Frozen):
     columns: dict[str, Column] = Field(default_factory=dict)
     """The columns at this scale, if they differ from the study's."""
     rows: dict[str, Fragment | None] = Field(default_factory=dict)
-    """What rows also set at this scale, by name; a row that is null is left out."""
+    """Further settings of rows at this scale, by name; a row that is null is left out."""
     axes: dict[str, Axis] = Field(default_factory=dict)
     """Axes that differ from the study's at this scale."""
     search: Fragment = Field(default_factory=dict)
     """Overrides of the study's search at this scale; its space is merged parameter by parameter."""
 
     def fragment(self) -> dict[str, Any]:
-        """The fields of a RunConfig that this scale overrides."""
+        """Return the fields of a RunConfig that this scale overrides."""
         names = {"model", "data", "optim", "eval", "objective", "checkpoint", "threads"}
         return {key: value for key, value in self.model_dump(include=names).items() if value}
 
 
 class Expectation(Frozen):
-    """Whether a row should be better or worse than the first one, stated before it is run."""
+    """Expected direction of a row against the first one, stated before it is run."""
 
     better: bool
     because: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
@@ -217,7 +217,7 @@ class Row(Frozen):
     """The line of the table that it shares with the rows at other values of an ``across`` axis."""
 
     def as_line(self) -> Row:
-        """The row as a line of the table; a line of several rows sets nothing of its own."""
+        """Return the row as a line of the table; a line of several rows sets nothing of its own."""
         return self.model_copy(update={"name": self.line, "set": {}}) if self.line else self
 
 
@@ -245,13 +245,13 @@ class Study(Frozen):
         return self
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:
-        """The rows of the table at a scale: the listed ones at every point of the axes."""
+        """Return the rows of the table at a scale: the listed ones at every point of the axes."""
         axes, rows = self.axes_at(scale_name), self.rows_of(scale_name) or [Row(name="")]
         grid = list(product(*(axis.steps() for axis in axes.values())))
         return tuple(_at_point(row, axes, point) for row in rows for point in grid)
 
     def rows_of(self, scale_name: str) -> list[Row]:
-        """The listed rows of a scale, with the scale's overrides and the paper's numbers."""
+        """Return the listed rows of a scale, with the scale's overrides and the paper's numbers."""
         size, given = self.scale(scale_name).paper or scale_name, self.scale(scale_name).rows
         columns = {key: column.paper or (key,) for key, column in self.columns_at(scale_name).items()}
         rows = []
@@ -262,15 +262,15 @@ class Study(Frozen):
         return rows
 
     def columns_at(self, scale_name: str) -> dict[str, Column]:
-        """The columns of the table at a scale."""
+        """Return the columns of the table at a scale."""
         return self.scale(scale_name).columns or self.columns
 
     def axes_at(self, scale_name: str) -> dict[str, Axis]:
-        """The axes of the grid at a scale."""
+        """Return the axes of the grid at a scale."""
         return self.axes | self.scale(scale_name).axes
 
     def search_at(self, scale_name: str) -> Search | None:
-        """The search at a scale. Raises UsageError."""
+        """Return the search at a scale. Raises UsageError."""
         if self.search is None:
             return None
         below, above = self.search.model_dump(mode="json"), self.scales[scale_name].search
@@ -280,16 +280,16 @@ class Study(Frozen):
         return validate(Search, merged, f"{self.name}, scale {scale_name}, search")
 
     def scale_name(self, name: str) -> str:
-        """The name as spelled in the file. Raises UsageError with the nearest name."""
+        """Return the name as spelled in the file. Raises UsageError with the nearest name."""
         return pick(name, self.scales, "scale", self.name)
 
     def scale(self, name: str) -> Scale:
-        """A scale by name. Raises UsageError with the nearest name."""
+        """Return a scale by name. Raises UsageError with the nearest name."""
         return self.scales[self.scale_name(name)]
 
 
 def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValue, Fragment]]) -> Row:
-    """The row at one point of the grid; its name is that of both."""
+    """Place a row at one point of the grid, with a name that joins the two."""
     words, change, at = [row.name] * bool(row.name), overlay({}, row.set), dict(row.axes)
     line = list(words)
     for (key, axis), (value, sets) in zip(axes.items(), point, strict=True):
@@ -305,7 +305,7 @@ def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValu
 
 
 def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
-    """The known name that equals ``name`` but for case. Raises UsageError with the nearest one."""
+    """Return the known name that equals ``name`` but for case. Raises UsageError with the nearest one."""
     folded = {item.casefold(): item for item in known}
     if name.casefold() not in folded:
         raise UsageError(f"{where}: no {what} {name!r}; {nearest(name, folded.values())}")
@@ -343,7 +343,9 @@ class Printed(Frozen):
         return self.sizes or {self.size: self.rows}
 
     def numbers(self, row: str, size: str) -> dict[str, float | None]:
-        """The numbers of a row by column, of a table with several sizes at ``size``; empty without them."""
+        """Return the numbers of a row by column, of a table with several sizes at ``size``; empty without
+        them.
+        """
         rows = self.sizes.get(size, {}) if self.sizes else self.rows
         return dict(zip(self.columns, rows[row], strict=True)) if row in rows else {}
 
@@ -362,7 +364,7 @@ class Paper(Frozen):
 
 
 def spoken(key: str) -> str:
-    """The display name of a key: ``table_1`` is ``Table 1``."""
+    """Return the display name of a key: ``table_1`` is ``Table 1``."""
     return key.replace("_", " ").capitalize()
 
 
@@ -375,7 +377,7 @@ def read_paper() -> Paper:
 def printed(
     tables: Sequence[str], size: str, row: str, columns: Mapping[str, Sequence[str]]
 ) -> dict[str, float | None]:
-    """The paper's numbers of a row by column; columns without one are left out.
+    """Return the paper's numbers of a row by column; columns without one are left out.
 
     Args:
         tables: keys of `Paper.tables`, e.g. ``table_1``.

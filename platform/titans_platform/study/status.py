@@ -1,4 +1,4 @@
-"""What has been run, from the files under a root alone, whether or not a driver is alive.
+"""The state of what has been run, from the files under a root alone, with or without a live driver.
 
 The state of a study and of its cells, where their time went, and how much of the paper's tables has been run.
 """
@@ -42,7 +42,7 @@ class CellStatus(NamedTuple):
 
     @property
     def fraction(self) -> float:
-        """How much of the cell is finished, 0 to 1."""
+        """Finished share of the cell, 0 to 1."""
         if self.state in ("done", "failed"):
             return 1.0
         steps = self.progress.get("steps") or 0
@@ -63,23 +63,23 @@ def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
 
 
 def counts(statuses: Sequence[CellStatus]) -> dict[str, int]:
-    """Number of cells by state."""
+    """Count the cells by state."""
     found = Counter(item.state for item in statuses)
     return {state: found[state] for state in ("done", "running", "failed", "interrupted", "missing")}
 
 
 def counted(counts: Mapping[str, int]) -> str:
-    """Number of cells by state, as text."""
+    """Return the number of cells by state, as text."""
     return ", ".join(f"{n} {state}" for state, n in counts.items() if n or state == "done")
 
 
 def labels_of(root: Path) -> list[str]:
-    """The studies that have run under a root, as their folders are named."""
+    """Return the studies that have run under a root, as their folders are named."""
     return sorted(path.parent.name for path in root.glob(f"{STUDIES}/*/{RECORD}"))
 
 
 def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
-    """The status of a study by name and scale, or by the name of its folder; as `sweep status --json` has it.
+    """Read a study's status by name and scale, or by its folder's name; as `sweep status --json` has it.
 
     Its ``cells`` are `CellStatus`. The study's own file is only needed if it has not run. Raises UsageError.
     """
@@ -106,7 +106,7 @@ def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
 
 
 def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
-    """Where the time of a command went that ``began`` then and ran ``cells``, ``slots`` at once.
+    """Split the time of a command that started at ``began`` and ran ``cells``, ``slots`` at once, into parts.
 
     Times are slot-seconds, so the total is wall time x slots. Everything except training and evaluation is
     overhead; it has a part for each phase of a cell, one for the start of a cell's process, and one for the
@@ -171,7 +171,7 @@ class Item:
         return [size for size in sizes if self.study and size in self.study.scales]
 
     def record(self) -> dict[str, Any]:
-        """The state of its study as a JSON value."""
+        """Return the state of its study as a JSON value."""
         ran = {scale: {"done": done, "cells": cells} for scale, (done, cells) in self.ran.items()}
         return {"paper": self.names, "ran": ran}
 
@@ -186,7 +186,7 @@ class Item:
 
 
 def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
-    """All tables and figures in the paper's order; those of one study are together.
+    """Return all tables and figures in the paper's order; a study's are together.
 
     ``studies`` are the available ones, by name.
     """
@@ -206,6 +206,6 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
 
 
 def studies_of_the_paper() -> dict[str, Study]:
-    """The studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
+    """Load the studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
     wanted = {each.study for each in read_paper().items.values()}
     return {name: load_study(name) for name in known_studies() if name in wanted}

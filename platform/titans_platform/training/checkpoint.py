@@ -119,7 +119,7 @@ class Saver:
             raise _with_hint(error)
 
     def max_over_ranks(self, value: int) -> int:
-        """The maximum of ``value`` over ranks. A collective: all ranks must call it."""
+        """Return the maximum of ``value`` over ranks. A collective: all ranks must call it."""
         if self._group is None:
             return value
         said = torch.tensor(value)
@@ -187,7 +187,7 @@ class _Writer(FileSystemWriter):
         self.pinned = at_step(final.parent, saver.pinned) if saver.pinned else None
 
     def finish(self, metadata: Any, results: Any) -> None:
-        """Called on rank 0 after all ranks have written."""
+        """Write the manifest and publish the checkpoint, on rank 0 after all ranks have written."""
         super().finish(metadata, results)
         write_manifest(self.partial, self.progress)
         if self.before_commit:
@@ -205,7 +205,7 @@ class _Writer(FileSystemWriter):
 
 
 def _with_hint(error: TitansError) -> TitansError:
-    """The error of a write that is not retried, with the remedy if storage caused it."""
+    """Return the error of a write that is not retried, with the remedy if storage caused it."""
     hint = "; run the same command to resume once it can be" if isinstance(error, StorageError) else ""
     return type(error)(f"{error}{hint}")
 
@@ -215,7 +215,9 @@ def _partial(final: Path) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """The newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises StorageError."""
+    """Return the newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises
+    StorageError.
+    """
     for path in saved(folder):
         if (wrong := find_corruption(path)) is None:
             return path
@@ -291,7 +293,7 @@ def load_model(path: Path, model: nn.Module) -> int:
 
 
 def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
-    """The model's weights, without the added ones that the checkpoint does not have."""
+    """Return the model's weights, without the added ones that the checkpoint does not have."""
     added: tuple[str, ...] = getattr(model, "added", ())
     own = model.state_dict()
     return {name: own[name] for name in own if f"model.{name}" in there or not name.startswith(added)}
@@ -311,7 +313,7 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 
 def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
-    """This rank's states by group of streams, resharded if the world size changed."""
+    """Load this rank's states by group of streams, resharded if the world size changed."""
     there, (number, readers) = _saved(path), trainer.shard
     states: dict[int, ModelState] = {}
     for group in range(trainer.cfg.stream_groups):
@@ -387,17 +389,17 @@ def _cause(error: CheckpointException) -> BaseException:
 
 
 def saved(folder: Path) -> list[Path]:
-    """The checkpoints in a folder, newest first, intact or not. Raises StorageError."""
+    """List the checkpoints in a folder, newest first, intact or not. Raises StorageError."""
     return retry_transient(lambda: sorted(folder.glob("step-*"), reverse=True))
 
 
 def step_of(path: Path) -> int:
-    """The optimiser step of a checkpoint, from its folder's name."""
+    """Return the optimiser step of a checkpoint, from its folder's name."""
     return int(path.name.removeprefix("step-"))
 
 
 def at_step(folder: Path, step: int) -> Path:
-    """The path of the checkpoint after ``step`` optimiser steps."""
+    """Return the path of the checkpoint after ``step`` optimiser steps."""
     return folder / f"step-{step:08d}"
 
 
@@ -411,7 +413,7 @@ def _quiet() -> Iterator[None]:
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of every generator a run draws from."""
+    """Return the state of every generator a run draws from."""
     cuda = {"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {}
     numpy = np.random.get_state(legacy=False)
     return {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": numpy, **cuda}
@@ -447,7 +449,7 @@ def write_manifest(folder: Path, progress: Progress) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
+    """Read the manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("hash") != _hash_of(content):

@@ -238,12 +238,14 @@ class Trainer:
         return self.progress
 
     def _patience_exhausted(self, hooks: Hooks) -> bool:
-        """Whether the last ``patience`` validations brought no improvement."""
+        """Return True if the last ``patience`` validations brought no improvement."""
         best, allowed = self.progress.best_step, hooks.patience * hooks.validate_every
         return bool(hooks.patience and best and self.progress.step - best >= allowed)
 
     def _validated(self, hooks: Hooks) -> float:
-        """The validation loss, averaged over ranks so that all of them agree on the best checkpoint."""
+        """Return the validation loss, averaged over ranks so that all of them agree on the best
+        checkpoint.
+        """
         with hooks.phases.phase("validate"):
             own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
             loss = self._over_workers(own).item()
@@ -313,7 +315,7 @@ class Trainer:
     def _backward(self, batch: Any, telemetry: bool) -> tuple[float, ModelState | None, dict[str, float]]:
         """Accumulate the gradient of the whole batch in ``.grad``.
 
-        Returns the loss, the state of this rank's streams after the batch, and telemetry if asked for.
+        Returns the loss, the state of this rank's streams after the batch, and telemetry if it is on.
         """
         # non_blocking has no effect for memory that is not pinned
         batch = type(batch)(*(part.to(self.device, non_blocking=part.is_pinned()) for part in batch))

@@ -49,19 +49,19 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
 
 
 def warmup_steps(cfg: OptimConfig) -> int:
-    """Number of warm-up steps; the last of them has the full learning rate."""
+    """Return the number of warm-up steps; the last of them has the full learning rate."""
     given = cfg.warmup_steps
     return max(1, round(cfg.warmup_fraction * cfg.steps) if given is None else given)
 
 
 def equal_rates(one: OptimConfig, other: OptimConfig) -> int:
-    """Number of initial steps that have the same learning rate in both configs."""
+    """Return the number of initial steps that have the same learning rate in both configs."""
     both = min(one.steps, other.steps)
     return next((s for s in range(both) if learning_rate(s, one) != learning_rate(s, other)), both)
 
 
 def before_decay(cfg: OptimConfig) -> int | None:
-    """Number of steps before a wsd run decays, from where it can be extended; None for other schedules."""
+    """Return the number of steps before a wsd run decays, from where it can be extended; None for others."""
     if cfg.schedule != "wsd":
         return None
     return next((s for s in range(warmup_steps(cfg), cfg.steps) if learning_rate(s, cfg) < cfg.lr), None)

@@ -23,7 +23,7 @@ from titans_platform.errors import UsageError
 
 
 def world_size() -> int:
-    """Number of workers of this run; 1 without a process group."""
+    """Return the number of workers of this run; 1 without a process group."""
     return dist.get_world_size() if dist.is_initialized() else 1
 
 

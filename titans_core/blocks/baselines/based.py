@@ -96,7 +96,7 @@ class TaylorAttention(LinearAttention):
         return self.w_o(y.flatten(2).to(z_BTD.dtype))
 
     def start(self, batch: int) -> Tensor:
-        """The state before the first token: zeros [B, H, features, F + 1]."""
+        """Return the state before the first token: zeros [B, H, features, F + 1]."""
         E, weight = self.options.feature, self.norm.weight
         zeros = weight.new_zeros(batch, self.heads, 1 + E + E * (E + 1) // 2, self.values // self.heads + 1)
         return zeros.to(state_dtype(weight))

@@ -36,7 +36,7 @@ class Hybrid(Block):
 
     @classmethod
     def _parts(cls, config: ModelConfig) -> list[tuple[type[Block], ModelConfig]]:
-        """The block class and config of each layer; options go to the first."""
+        """Return the block class and config of each layer; options go to the first."""
         first, *others = cls.kinds
         plain = config.model_copy(update={"options": {}})
         return [(first, config), *((kind, plain) for kind in others)]

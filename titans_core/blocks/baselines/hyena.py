@@ -117,7 +117,7 @@ class Hyena(Block):
     def _filtered(
         self, u_BTD: Tensor, past_BSD: Tensor, documents: Documents | None
     ) -> tuple[Tensor, Tensor]:
-        """The long convolution, and the inputs that it needs for later tokens."""
+        """Return the long convolution, and the inputs that it needs for later tokens."""
         if documents is not None:
             rows = _unpacked(u_BTD, documents)
             y = causal_convolution(rows, self._taps(rows.shape[1]), past_BSD)
@@ -128,12 +128,12 @@ class Hyena(Block):
         return y, inputs[:, inputs.shape[1] - keep :].clone()
 
     def _taps(self, tokens: int) -> Tensor:
-        """The filter, zero-padded to ``tokens``."""
+        """Return the filter, zero-padded to ``tokens``."""
         h = self.filter(min(tokens, self.options.length))
         return F.pad(h, (0, 0, 0, tokens - len(h)))
 
     def start(self, batch: int) -> HyenaState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         weight = self.w_o.weight
         none = weight.new_zeros(batch, 0, weight.shape[0]).to(state_dtype(weight))
         return HyenaState(self.conv.zero_state(batch), none)
@@ -166,7 +166,7 @@ def causal_convolution(u_BTD: Tensor, h: Tensor, past_BSD: Tensor) -> Tensor:
 
 
 def _within(u_BDT: Tensor, h_DL: Tensor) -> Tensor:
-    """The convolution without past inputs, [B, D, T], by merging pairs of blocks."""
+    """Convolve without past inputs, [B, D, T], by merging pairs of blocks."""
     T = u_BDT.shape[-1]
     joins = max(0, math.ceil(math.log2(T / DIRECT)))
     size = 4 * math.ceil(T / 2**joins / 4) if joins else T
@@ -181,7 +181,7 @@ def _within(u_BDT: Tensor, h_DL: Tensor) -> Tensor:
 
 
 def _across(x: Tensor, h_DL: Tensor, tokens: int) -> Tensor:
-    """The contribution of blocks [B, D, N, S] to the ``tokens`` tokens after each, [B, D, N, tokens]."""
+    """Return what blocks [B, D, N, S] contribute to the ``tokens`` tokens after each, [B, D, N, tokens]."""
     S = x.shape[-1]
     h_DL = h_DL[:, : S + tokens]
     if tokens == 1:

@@ -49,13 +49,13 @@ class LinearAttention(Block):
     projections: ClassVar[tuple[str, ...]] = ("w_q", "w_k", "w_v")
     """Linear layers of the tokens, which the short convolution follows."""
     conv_silu: ClassVar[bool] = True
-    """Whether SiLU follows the short convolution."""
+    """True if SiLU follows the short convolution."""
     uses_persistent = False
     key_expansion: ClassVar[float] = 1.0
     """Keys of all heads together over d_model."""
     value_expansion: ClassVar[float] = 1.0
     even: ClassVar[bool] = False
-    """Whether rotary positions require an even key width per head."""
+    """True if rotary positions require an even key width per head."""
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
@@ -96,7 +96,7 @@ class LinearAttention(Block):
     def tokens(
         self, projected: list[Tensor], z_BTD: Tensor, positions: Positions
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What the recurrence takes, of the outputs [B, T, C] of `projections` and of the block's input.
+        """Compute the recurrence's inputs from the outputs [B, T, C] of `projections` and the block's input.
 
         Returns:
             q and k [B, T, H, E], v [B, T, H, F] and the logarithms of the decays [B, T, H, G].
@@ -104,7 +104,7 @@ class LinearAttention(Block):
 
     @abstractmethod
     def output(self, y_BTHF: Tensor, z_BTD: Tensor) -> Tensor:
-        """The block's output [B, T, D], to be added to the stream, from reads and the block's input."""
+        """Return the block's output [B, T, D], to add to the stream, from reads and the block's input."""
 
     def split(self, x_BTC: Tensor) -> Tensor:
         """[B, T, H * E] to [B, T, H, E]."""

@@ -75,7 +75,7 @@ class Mamba(Block):
             return y + self.skip_C * x, h
 
     def start(self, batch: int) -> SSMState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         zeros = self.log_a_CN.new_zeros(batch, *self.log_a_CN.shape)
         return SSMState(self.conv.zero_state(batch), zeros.to(state_dtype(zeros)))
 

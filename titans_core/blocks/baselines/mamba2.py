@@ -94,7 +94,7 @@ class Mamba2(Block):
         return out, None if documents else SSMState(conv, ssm)
 
     def start(self, batch: int) -> SSMState:
-        """The state before the first token."""
+        """Return the state before the first token."""
         zeros = self.log_a_H.new_zeros(batch, self.heads, self.options.state, self.head_dim)
         return SSMState(self.conv.zero_state(batch), zeros.to(state_dtype(zeros)))
 
@@ -103,6 +103,6 @@ class Mamba2(Block):
 
 
 def step_bias(log_steps: Tensor) -> Tensor:
-    """The bias whose softplus is the step dt, of its logarithm."""
+    """Return the bias b with softplus(b) = dt, from log dt."""
     steps = log_steps.exp()
     return steps + torch.log(-torch.expm1(-steps))

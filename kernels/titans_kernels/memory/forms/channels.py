@@ -48,7 +48,8 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights, momenta, base and LN from those of y and the final state.
+    """Return gradients of all inputs, weights, momenta, base and LN from the gradients of y and the final
+    state.
 
     For the custom operator, inside of which autograd does not record.
     """

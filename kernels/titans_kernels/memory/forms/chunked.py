@@ -2,7 +2,7 @@
 
 Forward and backward proceed block by block. A block is a run of consecutive chunks: their starting states are
 computed in sequence, everything else in parallel. The forward saves the starting states of all chunks if they
-are small enough, otherwise only that of each block, and the backward recomputes the others.
+are small enough, otherwise only each block's, and the backward recomputes the others.
 
 Shapes: N documents, H heads, R = chunks * heads rows of a block, b tokens per chunk, D/F input/output width
 of a layer. A layer's weights and momentum are stacked along the input: WS [.., 2 D, F].
@@ -74,7 +74,8 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Gradients of all inputs, weights, momenta, base and LN from those of y and the final state.
+    """Return gradients of all inputs, weights, momenta, base and LN from the gradients of y and the final
+    state.
 
     Recomputes the forward pass.
     """
@@ -93,7 +94,7 @@ def _tokens(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 class Saved(NamedTuple):
-    """What a block saves for its backward.
+    """Tensors that a block saves for its backward.
 
     The errors and the hidden outputs of the reads are the most expensive to recompute per byte.
     """
@@ -105,7 +106,7 @@ class Saved(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a call is divided into blocks, and what each block saves for its backward."""
+    """Division of a call into blocks, and the tensors that each block saves for its backward."""
 
     heads: list[slice]
     """Heads are independent; on a CPU, so many are processed at a time that states fit the caches."""
@@ -132,7 +133,7 @@ class Plan(NamedTuple):
         )
 
     def save(self, states: list[Tensor], keys: Keys, gates: Gates, reads: Reads, first: int) -> Saved:
-        """What a block saves; ``first`` is the number of rows of its first chunks."""
+        """Select the tensors that a block saves; ``first`` is the number of rows of its first chunks."""
         errors, outputs = [keys.d[-1], *keys.scale[-1:], *keys.top], reads.u
         if not self.keep_states:
             return Saved([x[:first].clone() for x in states], errors, outputs, ())
@@ -142,7 +143,7 @@ class Plan(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a call saves for its backward."""
+    """Tensors that a call saves for its backward."""
 
     plan: Plan
     blocks: list[Saved]
@@ -247,8 +248,8 @@ class _Memory(torch.autograd.Function):
 class _Block:
     """Consecutive steps of some heads: their slice of the inputs [R, b, ...] and their coefficients.
 
-    The states passed to it have a row per document and head; a step updates the first rows, those of the
-    documents that are still active.
+    The states passed to it have a row per document and head; a step updates the first rows, whose documents
+    are still active.
     """
 
     def __init__(

@@ -107,7 +107,7 @@ class _Tokens(torch.autograd.Function):
 
 
 def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads [B, T, H, F] and the state after the last token; ``gated``: of `GatedDelta`."""
+    """Return reads [B, T, H, F] and the state after the last token; ``gated``: of `GatedDelta`."""
     B, T, H, _ = inputs.q.shape
     W, S = W.flatten(0, 1), S.flatten(0, 1)
     whole, outputs = T // BLOCK * BLOCK, []
@@ -121,7 +121,9 @@ def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, 
 
 
 def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b, of [R, T, ...]."""
+    """Return reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b, of [R, T,
+    ...].
+    """
     q, k, v, alpha, eta, theta = (x.unflatten(1, (-1, b)) for x in inputs[:6])
     rows, flat = alpha.shape[:2], [alpha, eta, torch.ones_like(theta)]
     gates = coefficients(*(x.flatten(0, 1) for x in flat))
@@ -159,7 +161,7 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, gated: bool) -> tuple[
 
 
 def _by_kernel(k: Tensor, v: Tensor) -> bool:
-    """Whether Triton's kernels compute the states, for keys [R, n, b, D] and values [R, n, b, F]."""
+    """Return True if Triton's kernels compute the states, for keys [R, n, b, D] and values [R, n, b, F]."""
     if not k.is_cuda or k.shape[1] == 1:
         return False
     # imported on first use: a CPU does not need Triton
@@ -186,14 +188,14 @@ class _Blocks(NamedTuple):
     """[R, n, 2 D, F]."""
 
     def linear(self, x: Tensor) -> Tensor:
-        """The linear part of the map, of x [..., 2 D, F]."""
+        """Apply the linear part of the map to x [..., 2 D, F]."""
         crossed = self.crosses * x[..., x.shape[-2] // 2 :, :]
         kept = self.keeps * x + F.pad(crossed, (0, 0, 0, crossed.shape[-2]))
         return kept - self.writes @ (self.seen @ x)
 
 
 def _states(blocks: _Blocks, state: Tensor) -> Tensor:
-    """The states [R, n + 1, 2 D, F] before each block and after the last one.
+    """Return the states [R, n + 1, 2 D, F] before each block and after the last one.
 
     One block after the other takes n steps. Many blocks of few rows are cut into groups: the maps of a
     group's blocks are composed, then the states at the borders of groups follow, then those within groups.

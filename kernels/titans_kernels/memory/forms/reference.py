@@ -54,7 +54,7 @@ def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -
 
 
 def _wide(gate: Tensor, W: Tensor) -> Tensor:
-    """A gate [B, H], or [B, H, A] per group of columns, to broadcast over weights [B, H, D, F]."""
+    """Shape a gate [B, H], or [B, H, A] per group of columns, to broadcast over weights [B, H, D, F]."""
     return broadcast_gate(gate, W.shape[-1], gate.ndim == W.ndim - 1)
 
 

@@ -42,7 +42,7 @@ class DecodeState(NamedTuple):
 
     @staticmethod
     def of(state: MemoryState) -> DecodeState:
-        """A `DecodeState` on a chunk boundary; the tensors of ``state`` are [B, H, D, F]."""
+        """Return a `DecodeState` on a chunk boundary; the tensors of ``state`` are [B, H, D, F]."""
         first = state.weights[0]
         B, H = first.shape[:2]
         no_rows = first.new_zeros(B, H, 0)
@@ -110,12 +110,14 @@ AnyState = DecodeState | OpenChunk
 
 
 def has_factors(rule: Rule, by_column: bool) -> bool:
-    """True if the state inside a chunk is a `DecodeState`; ``by_column``: alpha is per group of columns."""
+    """Return True if the state inside a chunk is a `DecodeState`; ``by_column``: alpha is per group of
+    columns.
+    """
     return rule.linear and not by_column
 
 
 def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, groups: int | None = None) -> int:
-    """Number of elements in the state of one head, ``position`` tokens into a chunk.
+    """Count the elements in the state of one head, ``position`` tokens into a chunk.
 
     Args:
         shapes: [D, F] of each layer.
@@ -182,7 +184,7 @@ def _products(r: Tensor) -> Tensor:
 
 
 def _written(state: DecodeState, rows: _Rows, new: tuple[list[Tensor], list[Tensor]]) -> DecodeState:
-    """The open chunk with the new tokens. Copies, since a view would keep all tokens of the call alive."""
+    """Append new tokens to the open chunk. Copies, since a view would keep all tokens of the call alive."""
     inputs, errors = (
         tuple(torch.cat(pair, 2) for pair in zip(old, add, strict=True))
         for old, add in zip((state.inputs, state.errors), new, strict=True)

@@ -73,7 +73,9 @@ def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:
 def coefficients_backward(
     theta: Tensor, gates: Gates, dC: Tensor, dN: Tensor, dbeta: Tensor, dm: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of alpha, eta, theta [R, b] from those of C, N, beta, m and h; overwrites dN."""
+    """Return gradients of alpha, eta, theta [R, b] from the gradients of C, N, beta, m and h; overwrites
+    dN.
+    """
     A, E = gates.products
     dN.add_(torch.bmm(A.mT, dC).tril_())
     dtheta = (dN * E).sum(-2)
@@ -85,7 +87,7 @@ def coefficients_backward(
 
 
 def _products_backward(P: Tensor, starts: Tensor, dP: Tensor, dstarts: Tensor) -> Tensor:
-    """Gradient of r from those of P = decay_products(r) and starts = cumprod(r).
+    """Return the gradient of r from the gradients of P = decay_products(r) and starts = cumprod(r).
 
     r_j enters P[t, s] for s < j <= t as P[t, j] r_j P[j-1, s], so no division by r_j is needed.
     """

@@ -193,7 +193,7 @@ def _known(cu_seqlens: Tensor) -> _Known:
 
 
 def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
-    """The values of ``cu_seqlens``, validated.
+    """Read and validate the values of ``cu_seqlens``.
 
     A GPU tensor is read once, and again after an in-place operation of torch; other writes to its memory
     (dlpack, ``.data``) are not detected.
@@ -213,7 +213,7 @@ def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
 
 
 def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:
-    """The layout of packed documents for tokens on ``device``, cached per tensor."""
+    """Return the layout of packed documents for tokens on ``device``, cached per tensor."""
     known, key = _known(cu_seqlens), (chunk_size, device)
     if key not in known.layouts:
         with torch.inference_mode(False):  # so that later training steps can use it
@@ -222,7 +222,7 @@ def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> 
 
 
 def layout_of(tokens: Tensor, chunk_size: int, cu_seqlens: Tensor | None) -> Layout:
-    """The layout of ``tokens`` [B, T, ...], or of the documents packed into them."""
+    """Return the layout of ``tokens`` [B, T, ...], or of the documents packed into them."""
     if cu_seqlens is None:
         return EqualRows(chunk_size, tokens.shape[0], tokens.shape[1], tokens.device)
     return packed_layout(cu_seqlens, chunk_size, tokens.device)

@@ -33,19 +33,19 @@ class State(NamedTuple):
 
     @staticmethod
     def of(stacks: list[Tensor], base: Sequence[Tensor] = ()) -> State:
-        """Views of ``stacks`` of two parts, with a separate base or none."""
+        """Split ``stacks`` of two parts into views, with a separate base or none."""
         pairs = [x.chunk(2, 1) for x in stacks]
         return State(stacks, [p[0] for p in pairs], [p[1] for p in pairs], list(base))
 
     @staticmethod
     def for_reads(stacks: list[Tensor], parts: int) -> State:
-        """Views of ``stacks`` of two parts, or of three with a base."""
+        """Split ``stacks`` of two parts, or of three with a base, into views."""
         views = [x.chunk(parts, 1) for x in stacks]
         W, S, B = ([v[i] for v in views] if i < parts else [] for i in range(3))
         return State(stacks, W, S, B)
 
     def first(self, rows: int) -> State:
-        """Views of the first rows of a state with a separate base."""
+        """Return views of the first rows of a state with a separate base."""
         if rows == self.WS[0].shape[0]:
             return self
         return State.of([x[:rows] for x in self.WS], [x[:rows] for x in self.B])

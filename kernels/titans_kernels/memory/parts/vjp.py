@@ -43,7 +43,7 @@ def vjp(
 
 
 def flows(*tensors: Tensor) -> bool:
-    """Whether any of the tensors needs an outer gradient."""
+    """Return True if any of the tensors needs an outer gradient."""
     return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 

@@ -91,7 +91,7 @@ class Babi(GeneratedTask):
         yield from random.Random(0).sample(questions, min(FLOOR_ITEMS, len(questions)))
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A random question among those of at most `length` tokens."""
+        """Draw a random question of at most `length` tokens."""
         questions = self._questions()
 
         def fits(index: int) -> bool:
@@ -114,7 +114,7 @@ class Babi(GeneratedTask):
 
 @lru_cache(maxsize=8)
 def distinct_answers(questions: tuple[Item, ...]) -> frozenset[str]:
-    """The distinct answers of the questions."""
+    """Return the distinct answers of the questions."""
     return frozenset(item.pieces[-1][0].strip() for item in questions)
 
 
@@ -192,7 +192,7 @@ class Babilong(Babi):
     Options = BabilongOptions
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A random question among those that fit; the book takes the rest of the row."""
+        """Draw a random question that fits; the book takes the rest of the row."""
         shown = ""
         for _ in range(self.options.shots):
             facts, question, answer = split_question(rng.choice(self._questions()))
@@ -280,7 +280,7 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
 
 
 def split_question(item: Item) -> tuple[list[str], str, str]:
-    """The facts, the question and the answer of an item of `Babi`."""
+    """Split an item of `Babi` into its facts, its question and its answer."""
     (prompt, _), (answer, _) = item.pieces
     *facts, question = prompt.split("\n")
     return facts, question, answer.strip()

@@ -93,7 +93,7 @@ class ByPosition:
 
     @property
     def shown(self) -> list[str]:
-        """Carried, fresh and the best window, those that were computed."""
+        """The computed ones of carried, fresh and the best window."""
         return [way for way in (CARRIED, FRESH, self.best_window) if way is not None and way in self.losses]
 
     def loss(self, way: str, first: int = 0, last: int | None = None) -> tuple[float, float]:
@@ -113,7 +113,7 @@ class ByPosition:
         return [(first + 1, last) for first, last in pairwise(ends) if self.counts_NL[:, first:last].any()]
 
     def tokens(self, first: int = 0, last: int | None = None) -> int:
-        """Number of predictions at these positions that count."""
+        """Return the number of predictions at these positions that count."""
         return int(self.counts_NL[:, self._places(first, last)].sum())
 
     def _places(self, first: int, last: int | None) -> slice:
@@ -168,7 +168,7 @@ class ByPositionTask(Task):
         return 0.0 if self.options.measure == "gain" else math.inf
 
     def measure(self, context: Context) -> Measurement:
-        """The measure over its rows of texts of `context.length` tokens; buckets hold perplexities.
+        """Measure over rows of texts of `context.length` tokens; buckets hold perplexities.
 
         A standard error takes texts as independent; of a single text, its 16 parts.
 
@@ -302,7 +302,7 @@ class LongText(NamedTuple):
     tokens: NDArray[np.int64]
     """[L + 1]"""
     counts: NDArray[np.bool_]
-    """[L]: whether the prediction of the next token counts; that of a document start does not."""
+    """[L]: True if the prediction of the next token counts; a document start's does not."""
 
 
 def longest_text(prepared: Any) -> int:
@@ -326,8 +326,8 @@ def long_texts(
     Args:
         prepared: `PreparedData`.
         rows: R.
-        budget: tokens of all texts together, at most; but two texts where there are two.
-        field: what asked for so many rows, and ``remedy`` what gives more text, for the error.
+        budget: tokens of all texts together, at most; but two texts if there are two.
+        field: the setting that requests so many rows, and ``remedy`` what gives more text, for the error.
 
     Raises:
         UsageError: the held-out text is shorter than one text.

@@ -122,7 +122,7 @@ class Needle(GeneratedTask):
         return fill(build, length, tokenizer)
 
     def _values(self, rng: random.Random) -> dict[str, str]:
-        """The value of each key."""
+        """Draw the value of each key."""
         kind, needles = self.options.kind, self.options.needles
         if self.options.style == "compact":
             alphabet = "0123456789abcdef" if kind == "uuid" else string.digits

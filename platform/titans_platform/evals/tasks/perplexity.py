@@ -69,7 +69,7 @@ class HeldOutLoss(Perplexity):
 
 
 def _batches(context: Context) -> Iterator[Any]:
-    """Validation batches until `config.perplexity_tokens` tokens are counted.
+    """Yield validation batches until `config.perplexity_tokens` tokens are counted.
 
     A budget of less than one pass is read in one of its own size.
     """

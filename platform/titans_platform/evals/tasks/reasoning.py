@@ -127,7 +127,9 @@ class Reasoning(GeneratedTask):
         return {name: partial(read_and_guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
-        """A story with its questions; filler (compact: lower-case words) takes the rest of the row."""
+        """Generate a story with its questions; filler (compact: lower-case words) takes the rest of the
+        row.
+        """
         story = self._open_story(rng, length, tokenizer)
         if story is None:
             none = f"no story that {length} tokens hold answers {self.options.kind}"
@@ -162,7 +164,8 @@ class Reasoning(GeneratedTask):
         }[options.kind]  # fmt: skip
 
     def _open_story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Story | None:
-        """The first story with enough distinct answers at its end; after ATTEMPTS stories, the best one.
+        """Return the first story with enough distinct answers at its end; after ATTEMPTS stories, the best
+        one.
 
         Returns:
             None if no story has a question at its end.
@@ -253,7 +256,7 @@ class Reasoning(GeneratedTask):
                 yield pieces if asks else pieces[:-1]
 
     def _pose(self, rng: random.Random, world: World, before: str) -> Question:
-        """A random question about `world`, about another subject than `before` if possible.
+        """Draw a question about `world`, about another subject than `before` if possible.
 
         All possible answers are equally likely.
         """

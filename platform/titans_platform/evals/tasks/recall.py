@@ -80,7 +80,7 @@ class RecallOptions(PairOptions):
 
 
 def symbols(alphabet: str, size: int) -> list[str]:
-    """The first `size` symbols over `alphabet`: single characters, or pairs if there are too few."""
+    """Return the first `size` symbols over `alphabet`: single characters, or pairs if there are too few."""
     if size <= len(alphabet):
         return list(alphabet[:size])
     return ["".join(pair) for pair in product(alphabet, repeat=2)][:size]
@@ -95,7 +95,7 @@ def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
 
 
 def paired(keys: Iterable[str], values: Iterable[str]) -> Block:
-    """A block of keys, each followed by its value."""
+    """Return a block of keys, each followed by its value."""
     bound = dict(zip(keys, values, strict=True))
     return "".join(key + value for key, value in bound.items()), bound
 
@@ -106,7 +106,7 @@ PAIR, ASKED = re.compile(rf"({_KEY})([0-9a-z]+)"), re.compile(rf"{_KEY}$")
 
 @lru_cache(maxsize=1)
 def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
-    """The key at the end of a text, and the latest value of every key, in order of binding."""
+    """Return the key at the end of a text, and the latest value of every key, in order of binding."""
     bound: dict[str, str] = {}
     for key, value in PAIR.findall(before):
         bound.pop(key, None)
@@ -116,7 +116,7 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
 
 
 def newest_value(before: str) -> list[str]:
-    """The last value in the text."""
+    """Return the last value in the text."""
     return list(key_and_pairs(before)[1].values())[-1:]
 
 
@@ -143,11 +143,11 @@ class Associative(GeneratedTask):
         return {"any value of the newest block": self._values_of_block, "the newest value": newest_value}
 
     def _values_of_block(self, before: str) -> list[str]:
-        """The most frequent values of the keys that were bound last."""
+        """Return the most frequent values of the keys that were bound last."""
         return commonest([*key_and_pairs(before)[1].values()][-self.bound :])
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
-        """The queried keys, drawn independently."""
+        """Draw the queried keys independently."""
         return rng.choices(keys, k=self.options.queries or self.bound)
 
     def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:

@@ -74,13 +74,15 @@ class World:
         return [thing for thing, holder in self.holder_of.items() if holder == person]
 
     def reachable(self, person: str) -> list[str]:
-        """Things that `person` could pick up here: those that lie here, and those without a fact so far."""
+        """List the things that `person` could pick up here: things that lie here, and things without a fact
+        so far.
+        """
         here = self.place_of[person]
         lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
         return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
 
     def next_fact(self, rng: random.Random, *, things: bool, drops: float, alone: bool) -> Fact:
-        """A random fact that is possible now.
+        """Draw a random fact that is possible now.
 
         Args:
             rng: what it is drawn with.
@@ -127,13 +129,13 @@ Guess = Callable[[Told], Sequence[str]]
 
 
 def commonest(names: Iterable[str]) -> list[str]:
-    """The names that occur most often."""
+    """Return the names that occur most often."""
     counts = Counter(names)
     return [name for name, count in counts.items() if count == max(counts.values())]
 
 
 def _place_before(told: Told, target: str) -> list[str]:
-    """The place named last before the last fact about ``target``."""
+    """Return the place named last before the last fact about ``target``."""
     last = max((i for i, fact in enumerate(told.facts) if fact.target == target), default=0)
     return [fact.target for fact in told.facts[:last] if fact.action == "move"][-1:]
 
@@ -167,7 +169,7 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
 
 
 def _carried(told: Told) -> list[int]:
-    """How many things each person carries."""
+    """Return the number of things that each person carries."""
     return [len(told.world.carried(person)) for person in told.world.place_of]
 
 

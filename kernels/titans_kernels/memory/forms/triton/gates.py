@@ -68,7 +68,7 @@ def _forward(alpha, eta, theta, C, out, chunks, length, H, tokens, b: tl.constex
 
 @triton.jit
 def _at_last(pointer, is_last):
-    """A scalar at the chunk's last token, zero elsewhere."""
+    """Load a scalar at the chunk's last token, zero elsewhere."""
     return tl.where(is_last, tl.load(pointer), 0.0)
 
 
@@ -142,10 +142,10 @@ def coefficients_backward(
     alpha: Tensor, eta: Tensor, theta: Tensor, gates: Gates,
     dC: Tensor, dtokens: Tensor, inner: Tensor, tables: Tables,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of alpha, eta, theta. Overwrites ``dC`` [M, H, b, b].
+    """Return gradients of alpha, eta, theta. Overwrites ``dC`` [M, H, b, b].
 
-    ``dtokens`` [2 + 2 P, tokens, H]: gradients of beta and m, then P partial sums of those of c and n.
-    ``inner`` [M, H, 3]: gradients of beta, m and h of each chunk's last token.
+    ``dtokens`` [2 + 2 P, tokens, H]: gradients of beta and m, then P partial sums of the gradients of c and
+    n. ``inner`` [M, H, 3]: gradients of beta, m and h of each chunk's last token.
     """
     tokens, H = alpha.shape
     M, b = dC.shape[0], dC.shape[-1]

@@ -46,7 +46,7 @@ _here = _Here()
 
 @contextmanager
 def record_launches() -> Iterator[list[Launch]]:
-    """A context manager that records launches in a list instead of running them."""
+    """Record launches in a list instead of running them, within the context."""
     launches: list[Launch] = []
     _here.lists.append(launches)
     try:
@@ -56,7 +56,7 @@ def record_launches() -> Iterator[list[Launch]]:
 
 
 def fake(op: Callable[..., Any]) -> Callable[..., Any]:
-    """The fake implementation of a custom operator: its output buffers, and no launch."""
+    """Return the fake implementation of a custom operator: its output buffers, and no launch."""
 
     def without_launching(*args: Any, **kwargs: Any) -> Any:
         with record_launches():
@@ -71,7 +71,7 @@ def float32_precision() -> str:
 
 
 def is_recording() -> bool:
-    """Whether launches are being recorded; tensors may then have no data."""
+    """Return True if launches are being recorded; tensors may then have no data."""
     return bool(_here.lists)
 
 

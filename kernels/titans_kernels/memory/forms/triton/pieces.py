@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-"""Whether kernels run in Triton's interpreter; fixed when they are defined."""
+"""True if kernels run in Triton's interpreter; fixed when they are defined."""
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -30,7 +30,7 @@ def _operand(x, TYPE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """a b with operands in TYPE, summed in float32."""
+    """Multiply a b with operands in TYPE, summed in float32."""
     return tl.dot(_operand(a, TYPE), _operand(b, TYPE), input_precision=PRECISION)
 
 
@@ -139,7 +139,9 @@ def tile_at(row, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def base_of(base, h, at, SIZE: tl.constexpr):
-    """Base [D, F] of the layer whose state starts at ``at``; None without one. A head's base has SIZE / 2."""
+    """Return the base [D, F] of the layer whose state starts at ``at``, None without a base; a head's base
+    has SIZE / 2.
+    """
     if base is None:
         return None
     else:

@@ -37,7 +37,7 @@ from titans_kernels.memory.forms.triton.shapes import Shape
 
 @triton.jit
 def _step(W, S, S_copy, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Returns W' = a W + m S - X^T (c d); stores S' = h S - X^T (n d) at ``S``, and S at ``S_copy``."""
+    """Return W' = a W + m S - X^T (c d); store S' = h S - X^T (n d) at ``S``, and S at ``S_copy``."""
     error = error.to(tl.float32)
     before = tl.load(S)
     tl.store(S_copy, before.to(TYPE))
@@ -119,7 +119,7 @@ def _write(
 
 @triton.jit
 def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Gradients of the errors, c and n from that of the state after the chunk."""
+    """Return gradients of the errors, c and n from the gradient of the state after the chunk."""
     back = dot(X, dW, TYPE, PRECISION)
     dc = -tl.sum(back * error, 1)
     dd -= c * back
@@ -129,7 +129,7 @@ def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION:
 
 @triton.jit
 def _step_back(dW, dS, x, out, beta, mix, a, m, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """The gradient of a layer's state through `_step` and through the reads."""
+    """Return the gradient of a layer's state through `_step` and through the reads."""
     out = out.to(tl.float32)
     dS_before = keep * tl.load(dS) + m * dW
     tl.store(dS, add_dot(dS_before, tl.trans(x), mix * out, TYPE, PRECISION))

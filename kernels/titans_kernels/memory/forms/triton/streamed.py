@@ -47,7 +47,7 @@ def _copy(state, to, SIZE: tl.constexpr):
 def _load_input(
     bottom, hidden, t, row, valid, h, H, D: tl.constexpr, column, LAYER: tl.constexpr, ACT: tl.constexpr
 ):  # fmt: skip
-    """A tile of a layer's input: keys (queries), or f of the layer below's pre-activation ``hidden``."""
+    """Load a tile of a layer's input: keys (queries), or f of the layer below's pre-activation ``hidden``."""
     if LAYER == 0:
         return load_rows(bottom, t, row, valid, h, H, D, column)
     else:

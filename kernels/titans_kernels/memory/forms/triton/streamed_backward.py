@@ -67,7 +67,7 @@ def _through_step(
 def _load_unbounded(
     d, dd, along, over, t, row, valid, h, H, F: tl.constexpr, f, BOUND: tl.constexpr
 ):  # fmt: skip
-    """A tile of dd after the backward of the bound."""
+    """Load a tile of dd after the backward of the bound."""
     dd_tile = load_rows(dd, t, row, valid, h, H, F, f).to(tl.float32)
     if BOUND > 0:
         error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
@@ -81,7 +81,7 @@ def _errors_up(
     F: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From a hidden layer's dd to that of the layer above; returns the latter's sum d dd.
+    """Compute dd of the layer above from a hidden layer's dd; return the former's sum d dd.
 
     Stores dE = dd f'(z) and dz = dd E f''(z), the second-order part of z's gradient.
     """
@@ -151,7 +151,7 @@ def _step_back(
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of one layer's state before the chunk from that of the state after it, tile by tile."""
+    """Compute the gradient of one layer's state before the chunk from the gradient after it, tile by tile."""
     TYPE: tl.constexpr = k.dtype.element_ty
     BD: tl.constexpr = min(BLOCK, D)
     BF: tl.constexpr = min(BLOCK, F)
@@ -271,7 +271,7 @@ def backward(
     dy: Tensor, du: Tensor, dX: Tensor, ddh: Tensor, ddt: Tensor, gates: Gates, states: Tensor,
     dstate: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor,
 ) -> None:  # fmt: skip
-    """Backward of `streamed.write`: updates ``dstate`` [N, H, size] in place to that of the initial state.
+    """Run the backward of `streamed.write`: ``dstate`` [N, H, size] becomes the initial state's gradient.
 
     Fills ``dv``, ``dz`` (of the hidden layers), ``dstates`` (the gradient of the state after each chunk) and
     the gradients of c and n in ``dtokens``. Overwrites ``ddh`` and ``ddt``.

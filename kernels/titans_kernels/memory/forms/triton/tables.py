@@ -27,12 +27,14 @@ class Tables(NamedTuple):
 
 
 def document_count(batch: int, cu_seqlens: Tensor | None) -> int:
-    """Number of packed documents, or of rows of a batch."""
+    """Return the number of packed documents, or of rows of a batch."""
     return batch if cu_seqlens is None else cu_seqlens.shape[0] - 1
 
 
 def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> int:
-    """Number of chunks: exact for equal rows, an upper bound for packed documents of unknown lengths."""
+    """Return the number of chunks: exact for equal rows, an upper bound for packed documents of unknown
+    lengths.
+    """
     if packed:
         return tokens // chunk_size + documents
     return documents * -(-(tokens // documents) // chunk_size)
@@ -54,7 +56,7 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
 
 
 def _unreadable() -> bool:
-    """Whether tensor values cannot be read: fake tensors, or during CUDA graph capture."""
+    """Return True if tensor values cannot be read: fake tensors, or during CUDA graph capture."""
     return is_recording() or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing())
 
 
