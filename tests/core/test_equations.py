@@ -83,9 +83,8 @@ def test_rotary_angles_are_exact_two_million_tokens_in():
             assert abs(turned - complex(found[0, 0, t, i], found[0, 0, t, 32 + i])) < 1e-6
 
 
-def test_a_full_window_equals_full_attention_and_a_smaller_one_does_not():
-    full, windowed = model("transformer", window=None), model("transformer", window=12)
-    wide = model("transformer", window=60)
+def test_full_window_equals_full_attention_and_a_smaller_one_does_not():
+    full, windowed, wide = (model("transformer", window=window) for window in (None, 12, 60))
     x = tokens(2, 60)
     torch.testing.assert_close(wide(x).logits, full(x).logits)
     torch.testing.assert_close(windowed(x[:, :12]).logits, full(x[:, :12]).logits)

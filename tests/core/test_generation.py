@@ -107,28 +107,30 @@ def test_every_token_is_read_once_and_a_written_one_by_itself():
     assert calls == [(3, 10), *[(3, 1)] * 4, *[(2, 1)] * 2, (1, 14), *[(1, 1)] * 4]
 
 
-def test_a_long_prompt_is_read_in_pieces(monkeypatch):
+def test_long_prompt_is_read_in_pieces_and_bad_input_is_one_line(monkeypatch):
     monkeypatch.setattr("titans_core.generation.PREFILL_TOKENS", 7)
     m, rows = model("mac"), prompts([33, 41])
     assert m.generate(rows, 4) == [alone(m, row, 4) for row in rows]
+    m = model("lmm")
+    with pytest.raises(ValueError, match="max_new_tokens: 0 is less than 1"):
+        m.generate([[1]], 0)
+    with pytest.raises(ValueError, match="prompts: row 1 is empty; it needs at least one token"):
+        m.generate([[1], []], 3)
 
 
-def test_one_reading_can_be_continued_repeatedly():
+def test_reading_and_an_ended_row_can_be_continued_repeatedly():
     m, (book, *questions) = model("mac"), prompts([40, 5, 3, 0])
     read = m.read(book)
     first = m.generate(questions, 6, start=read)
     assert first == [alone(m, book + question, 6) for question in questions]
     assert first == m.generate(questions, 6, start=read)
-
-
-def test_an_ended_row_leaves_what_another_call_goes_on_from():
     m, (prompt,) = model("mag"), prompts([13])
     writing = m.stream([prompt], 5)
     head = [token for _, token in writing]
     assert m.generate([[]], 7, start=writing.readings[0]) == [alone(m, prompt + head, 7)]
 
 
-def test_stop_tokens_end_a_row_and_are_not_part_of_it():
+def test_stop_tokens_and_a_reader_end_a_row():
     m, rows = model("lmm"), prompts([8, 11])
     whole = m.generate(rows, 12)
     stop = whole[0][4]
@@ -137,9 +139,6 @@ def test_stop_tokens_end_a_row_and_are_not_part_of_it():
     assert collected(writing, 2) == cut
     assert writing.readings[0] is not None
     assert writing.readings[0].tokens == 8 + len(cut[0])
-
-
-def test_a_reader_may_end_a_row():
     m, rows, found = model("lmm"), prompts([8, 11]), [[], []]
     writing = m.stream(rows, 9)
     for row, token in writing:
@@ -161,11 +160,3 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(options, kept):
     sampling = Sampling(temperature=2.0, **options)
     found = sampling.draw((2 * p.log()).expand(1000, -1), grid).bincount(minlength=5) / 1000
     torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-3)
-
-
-def test_bad_input_is_one_line():
-    m = model("lmm")
-    with pytest.raises(ValueError, match="max_new_tokens: 0 is less than 1"):
-        m.generate([[1]], 0)
-    with pytest.raises(ValueError, match="prompts: row 1 is empty; it needs at least one token"):
-        m.generate([[1], []], 3)

@@ -102,7 +102,7 @@ def test_a_text_in_pieces_says_the_same(variant):
     assert not [m for m in net.modules() if isinstance(m, NeuralMemory) and m.watcher]
 
 
-def test_a_segment_s_reads_find_keys_of_segments_before_it_alone():
+def test_reads_of_a_segment_find_earlier_keys_and_watching_changes_nothing():
     first, *_ = traces(model("mac"), tokens(1, 37))
     assert first.context is not None
     position = first.context.position
@@ -110,9 +110,6 @@ def test_a_segment_s_reads_find_keys_of_segments_before_it_alone():
     assert (position[:16] == -1).all()
     assert set(position[16:32].flatten().tolist()) <= set(range(16))
     assert set(position[32:].flatten().tolist()) <= set(range(32))
-
-
-def test_watching_changes_nothing_and_takes_one_row():
     net, row = model("mag"), tokens(1, 20)
     with torch.no_grad():
         expected = net(row).logits

@@ -25,7 +25,7 @@ def test_telemetry_reports_the_surprise_before_the_write(forget_to):
     assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
 
 
-def test_the_memory_is_a_layer_of_its_own():
+def test_memory_is_a_layer_of_its_own_and_other_models_have_no_limits():
     torch.manual_seed(0)
     layer = NeuralMemory(24, MemoryConfig(heads=3, chunk_size=8))
     assert all(torch.isfinite(p).all() and p.abs().max() < 20 for p in layer.parameters())
@@ -34,6 +34,10 @@ def test_the_memory_is_a_layer_of_its_own():
     first, cache = layer(x[:, :13])
     second, _ = layer(x[:, 13:], cache)
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)
+    net = model("mamba2")
+    assert healthy_limits(net) == {}
+    assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
+    assert out_of_range({}, {}) is None
 
 
 def test_packed_documents_start_from_one_state_on_a_chunk_border():
@@ -85,10 +89,3 @@ def test_a_memory_that_overshoots_is_named(forget_to):
         assert (message or "").startswith("memory out of range: ") == wrong
         if not wrong:
             assert weight_norm(net, state)["weight_norm"] == pytest.approx(seen.summary()["weight_norm"])
-
-
-def test_models_without_a_memory_have_no_limits():
-    net = model("mamba2")
-    assert healthy_limits(net) == {}
-    assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
-    assert out_of_range({}, {}) is None

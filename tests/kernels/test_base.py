@@ -48,15 +48,6 @@ def test_forgetting_all_leads_back_to_the_base(depth, backend):
     assert all((x == 0).all() for x in after)
 
 
-@pytest.mark.parametrize("backend", ["reference", "generic", *FAST])
-@pytest.mark.parametrize("depth", [1, 3])
-def test_a_base_of_zero_is_todays_operator(depth, backend):
-    case, options = Case(23, depth), {"chunk_size": 7, "surprise_bound": 0.5}
-    case.base = tuple(torch.zeros_like(B) for B in case.base)
-    found, case.base = case.whole(**options), None
-    assert_same(case.whole(backend=backend, **options), found, case.leaves)
-
-
 def test_where_nothing_is_forgotten_the_base_is_one_with_the_weights():
     case, options = Case(23), {"chunk_size": 7, "surprise_bound": 0.5}
     with torch.no_grad():
@@ -82,14 +73,6 @@ def test_a_gradient_of_some_inputs_alone(used):
         grads.append(torch.autograd.grad(y.sin().sum(), leaves))
     for found in grads[1:]:
         torch.testing.assert_close(found, grads[0], rtol=1e-9, atol=1e-10)
-
-
-def test_meta_tensors_have_the_shapes():
-    case = Case(9)
-    meta = lambda xs: tuple(x.to("meta") for x in xs)  # noqa: E731
-    extension = Extension(base=meta(case.base))
-    y, after = neural_memory(*meta(case.tokens), *map(meta, case.state), extension=extension, chunk_size=4)
-    assert [x.shape for x in (y, *after.weights)] == [x.shape for x in (case.tokens[2], *case.state.weights)]
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -122,7 +122,7 @@ def test_a_token_looks_at_earlier_tokens_of_its_chunk_alone():
         assert not grad[0, t + 1 :].any()
 
 
-def test_a_step_that_fits_is_left_bit_for_bit():
+def test_steps_that_fit_are_left_and_a_repeated_key_is_written_one_full_step():
     k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
     eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
     assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
@@ -130,9 +130,6 @@ def test_a_step_that_fits_is_left_bit_for_bit():
     for limited in (write_budget(*mixed, 16), definition(*mixed, 16)):
         assert 0.1 < (limited == mixed[2]).double().mean() < 0.9
         assert (limited <= mixed[2]).all()
-
-
-def test_one_key_repeated_is_written_one_full_step():
     k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
     steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
     expected = torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2)

@@ -131,17 +131,14 @@ def test_a_change_of_the_borders_through_numpy_is_seen():
             assert not torch.equal(found[0], before)
 
 
-def test_borders_read_in_inference_serve_a_training_step():
+def test_what_inference_reads_and_keeps_serves_a_training_step():
     case, options = packed(*BORDERS)
     with torch.inference_mode():
         expected, *_ = case.whole(**options)
     y, *_ = case.whole(**options)
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     y.sum().backward()
-
-
-def test_what_inference_keeps_serves_training_too():
-    """Masks are made once; one made in inference mode could not be saved for a backward."""
+    # masks are made once; one made in inference mode could not be saved for a backward
     gates._kept_not_later.cache_clear()
     r = torch.rand(2, 7)
     with torch.inference_mode():

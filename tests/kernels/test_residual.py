@@ -207,15 +207,12 @@ def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch)
     assert len(calls) == 12
 
 
-def test_one_group_is_an_alpha_of_the_head():
+def test_groups_are_neighbouring_columns_and_one_group_the_alpha_of_a_head():
     case = Case(30)
     found = case.whole(chunk_size=8)
     case.tokens[3] = case.tokens[3][..., None]
     torch.testing.assert_close(case.whole(chunk_size=8), found, rtol=1e-10, atol=1e-11)
-
-
-def test_groups_are_neighbouring_columns_of_every_layer():
-    """What a group forgets is exactly its own columns."""
+    # what a group forgets is exactly its own columns
     case = Case(1, groups=2)
     with torch.no_grad():
         case.tokens[3].copy_(torch.tensor([1.0, 0.0]))

@@ -84,7 +84,7 @@ def test_overlay_takes_dotted_keys_and_replaces_lists():
     ({"base": {"model": {"memory": {"depth": 0}}}}, ["model.memory.depth", "0"]),
     ({"base": {"optim": {"steps": "many"}}}, ["optim.steps", "many"]),
     # also where it is not selected
-    ({"rows": [{"name": "LMM"}, {"name": "A", "set": {"model.memory.chunk_size": 0}}]}, ["'A'", "chunk_size"]),
+    ({"rows": [{"name": "LMM"}, {"name": "A", "set": {"model.memory.chunk_size": 0}}]}, ["'A'", "chunk"]),
     ({"rows": [{"name": "LMM"}, {"name": "LMM"}]}, ["'LMM'", "twice"]),
     ({"rows": [{"name": "A", "paper": {"lm_pl": 1.0}}]}, ["lm_pl", "lm_ppl"]),
     ({"rows": [{"name": "A", "set": {"model.preset": "34M"}}]}, ["model.preset", "340M"]),
