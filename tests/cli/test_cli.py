@@ -196,7 +196,14 @@ def install(tree: Path, site: Path) -> None:
         archive.extractall(site)
 
 
-def test_commit_of_a_tree_and_its_changes(tree):
+def test_commit_of_a_tree_its_changes_and_its_wheel(tree, tmp_path):
+    head = provenance.commit_of_tree(tree)
+    install(tree, tmp_path / "site")
+    code = "from titans_platform.provenance import commit; print(commit())"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert told.strip() == head
+    assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tree, text=True).strip()
     assert provenance.commit_of_tree(tree) == head
     (tree / "README.md").write_text("new")
@@ -206,16 +213,6 @@ def test_commit_of_a_tree_and_its_changes(tree):
     assert provenance.commit_of_tree(tree) == f"{head}-dirty"
     assert provenance.commit_of_tree(tree / "platform") == "unknown"
     assert provenance.commit_of_tree(tree / "none") == "unknown"
-
-
-def test_a_wheel_knows_its_commit(tree, tmp_path):
-    head = provenance.commit_of_tree(tree)
-    install(tree, tmp_path / "site")
-    code = "from titans_platform.provenance import commit; print(commit())"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    assert told.strip() == head
-    assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
 
 
 @pytest.mark.nightly

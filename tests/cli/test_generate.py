@@ -65,14 +65,13 @@ def test_a_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
     assert out[:-1] + rest == whole
 
 
-def test_the_text_may_come_from_standard_input(cell, book, capsys, monkeypatch):
+def test_text_comes_from_standard_input_and_memory_from_its_own_checkpoint(
+    cell, book, capsys, monkeypatch, tmp_path, refused
+):
     line = ("--temperature", 0, "--max-new-tokens", 9)
     expected, _ = generate(capsys, cell, "--read", book, *line)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))
     assert generate(capsys, cell, "--read", "-", *line)[0] == expected
-
-
-def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys, refused):
     memory = tmp_path / "a.memory"
     generate(capsys, cell, "--prompt", "a", "--max-new-tokens", 0, "--memory-out", memory)
     earlier = sorted(cell.glob("checkpoints/step-*"))[0]

@@ -32,19 +32,13 @@ def test_file_then_overrides_then_defaults(tmp_path):
     assert cfg.optim.steps == RunConfig().optim.steps
 
 
-def test_what_is_not_given_is_the_default_with_the_vocabulary_of_bytes(tmp_path):
+def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
     defaults = RunConfig()
     model = defaults.model.model_copy(update={"vocab_size": load_tokenizer("byte").vocab_size})
     assert load(tmp_path) == defaults.model_copy(update={"model": model})
-
-
-def test_an_empty_section_is_its_defaults(tmp_path):
     assert load(tmp_path, "model:\n  memory:\n  attention:\noptim:\n") == load(tmp_path)
     with pytest.raises(UsageError, match=r"^data\.sources: should be"):
         load(tmp_path, "data:\n  sources:\n")
-
-
-def test_a_vocabulary_that_is_given_or_unknown_is_left_alone(tmp_path):
     assert load(tmp_path, "model: {vocab_size: 512}").model.vocab_size == 512
     assert load(tmp_path, "data: {tokenizer: some.model}").model == RunConfig().model
     assert load(tmp_path, "model: {preset: 170M}\ndata: {tokenizer: a.json}").model.vocab_size == 32_000
@@ -113,35 +107,26 @@ def test_a_wrong_override_is_one_line(tmp_path, override, line):
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_file_is_refused(tmp_path):
+def test_empty_file_folder_or_binary_is_refused(tmp_path):
     """Its defaults are a model of the paper's vocabulary, not what somebody who writes nothing wants."""
     (tmp_path / "x.yaml").write_text("# nothing\n")
     with pytest.raises(UsageError, match=r"x\.yaml: is empty; `titans init .*` writes a run file$"):
         load_config(tmp_path / "x.yaml")
-
-
-def test_a_folder_or_a_binary_is_refused(tmp_path):
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "x.yaml"):
         with pytest.raises(UsageError, match="cannot be read"):
             load_config(path)
 
 
-def test_overrides_make_the_mappings_they_need():
+def test_overrides_make_mappings_keys_are_text_and_missing_files_are_guessed(tmp_path):
     mapping: dict = {"a": None, "items": [{"b": 1}]}
     for override in ("a.b.c=1", "items.0.b=2", "x=a=b"):
         apply_override(mapping, override)
     assert mapping == {"a": {"b": {"c": 1}}, "items": [{"b": 2}], "x": "a=b"}
-
-
-def test_a_file_that_is_not_there_is_guessed_by_its_stem(tmp_path):
+    assert parse_yaml("{8: 1, 6e-3: 2, 0.5: 3}", "here") == {"8": 1, "6e-3": 2, "0.5": 3}
     (tmp_path / "origin.json").write_text("{}")
     with pytest.raises(UsageError, match=r"config\.json: no such file$"):
         read_yaml(tmp_path / "config.json")
     (tmp_path / "run.yaml").write_text("seed: 1")
     with pytest.raises(UsageError, match=r"did you mean .*run\.yaml\?"):
         read_yaml(tmp_path / "runn.yml")
-
-
-def test_a_number_as_a_key_is_text():
-    assert parse_yaml("{8: 1, 6e-3: 2, 0.5: 3}", "here") == {"8": 1, "6e-3": 2, "0.5": 3}

@@ -1,6 +1,5 @@
 """Language baselines: step-by-step decoding, agreement with other implementations, parameter counts."""
 
-import importlib.util
 import math
 from typing import Any
 
@@ -166,11 +165,6 @@ def test_config_with_another_memory_or_heads_is_refused(variant):
             LanguageModel(ModelConfig(variant=baseline, d_model=16, n_layers=1, options={"heads": heads}))
 
 
-oracle = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="no transformers: pip install -e '.[dev]'"
-)
-
-
 def copied(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None:
     """Copy the weights of a reference layer into our block; ``names`` maps our names to theirs."""
     theirs = dict(layer.named_parameters())
@@ -200,41 +194,39 @@ def compare(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None
     torch.testing.assert_close(list(ours), other, rtol=1e-5, atol=1e-5)
 
 
-def oracle_block(variant: str, **options) -> Block:
-    torch.manual_seed(0)
-    c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)
-    return LanguageModel(c).blocks[0]
-
-
-@oracle
-def test_mamba_is_that_of_transformers():
-    from transformers import MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
-
-    layer = MambaMixer(MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1), layer_idx=0)
-    # theirs has one projection with a bias where ours has a weight and a parameter
-    names = {
+SSM_NAMES = {
+    "mamba": {
+        # theirs has one projection with a bias where ours has a weight and a parameter
         "log_a_CN": "A_log", "skip_C": "D", "conv.weight_KC": "conv1d.weight", "conv_bias": "conv1d.bias",
         "w_in.weight": "in_proj.weight", "w_x.weight": "x_proj.weight", "w_dt.weight": "dt_proj.weight",
         "dt_bias_C": "dt_proj.bias", "w_o.weight": "out_proj.weight",
-    }  # fmt: skip
-    compare(layer, oracle_block("mamba", state=6), names)
-
-
-@oracle
-def test_mamba2_is_that_of_transformers():
-    from transformers import Mamba2Config
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-    sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8}
-    c = Mamba2Config(hidden_size=32, expand=2, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes)
-    layer = Mamba2Mixer(c, layer_idx=0)
-    names = {
+    },
+    "mamba2": {
         "log_a_H": "A_log", "skip_H": "D", "dt_bias_H": "dt_bias", "conv.weight_KC": "conv1d.weight",
         "conv_bias": "conv1d.bias", "w_in.weight": "in_proj.weight", "output_norm.weight": "norm.weight",
         "w_o.weight": "out_proj.weight",
-    }  # fmt: skip
-    compare(layer, oracle_block("mamba2", head_dim=16, state=6), names)
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("variant", "options"), [
+    ("mamba", {"state": 6}), ("mamba2", {"head_dim": 16, "state": 6}),
+])  # fmt: skip
+def test_mamba_and_mamba2_equal_transformers(variant, options):
+    transformers = pytest.importorskip("transformers")
+    if variant == "mamba":
+        layer = transformers.models.mamba.modeling_mamba.MambaMixer(
+            transformers.MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1), layer_idx=0
+        )
+    else:
+        sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8}
+        c = transformers.Mamba2Config(
+            hidden_size=32, expand=2, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes
+        )
+        layer = transformers.models.mamba2.modeling_mamba2.Mamba2Mixer(c, layer_idx=0)
+    torch.manual_seed(0)
+    c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)
+    compare(layer, LanguageModel(c).blocks[0], SSM_NAMES[variant])
 
 
 def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):

@@ -1,7 +1,6 @@
 """`titans data prepare` and `titans data info`."""
 
 import json
-import os
 
 import pytest
 import yaml
@@ -50,22 +49,10 @@ def test_overrides_and_the_environment_s_root(config_file, tmp_path, capsys, mon
     assert list((tmp_path / "elsewhere" / "data").glob("*/manifest.json"))
 
 
-def test_bad_config_is_one_line_and_exit_2(config_file, tmp_path, refused):
+def test_bad_config_and_info_before_prepare_are_one_line_and_exit_2(config_file, tmp_path, refused):
     wrong = "--set", "data.sources.0.path=nowhere", "--root", tmp_path / "r"
     said = "error: data.sources.0.path: no file, folder or match for nowhere"
     assert refused("data", "prepare", config_file, *wrong) == said
-
-
-def test_truncated_shard_is_reported_and_mended(config_file, tmp_path, capsys, refused):
-    root = "--root", tmp_path / "runs"
-    _, before, _ = titans(capsys, "data", "prepare", config_file, *root)
-    (shard,) = (tmp_path / "runs" / "data").glob("*/train-00000.arrow")
-    os.truncate(shard, 100)
-    assert refused("data", "info", config_file, *root).startswith(f"error: {shard}: truncated shard")
-    assert titans(capsys, "data", "prepare", config_file, *root)[:2] == (0, before)
-
-
-def test_info_before_prepare(config_file, tmp_path, refused):
     assert "run titans data prepare" in refused("data", "info", config_file, "--root", tmp_path / "runs")
 
 

@@ -124,16 +124,13 @@ def test_streams_that_take_turns_ask_for_a_shard_when_they_reach_it(tmp_path, mo
     assert len(asked) == sum(map(len, reached.values())) < 2 * 18
 
 
-def test_a_batch_is_a_function_of_seed_and_step(tmp_path):
+def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     one, other = Streams(data.sources, 3, 8, 0), Streams(data.sources, 3, 8, 4)
     late = one.batch(31)
     one.batch(2)
     assert all(torch.equal(a, b) for a, b in zip(late, one.batch(31), strict=True))
     assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
-
-
-def test_streams_are_reset_by_chance(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", "x" * 4000), packing="plain")
     streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25)
     found = np.stack([streams.resets(step) for step in range(400)])

@@ -46,16 +46,13 @@ def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:
     return path
 
 
-def test_bytes_round_trip_and_ids():
+def test_bytes_and_letters_of_dna_round_trip():
     tokenizer = load_tokenizer("byte")
     text = "Titans — ñ 記憶\n"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
     assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, VOCABULARIES["byte"])
     assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
-
-
-def test_letters_of_dna():
     tokenizer = load_tokenizer("dna")
     assert tokenizer.encode("ACGTNacgtn") == [0, 1, 2, 3, 4] * 2
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("gattRcÄ"), tokenizer.pad]) == "GATTNCN"
@@ -114,15 +111,12 @@ def test_sentencepiece_round_trip(sentencepiece_model):
     assert tokenizer.encode_batch(["token after token"])[0].tolist() == ids
 
 
-def test_json_uses_its_own_special_tokens(tmp_path):
+def test_json_uses_its_own_special_tokens_or_new_ids(tmp_path):
     tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json", "<pad>", "<s>")))
     assert (tokenizer.pad, tokenizer.bos) == (0, 1)
     assert tokenizer.encode("hello world") == [3, 4]
     assert tokenizer.decode([1, 3, 4, 0]) == "hello world"
     assert tokenizer.vocab_size == 8
-
-
-def test_json_without_special_tokens_gets_new_ids(tmp_path):
     tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
     assert tokenizer.bos == 3, "behind the three known ids"
     assert tokenizer.pad == 0, "<unk> serves"
@@ -152,14 +146,7 @@ def test_bad_tokenizer_is_one_line(tmp_path, name, content):
     assert "`byte`" in str(error.value)
 
 
-def test_the_tokenizer_of_the_paper_scales_is_named_with_where_to_get_it():
-    with pytest.raises(UsageError) as error:
-        load_tokenizer("tokenizers/llama2-32k.model")
-    assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
-    assert f"--set data.tokenizer={HUB}" in str(error.value)
-
-
-def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
+def test_hub_repository_is_its_tokenizer_json_and_missing_files_name_it(tmp_path, monkeypatch):
     import huggingface_hub
 
     path = json_tokenizer(tmp_path / "tokenizer.json", "<pad>", "<s>")
@@ -173,6 +160,10 @@ def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
     said = r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
     with pytest.raises(UsageError, match=said):
         load_tokenizer("a-lab/gpt")
+    with pytest.raises(UsageError) as error:
+        load_tokenizer("tokenizers/llama2-32k.model")
+    assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
+    assert f"--set data.tokenizer={HUB}" in str(error.value)
 
 
 @pytest.fixture

@@ -11,7 +11,6 @@ from titans_platform.errors import UsageError
 from titans_platform.evals import build_generated, build_task, eval_version, evaluate
 
 TASKS = '''
-import random
 from titans_core.config import Frozen
 from titans_platform.evals import GeneratedTask, Item
 
@@ -21,15 +20,13 @@ class SumOptions(Frozen):
 class Sums(GeneratedTask):
     """The sum of two digits."""
 
-    name = "sums"
-    version = 3
-    Options = SumOptions
+    name, version, Options = "sums", 3, SumOptions
 
     @property
     def chance(self):
         return 1 / (2 * self.options.largest + 1)
 
-    def item(self, rng: random.Random, length: int, tokenizer) -> Item:
+    def item(self, rng, length, tokenizer):
         a, b = (rng.randint(0, self.options.largest) for _ in range(2))
         return Item(((f"{a}+{b}=".rjust(length - 2), False), (str(a + b), True)))
 

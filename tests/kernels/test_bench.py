@@ -11,9 +11,8 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from titans_kernels.bench import check, peers, subjects, timing
+from titans_kernels.bench import check, subjects, timing
 from titans_kernels.bench.__main__ import WIDTH, kernels, lines_of, main
-from titans_kernels.bench.inputs import make
 from titans_kernels.bench.run import Bench, failures
 from titans_kernels.bench.shapes import SHAPES, Shape, Target, chosen, flops, traffic
 from titans_kernels.bench.subjects import OURS, Op, Subject
@@ -192,14 +191,11 @@ def test_an_op_that_fails_midway_drops_out(tiny):
     assert infinite.failed == {"bad": "ValueError: its output is not finite"}
 
 
-def test_what_no_kernel_serves_is_never_timed_as_one(tiny, monkeypatch):
+def test_kernels_not_served_or_interpreted_are_not_timed(tiny, monkeypatch):
     found = types.SimpleNamespace(refusal=lambda q, k, v, weights, chunk_size: f"width {q.shape[-1]}")
     monkeypatch.setattr(subjects.importlib, "import_module", lambda name: found)
     result = next(Bench([OURS[0]], torch.float32, CPU, repeats=2).run([tiny]))
     assert lines_of(result, timed=True, judged=False)[-1] == "triton            other form (width 8)"
-
-
-def test_what_is_interpreted_is_checked_and_not_timed(tiny, monkeypatch):
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     # in the place of kernels: what is asked here is what the benchmark does with them
     stand_in = replace(OURS[0], refuse=lambda inputs: None, verify=OURS[1].verify)
@@ -218,52 +214,6 @@ def test_bad_usage_is_exit_2_and_one_line(line, monkeypatch, capsys):
     (message,) = capsys.readouterr().err.strip().splitlines()
     assert message.startswith("error: ")
     assert line[0] in message
-
-
-def test_an_interrupt_is_exit_130(tiny, monkeypatch, capsys):
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Bench, "run", interrupted)
-    monkeypatch.setattr(sys, "argv", ["bench"])
-    assert main() == 130
-    assert capsys.readouterr().err.strip().startswith("error: interrupted")
-
-
-def gated_delta_rule(q, k, v, g, beta, scale):
-    """As flash-linear-attention defines it, token by token."""
-    S, o = torch.zeros(q.shape[0], q.shape[2], q.shape[3], v.shape[3]), []
-    for t in range(q.shape[1]):
-        S = S * g[:, t, :, None, None].exp()
-        error = (v[:, t] - (k[:, t, :, None] @ S)[:, :, 0]) * beta[:, t, :, None]
-        S = S + k[:, t, :, :, None] @ error[:, :, None]
-        o.append(scale * (q[:, t, :, None] @ S)[:, :, 0])
-    return torch.stack(o, 1), None
-
-
-def test_the_gated_delta_rule_is_called_as_it_is_defined(monkeypatch):
-    linear = replace(TINY, depth=1)
-    judges = check.judges(linear, torch.float32, CPU)
-    op = peers.PEERS[0]
-    monkeypatch.setitem(sys.modules, "fla", types.ModuleType("fla"))
-    monkeypatch.setitem(sys.modules, "fla.ops", types.ModuleType("fla.ops"))
-    rule = types.ModuleType("fla.ops.gated_delta_rule")
-    rule.__dict__["chunk_gated_delta_rule"] = gated_delta_rule
-    monkeypatch.setitem(sys.modules, rule.__name__, rule)
-    (verdict,) = op.verify(judges)
-    assert verdict.green, verdict
-    built = op.build(make(linear, torch.float32, CPU, seed=0))
-    built.backward(y := built.forward(), torch.ones_like(y))
-    rule.__dict__["chunk_gated_delta_rule"] = lambda *a, scale: gated_delta_rule(*a, scale=2 * scale)
-    assert not op.verify(judges)[0].green
-
-
-def test_a_peer_that_is_not_there_is_left_out(monkeypatch):
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None)
-    inputs = make(TINY, torch.float32, CPU, seed=0)
-    refusals = {peer.name: peer.refuse(inputs) for peer in peers.PEERS}
-    assert refusals.pop("fla-gated-delta") == "a linear memory only"
-    assert refusals == dict.fromkeys(("titans-pytorch", "titans-pytorch-b"), "not installed")
 
 
 @pytest.mark.slow

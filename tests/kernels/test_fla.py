@@ -58,22 +58,16 @@ def heads_first(*xs: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in xs]
 
 
-def test_a_decay_of_each_channel_is_gla():
+def test_decays_of_channels_and_heads_and_the_scan_are_gla_retention_and_hgrn():
     given = q, k, v, gate, state = recurrent(T, E, V, E)
     log_decay = F.logsigmoid(gate) / 4
     ours = linear_attention(q * E**-0.5, k, v, log_decay, state)
     agree(ours, theirs("gla", "naive_recurrent_gla")(q, k, v, log_decay, state, True), given)
-
-
-def test_a_decay_of_each_head_is_retention():
     given = q, k, v = leaves((B, T, H, E), (B, T, H, E), (B, T, H, V))
     log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(H))))[:, None].expand(B, T, H, 1)
     ours, _ = linear_attention(q * E**-0.5, k, v, log_decay, torch.zeros(B, H, E, V))
     other = theirs("retention", "naive_retention")(*heads_first(q, k, v))
     agree([ours], heads_first(other), given)
-
-
-def test_the_scan_is_that_of_hgrn():
     given = x, gate, state = leaves((B, T, E), (B, T, E), (B, E))
     log_decay = F.logsigmoid(gate)
     ours = scan(log_decay.exp(), x, state)

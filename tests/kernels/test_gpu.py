@@ -203,24 +203,16 @@ def alone(tmp_path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("device", "backend"), PLACES)
-def test_ddp_and_fsdp_pass_over_it(device, backend, depth):
+def test_ddp_fsdp_and_autocast_pass_over_it(device, backend, depth):
     from torch.distributed.fsdp import fully_shard
 
     layer, x = layer_and_input(device, backend, depth)
     expected = gradients(layer, x)
+    with torch.autocast(device, torch.bfloat16):
+        assert_close(gradients(layer, x), expected, 0.1)
     assert_close(gradients(nn.parallel.DistributedDataParallel(layer), x), expected, 1e-5)
     mesh = dist.init_device_mesh(device, (1,))
     assert_close(gradients(fully_shard(layer, mesh=mesh), x), expected, 1e-5)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("device", "backend"), PLACES)
-def test_autocast_passes_over_it(device, backend, depth):
-    layer, x = layer_and_input(device, backend, depth)
-    expected = gradients(layer, x)
-    with torch.autocast(device, torch.bfloat16):
-        found = gradients(layer, x)
-    assert_close(found, expected, 0.1)
 
 
 @on_gpu

@@ -97,17 +97,12 @@ def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path):
+def test_library_is_compiled_once_from_the_sources_of_the_import(monkeypatch, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         built = set(pool.map(lambda _: native.build("float", tmp_path), range(2)))
     assert list(tmp_path.iterdir()) == list(built)
     modified = built.copy().pop().stat().st_mtime_ns
     assert native.build("float", tmp_path).stat().st_mtime_ns == modified  # not compiled again
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_sources_that_change_after_the_import_are_not_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "FOLDER", tmp_path / "gone")
     assert native.build("float", tmp_path).exists()
 

@@ -51,7 +51,7 @@ def test_packed_documents_start_afresh(rule):
     made(50, batch=1, documents=4).check("online", rule=rule, cu_seqlens=borders, **ONLINE)
 
 
-def test_auto_takes_it_where_it_serves():
+def test_auto_takes_it_where_it_serves_also_on_a_gpu():
     case = made(8)
     for rule, options, served in (
         ("paper", ONLINE, True), ("gated_delta", ONLINE, True), ("paper", ONLINE | {"chunk_size": 2}, False),
@@ -60,20 +60,17 @@ def test_auto_takes_it_where_it_serves():
         forms_used(forget=True)
         case.whole(rule=rule, **options)
         assert ("neural_memory: online" in forms_used()) == served, (rule, options)
+    case = made(8)
+    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in case.tokens))
+    for chunk_size, taken in ((1, True), (16, False)):
+        form = op.choose("auto", inputs, case.state.weights, op.Options(chunk_size, "silu", None, None))
+        assert (form.name == "online") == taken
 
 
 class OnAGPU(Tensor):
     """A tensor that says it is there, which is all that the choice of a form asks."""
 
     is_cuda = True
-
-
-def test_a_gpu_takes_it_too():
-    case = made(8)
-    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in case.tokens))
-    for chunk_size, taken in ((1, True), (16, False)):
-        form = op.choose("auto", inputs, case.state.weights, op.Options(chunk_size, "silu", None, None))
-        assert (form.name == "online") == taken
 
 
 @pytest.mark.parametrize(("options", "reason"), [
@@ -84,7 +81,7 @@ def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
         made(8).whole(backend="online", **options)
 
 
-def test_float32_at_length_is_near_float64():
+def test_float32_at_length_is_near_float64_and_the_state_keeps_no_more_than_itself():
     case, options = made(2048, widths=[32, 32]), ONLINE | {"backend": "online"}
     with torch.no_grad():
         exact, *_ = case.whole(**options)
@@ -92,6 +89,9 @@ def test_float32_at_length_is_near_float64():
         case.state = MemoryState(*(tuple(x.float() for x in part) for part in case.state))
         rounded, *_ = case.whole(**options)
     assert (rounded - exact).norm() < 1e-5 * exact.norm()
+    for T in (31, 320):
+        for x in made(T).whole(backend="online", **ONLINE)[1:]:
+            assert x.untyped_storage().nbytes() == x.nbytes
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
@@ -138,9 +138,3 @@ def graded(case: Case, **options: Any) -> list[Tensor]:
     results, generator = case.whole(**options), torch.Generator().manual_seed(3)
     seeds = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in results]
     return [*results, *torch.autograd.grad(results, case.leaves, seeds)]
-
-
-def test_the_state_keeps_no_more_than_itself_in_memory():
-    for T in (31, 320):
-        for x in made(T).whole(backend="online", **ONLINE)[1:]:
-            assert x.untyped_storage().nbytes() == x.nbytes

@@ -50,12 +50,17 @@ def test_linear_is_pytorchs(threads, compiled, inputs, outputs, tokens, biased):
     assert len(compiled) == 1
 
 
-def test_inputs_that_are_not_contiguous_and_need_no_gradient(compiled):
+def test_inputs_biases_and_norms_that_are_not_contiguous(compiled):
     x, weight = normal(64, 50).detach().T, normal(64, 32).T
     y = linear(x, weight)
     (found,) = torch.autograd.grad(y.sin().sum(), weight)
     (expected,) = torch.autograd.grad(F.linear(x, weight).sin().sum(), weight)
     torch.testing.assert_close([y, found], [F.linear(x, weight), expected])
+    assert compiled
+    x, weight, wide = normal(64, 16), normal(16, 16), normal(32)
+    for vector in (wide[::2], wide[0].expand(16)):
+        torch.testing.assert_close(linear(x, weight, vector), F.linear(x, weight, vector))
+        torch.testing.assert_close(rms_norm(x, vector, 1e-6), F.rms_norm(x, (16,), vector, 1e-6))
     assert compiled
 
 
@@ -126,14 +131,6 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused_as_by_pytorch(compiled):
         with pytest.raises((RuntimeError, ValueError)):
             call()
     assert linear(x[:, :0], weight[:, :0]).shape == (40, 9)
-
-
-def test_a_bias_and_a_norm_that_are_not_contiguous(compiled):
-    x, weight, wide = normal(64, 16), normal(16, 16), normal(32)
-    for vector in (wide[::2], wide[0].expand(16)):
-        torch.testing.assert_close(linear(x, weight, vector), F.linear(x, weight, vector))
-        torch.testing.assert_close(rms_norm(x, vector, 1e-6), F.rms_norm(x, (16,), vector, 1e-6))
-    assert compiled
 
 
 def test_large_weights_are_left_to_pytorch(compiled):

@@ -302,12 +302,9 @@ def test_rule_that_does_not_exist_is_named(lp, name, message):
         LanguageModel(ModelConfig(memory=MemoryConfig(rule=name)))
 
 
-def test_rule_from_outside_is_found_by_import_path(lp):
+def test_rule_from_outside_is_found_trains_a_model_and_may_be_registered(lp, monkeypatch):
     rule = find_rule(f"{lp}(p=2.5)")
     Case(20, 2).check("auto", cuts=[[3, 6, 11]], chunk_size=8, surprise_bound=0.5, rule=rule)
-
-
-def test_rule_from_outside_trains_a_model_and_may_be_registered(lp, monkeypatch):
     losses = {}
     monkeypatch.setitem(RULES, "lp", type(find_rule(lp)))
     for name in (f"{lp}(p=4)", "lp(p=4)", "paper"):

@@ -408,17 +408,14 @@ def test_packed_documents_in_inference_mode():
     torch.testing.assert_close(y, expected)
 
 
-def test_tables_of_packed_documents():
+def test_tables_of_packed_documents_are_worked_out_once():
     """Rows of equal length need none."""
     found = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
     assert found.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
     assert found.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
     assert all(count == 0 for _, count in found.chunks.tolist()[5:])
     assert tables.tables(3, 50, None, 16, torch.device("cpu")) == (12, 50, None, None)
-
-
-def test_tables_are_worked_out_once_for_the_same_borders():
-    """On the host; what a call's stream has of them is sent along with the call."""
+    # on the host; what a call's stream has of them is sent along with the call
     borders = torch.tensor([0, 20, 50])
     first = tables.tables(1, 50, borders, 16, torch.device("cpu"))
     assert tables.tables(1, 50, borders, 16, torch.device("cpu")).chunks is first.chunks

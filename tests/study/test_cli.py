@@ -88,17 +88,6 @@ def test_stores_and_shards_that_cannot_be_read_are_errors_not_missing_data(tiny,
     assert [path.name for path in (tiny / "runs").iterdir()] == ["mlflow.db"]
 
 
-def test_a_truncated_shard_is_an_error_not_missing_data(tiny, refused):
-    from titans_platform.data import prepare
-    from titans_platform.study.grid import expand, load_study
-
-    prepare(expand(load_study("tiny"), "small")[0].config.data, tiny / "runs")
-    shard = next((tiny / "runs" / "data").glob("*/train-*.arrow"))
-    shard.write_bytes(shard.read_bytes()[:-10])
-    for arguments in (("run", "tiny", "--dry-run"), ("run", "tiny"), ("report", "tiny")):
-        assert f"{shard.name}: truncated shard" in refused("sweep", *arguments, "--scale", "small")
-
-
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
