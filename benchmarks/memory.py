@@ -65,7 +65,7 @@ def operator(**sizes: Any) -> Op:
 
 
 def peer(chunk: int, **sizes: Any) -> Op:
-    """The layer of titans-pytorch; ``chunk`` is its chunk_size, its batch_size is our chunk_size."""
+    """Build the layer of titans-pytorch; ``chunk`` is its chunk_size, its batch_size is our chunk_size."""
     return titans_pytorch(Shape(**sizes), chunk, renewed=True)
 
 
@@ -118,13 +118,13 @@ class Case(NamedTuple):
     more: Mapping[str, int] = MappingProxyType({})
 
     def start(self, threads: int) -> Worker:
-        """A process that times it."""
+        """Start a process that times it."""
         label = f"{PEER if self.kind == 'peer' else self.kind} at T = {self.shape.length}"
         return Worker(f"{__name__}:{self.kind}", _sizes(self.shape) | dict(self.more), threads, label)
 
 
 def _cases(shape: Shape, against: str | None) -> dict[str, Case]:
-    """What a row of the table compares."""
+    """Return the cases that a row of the table compares."""
     cases = {"ours": Case("layer", shape), "operator": Case("operator", shape)}
     if against and shape.length <= LONGEST_PEER:
         chunk = 1 if shape.length <= EXACT_LENGTH else shape.chunk_size
@@ -226,7 +226,7 @@ _LINE = "{:>7} {:>10} {:>10} {:>20} {:>8} {:>8} {:>9}"
 
 
 def lines_of(result: dict[str, Any]) -> list[str]:
-    """The table of ``run`` as text of 80 columns, with how to read it."""
+    """Return the table of ``run`` as text of 80 columns, with a guide to it."""
     shape, peer, rows = result["shape"], result["peer"], result["rows"]
     lines = [
         f"Memory layer, forward and backward: B = {shape['batch']}, {shape['heads']} heads of "

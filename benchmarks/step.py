@@ -126,7 +126,7 @@ def _time(
 
 
 def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """Whether the two trees compute the same; where they do not, their configs must differ."""
+    """Compare the losses of two trees; they may differ only if their configs do."""
     off = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     same = off <= SAME_LOSS and ours["parameters"] == theirs["parameters"]
     found = {"same_losses": same, "loss_off": off}
@@ -161,9 +161,9 @@ def _summary(steps: Sequence[tuple[float, float]], tokens: int) -> dict[str, Any
 def step(study: str, overrides: tuple[str, ...], as_json: bool, **options: Any) -> None:
     """Time a training step of every row of a study: forward, backward, optimiser.
 
-    Rows are random tokens, a document each. Tokens a second are those of CPU time, which other work on the
+    Rows are random tokens, a document each. Rates are tokens per second of CPU time, which other work on the
     machine changes less than the clock's. Beside another checkout a row must have the same losses in both:
-    one that has not is not timed (exit 1), or is marked where a field of its config is new. To have an
+    otherwise it is not timed (exit 1), or is marked if a field of its config is new. To have an
     earlier commit beside this one: git worktree add ../before COMMIT.
 
     \b
@@ -184,7 +184,7 @@ _STEP = "{:<24} {:>9} {:>8} {:>10} {:>8} {:>18}"
 
 
 def lines_of_steps(result: dict[str, Any]) -> list[str]:
-    """The table of ``run`` as text of 80 columns."""
+    """Return the table of ``run`` as text of 80 columns."""
     lines = [
         f"Training steps of {result['study']} at {result['scale']}; threads: {result['threads']}, "
         f"median of {result['rounds']}.",

@@ -2,7 +2,7 @@
 
 Run as a file: ``python step_worker.py JOB``, JOB the JSON that `benchmarks.step` makes. It prints the model's
 config and its first losses, then answers each line, a number of steps, with their seconds of CPU and of wall
-clock. The code that is timed may be that of an older checkout.
+clock. The timed code may be an older checkout's.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RandomRows:
         self.sizes, self.vocabulary = (rows, length + 1), vocabulary
 
     def batch(self, step: int) -> Batch:
-        """The same for the same step in every tree."""
+        """Draw the rows of a step, the same in every tree."""
         generator = torch.Generator().manual_seed(step)
         tokens = torch.randint(self.vocabulary, self.sizes, generator=generator)
         starts = torch.zeros(self.sizes, dtype=torch.bool)
@@ -43,7 +43,7 @@ class RandomRows:
 
 
 def trainer_of(job: dict[str, Any]) -> Any:
-    """The tree's own `Trainer` for a job: model, optim, rows and length."""
+    """Build the tree's own `Trainer` for a job: model, optim, rows and length."""
     from titans_core import LanguageModel, ModelConfig
     from titans_platform.config import OptimConfig
     from titans_platform.training.loop import Trainer

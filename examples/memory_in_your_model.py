@@ -3,7 +3,7 @@
     python examples/memory_in_your_model.py
 
 `NeuralMemory` maps [B, T, D] to [B, T, D] like any layer, and returns what it remembers as a second value.
-The model here reads pairs of a key and a value in one call and is asked for the values in the next: without
+The model here reads pairs of a key and a value in one call and must recall the values in the next: without
 the carried state it can only guess. Gradients flow through the state, so that the model learns what to
 write.
 """

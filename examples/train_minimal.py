@@ -25,7 +25,7 @@ VOCAB = 256
 
 
 def read_arguments() -> argparse.Namespace:
-    """The options of the command line."""
+    """Parse the options of the command line."""
     parser = argparse.ArgumentParser(description="Train a Titans model on a text file.")
     parser.add_argument("text", type=Path, help="a text file, the longer the better")
     parser.add_argument("--variant", default="mac", help="mac, mag, mal, lmm, transformer, or a baseline")
@@ -52,7 +52,7 @@ def load_bytes(path: Path, length: int) -> tuple[Tensor, Tensor]:
 
 
 def sample_batch(tokens: Tensor, rows: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Inputs and targets [rows, length], from random places of the text."""
+    """Draw inputs and targets [rows, length] from random places of the text."""
     starts = torch.randint(len(tokens) - length, (rows,))
     batch = torch.stack([tokens[start : start + length + 1] for start in starts]).to(device)
     return batch[:, :-1], batch[:, 1:]
@@ -107,7 +107,7 @@ def train(model: LanguageModel, tokens: Tensor, held_out: Tensor, args: argparse
 
 
 def write(model: LanguageModel, prompt: bytes, tokens: int, seed: int) -> str:
-    """What the model writes after a prompt."""
+    """Generate text after a prompt."""
     sampling = Sampling(temperature=0.8, top_k=40, seed=seed)
     (written,) = model.generate([list(prompt)], tokens, sampling=sampling)
     return bytes(written).decode("utf-8", errors="replace")

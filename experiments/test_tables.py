@@ -1,4 +1,4 @@
-"""Every table of an experiment is that of its cells; the index has every experiment, and counts its cells."""
+"""Every table of an experiment equals its cells; the index has every experiment, and counts its cells."""
 
 import csv
 import re

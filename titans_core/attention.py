@@ -36,13 +36,13 @@ class SegmentState(NamedTuple):
 
     @staticmethod
     def after(prefix: AttentionState, batch: int) -> SegmentState:
-        """The state after the persistent tokens, for ``batch`` sequences; reads have no queries."""
+        """Return the state after the persistent tokens, for ``batch`` sequences; reads have no queries."""
         tokens = expand_rows(prefix.conv_state, batch)
         reads = {name: inputs for name, inputs in tokens.items() if name != "q"}
         return SegmentState(AttentionState(None, reads), AttentionState(None, tokens))
 
     def closed(self) -> SegmentState:
-        """The state at the end of a segment: convolution inputs are kept, keys are dropped."""
+        """Return the state at the end of a segment: convolution inputs are kept, keys are dropped."""
         return SegmentState(*(AttentionState(None, part.conv_state) for part in self))
 
 
@@ -119,7 +119,7 @@ class Attention(Projections):
         return y[..., : self.head_dim].transpose(1, 2), last_keys(keys, keep), held_B
 
     def kept(self, state: AttentionState, S: int, T: int) -> tuple[int, Tensor | None]:
-        """Number of keys to keep of S after a call for the last T of them, and `AttentionState.held_B`."""
+        """Return the number of keys to keep of S after a call for the last T, and `AttentionState.held_B`."""
         keep = S if self.config.window is None else min(S, self.config.window - 1)
         # a row that has filled the window since its reset attends to all of it
         return keep, None if state.held_B is None or keep <= T else (state.held_B + T).clamp(max=keep)
@@ -144,13 +144,13 @@ class Attention(Projections):
         state: SegmentState,
         prefix: KeyCache | None,
     ) -> tuple[Tensor, SegmentState]:
-        """Attention over ``[p] || r || Z`` of one segment, or the next part of one (eqs. 22-23).
+        """Attend over ``[p] || r || Z`` of one segment, or the next part of one (eqs. 22-23).
 
         Token i sees p, the reads r_j and the tokens Z_j with j <= i: r_j is a function of token j, so a
         plain causal mask over the concatenation would show it the future. For the same reason r and Z have a
         convolution each. ``position_BT`` counts from the start of the segment: in a text of any length
-        positions are then those of training. ``state`` is that of the segment's earlier part, `closed` at its
-        start. Returns [B, T, D] and the state after the tokens.
+        positions are then as in training. ``state`` is of the segment's earlier part, `closed` at its start.
+        Returns [B, T, D] and the state after the tokens.
         """
         rotary = self.rotary(position_BT)
         (q, k, v), conv_state = self.project(x_BTD, "qkv", state.tokens.conv_state)
@@ -173,7 +173,7 @@ class Attention(Projections):
         return keys + self.conv_bytes()
 
     def rotary(self, position_BT: Tensor) -> RotaryEmbedding | None:
-        """The rotary embedding of some positions; None without."""
+        """Return the rotary embedding of some positions; None without."""
         if self.config.positions == "none":
             return None
         dtype = torch.promote_types(self.w_q.weight.dtype, torch.float32)
@@ -199,11 +199,11 @@ class Attention(Projections):
 def _unrotated_prefix(
     plain_q: Tensor, q: Tensor, keys: KeyCache, prefix: KeyCache | None
 ) -> tuple[Tensor, KeyCache, KeyCache | None]:
-    """Queries, keys and prefix in twice the width, so that only tokens see rotated queries.
+    """Return queries, keys and prefix in twice the width, so that only tokens see rotated queries.
 
     Persistent tokens have no position. A rotated query would score them by its distance from the start of the
     text, beyond the training length out of distribution. So a query is its rotated and its plain version
-    concatenated; keys of tokens are zero-padded in the second half, those of the prefix in the first.
+    concatenated; keys of tokens are zero-padded in the second half, the prefix's in the first.
     """
     if prefix is None:
         return q, keys, None

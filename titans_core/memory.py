@@ -55,7 +55,7 @@ class MemoryCache(NamedTuple):
     memory: AnyState
     conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
-    """With one gate per chunk, those of the open chunk, [B, 1, H] each."""
+    """With one gate per chunk, the open chunk's, [B, 1, H] each."""
     steps: tuple[Tensor, ...] = ()
     """With a write budget, the effective steps of the open chunk's tokens, [B, H, p]."""
 
@@ -105,7 +105,7 @@ class NeuralMemory(Projections):
         own = _rule(config)
         self.config, self.rule = config, own
         self.carries_momentum = config.momentum or own.has_own_chunk or type(own).update is not Rule.update
-        """Whether a state holds momentum; where eta is always 0, one zero per head and layer instead."""
+        """True if a state holds momentum; if eta is always 0, it has one zero per head and layer instead."""
         self.forgets_by_channel = config.decay and config.channel_gates == "alpha"
         self.alpha = None
         if config.decay:
@@ -172,7 +172,7 @@ class NeuralMemory(Projections):
     def read(
         self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
     ) -> tuple[Tensor, ConvState]:
-        """M(q) at given weights, without a write (eq. 21); ``conv_state`` is that of q only."""
+        """Return M(q) at given weights, without a write (eq. 21); ``conv_state`` is of q only."""
         (q,), conv_state = self.project(x_BTD, "q", conv_state)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
@@ -193,7 +193,7 @@ class NeuralMemory(Projections):
         return self.start_weights if self.config.forget_to == "initial" else None
 
     def absolute_weights(self, weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """The weights of a state, with the base added that they are stored relative to."""
+        """Add the base to the weights of a state, which are stored relative to it."""
         base = self.base
         return weights if base is None else tuple(B + V for B, V in zip(base, weights, strict=True))
 
@@ -205,7 +205,7 @@ class NeuralMemory(Projections):
         return Extension(residual, self.base, self.rule, gates)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
-        """The cache before the first token: the initial weights, updated by the persistent tokens if given.
+        """Return the cache before the first token: initial weights, updated by any persistent tokens.
 
         The prefix is written in chunks of its own, so that the sequence starts on a chunk border; once, since
         it is the same for every row and document.
@@ -265,7 +265,7 @@ class NeuralMemory(Projections):
     def _project_tokens(
         self, x: Tensor, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[Tensor, Writes, ConvState]:
-        """Queries [B, T, H, E], the inputs of the update, and the convolution state."""
+        """Return queries [B, T, H, E], the inputs of the update, and the convolution state."""
         (q, k, v), conv_state = self.project(x, "qkv", conv_state, documents)
         return q, Writes(k, v, *self.gates(x)), conv_state
 
@@ -292,7 +292,7 @@ class NeuralMemory(Projections):
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
     ) -> Writes:
-        """With gates per chunk, each token's gates are those of its chunk's first token: causal."""
+        """Give each token the gates of its chunk's first token, with gates per chunk; this is causal."""
         if self.config.gates_per == "token":
             return writes
         T, b = writes.k.shape[1], self.config.chunk_size
@@ -395,7 +395,7 @@ class NeuralMemory(Projections):
         return y, after
 
     def output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
-        """Reads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
+        """Normalise reads [B, T, H, E], gate them by x and project them to [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
         y, gate = y_BTHE, None
@@ -424,17 +424,17 @@ def _without_momentum(state: AnyState) -> AnyState:
 
 
 def zero_momentum(weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """A placeholder, zeros [B, H, 1, 1] of each layer, for a momentum that no token uses."""
+    """Return a placeholder, zeros [B, H, 1, 1] of each layer, for a momentum that no token uses."""
     return tuple(W.new_zeros(*W.shape[:2], 1, 1) for W in weights)
 
 
 def expand_momentum(momentum: tuple[Tensor, ...], weights: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """The momentum in the shape of the weights."""
+    """Expand the momentum to the shape of the weights."""
     return tuple(S.expand_as(W) for S, W in zip(momentum, weights, strict=True))
 
 
 def _check_packed_start(cache: MemoryCache) -> None:
-    """Raises ValueError unless ``cache`` is a single state on a chunk border."""
+    """Raise ValueError unless ``cache`` is a single state on a chunk border."""
     if cache.memory.position:
         raise ValueError(
             f"cache: {cache.memory.position} tokens into a chunk; documents must start on a chunk border"

@@ -66,7 +66,7 @@ def prose(folder: Path) -> Iterator[Document]:
 
 
 def chapters(text: str, heading: str, title: str, author: str, source: str) -> Iterator[Document]:
-    """The parts of a work, each from its heading; what stands before the first is left out."""
+    """Yield the parts of a work, each from its heading; text before the first is left out."""
     text = "\n".join(line.rstrip() for line in text.splitlines())
     starts = [match.start() for match in re.finditer(heading, text)]
     for i, (start, end) in enumerate(zip(starts, [*starts[1:], len(text)], strict=True), 1):
@@ -76,7 +76,7 @@ def chapters(text: str, heading: str, title: str, author: str, source: str) -> I
 
 
 def austen(path: Path) -> Iterator[str]:
-    """The novels of R's package janeaustenr: character vectors in a lazy-load database."""
+    """Yield the novels of R's package janeaustenr: character vectors in a lazy-load database."""
     packed, at = path.read_bytes(), 8
     while at < len(packed):  # an ar archive
         name, size = packed[at : at + 16].strip(), int(packed[at + 48 : at + 58])
@@ -120,7 +120,7 @@ def code(folder: Path) -> Iterator[Document]:
 
 
 def licences(folder: Path, documents: list[Document]) -> Iterator[str]:
-    """What the corpus is made of, and the notices that have to be kept."""
+    """Yield the contents of the corpus by source, and the notices that have to be kept."""
     yield "The text of corpus.jsonl.xz, which names title, author, source and licence of every document.\n\n"
     works: dict[tuple[str, ...], list[str]] = {}
     for document in documents:

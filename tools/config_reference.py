@@ -18,7 +18,7 @@ TEMPLATE = Path(__file__).with_suffix(".md")
 
 
 def reference_page() -> str:
-    """The Markdown page of every field of a run file, and every task with its options."""
+    """Render the Markdown page of every field of a run file, and every task with its options."""
 
     def about(kind: type) -> str:
         return cleandoc(kind.__doc__ or "").partition("\n\n")[0].replace("``", "`")

@@ -80,7 +80,7 @@ class Tree:
                 yield from self.parsed[path]
 
     def named(self, package: str, kind: type, name: str) -> ast.AST:
-        """The one definition of a name in a package. Raises ValueError: there is none, or several."""
+        """Return the one definition of a name in a package. Raises ValueError: there is none, or several."""
         definitions = [
             n for n in self.nodes(package) if isinstance(n, kind) and getattr(n, "name", "") == name
         ]
@@ -89,16 +89,16 @@ class Tree:
         return definitions[0]
 
     def fields(self, package: str, name: str) -> int:
-        """Number of fields of a class."""
+        """Return the number of fields of a class."""
         return sum(isinstance(node, ast.AnnAssign) for node in self.named(package, ast.ClassDef, name).body)
 
     def arguments(self, package: str, name: str) -> int:
-        """Number of arguments of a function."""
+        """Return the number of arguments of a function."""
         given = self.named(package, ast.FunctionDef, name).args
         return len(given.posonlyargs + given.args + given.kwonlyargs)
 
     def entries(self, package: str, name: str) -> int:
-        """Number of entries of a tuple that a module assigns to a name. Raises ValueError: there is none."""
+        """Count the entries of a tuple that a module assigns to a name. Raises ValueError: there is none."""
         for node in self.nodes(package):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == name:
                 return len(getattr(node.value, "elts", ()))

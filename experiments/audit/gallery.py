@@ -37,7 +37,7 @@ D = 32
 
 
 def gru() -> Any:
-    """A GRU of torch."""
+    """Build a GRU of torch."""
     return nn.GRU(D, D, batch_first=True)
 
 
@@ -84,7 +84,7 @@ def x_transformers() -> Adapter:
 
 
 def local_attention() -> Any:
-    """A causal window of 16."""
+    """Build attention over a causal window of 16."""
     from local_attention.transformer import LocalMHA
 
     return LocalMHA(dim=D, window_size=16, heads=2, dim_head=16, causal=True)
@@ -106,7 +106,7 @@ def mambapy() -> Adapter:
 
 
 def mingru() -> Adapter:
-    """The hidden state carried."""
+    """Build a minGRU whose hidden state is carried."""
     from minGRU_pytorch import minGRU
 
     layer = minGRU(D)
@@ -115,7 +115,7 @@ def mingru() -> Adapter:
 
 
 def minlstm() -> Adapter:
-    """The hidden state carried."""
+    """Build a minLSTM whose hidden state is carried."""
     from minGRU_pytorch.minLSTM import minLSTM
 
     layer = minLSTM(D)
@@ -131,7 +131,7 @@ def s5() -> Any:
 
 
 def mega() -> Adapter:
-    """A causal layer."""
+    """Build a causal MEGA layer."""
     from mega_pytorch import MegaLayer
 
     layer = MegaLayer(dim=D, ema_heads=4, attn_dim_qk=16, attn_dim_value=32, causal=True)
@@ -163,7 +163,7 @@ def xlstm_block() -> Adapter:
 
 
 def _transformers(model: Any, cache: str, **claims: Any) -> Adapter:
-    """A base model of transformers on embedded tokens; its caches are changed in place, by design."""
+    """Wrap a base model of transformers on embedded tokens; its caches are changed in place, by design."""
 
     def forward(x: Tensor) -> Tensor:
         return model(inputs_embeds=x, use_cache=False).last_hidden_state
@@ -262,7 +262,7 @@ class _Projected(nn.Module):
 
 
 def fla_gated_delta() -> Adapter:
-    """The chunked form in plain PyTorch, next to the recurrent one."""
+    """Compare the chunked form in plain PyTorch with the recurrent one."""
     from fla.ops.gated_delta_rule.naive import naive_chunk_gated_delta_rule as chunked
     from fla.ops.gated_delta_rule.naive import naive_recurrent_gated_delta_rule as recurrent
 
@@ -373,7 +373,7 @@ def one(name: str, dist: str, factory: Callable[[], Any], options: argparse.Name
 
 
 def table(folder: Path) -> None:
-    """The gallery's table in Markdown."""
+    """Print the gallery's table in Markdown."""
     print("| layer | version | pass | fail | precision | seconds |\n|:--|:--|--:|:--|:--|--:|")
     names = [*PUBLIC, *sorted(p.stem for p in folder.glob("ours*.json"))]
     for name in names:

@@ -32,7 +32,7 @@ PARTS = 10
 
 
 def stress_text(prose: str) -> str:
-    """A million bytes: 600,000 of prose, and 100,000 each of four kinds of repetition and noise."""
+    """Return a million bytes: 600,000 of prose, and 100,000 each of four kinds of repetition and noise."""
     draw = random.Random(0)
     rows = "".join(f"| {i:5d} | {draw.random():.4f} | {draw.random():.4f} |\n" for i in range(4000))
     kinds = ("=" * 78 + "\n", rows, base64.b64encode(draw.randbytes(75_000)).decode(), "a")
@@ -45,7 +45,7 @@ def stress_text(prose: str) -> str:
 
 @torch.no_grad()
 def read(run: str, text: str, tokens: int | None, fresh: bool = True) -> dict[str, Any]:
-    """What one run does with a text; ``fresh``: read it again with a new state every training row."""
+    """Read a text with one run; ``fresh``: read it again with a new state every training row."""
     model, tokenizer, cfg = load_run(run)
     if tokenizer is None:
         raise UsageError(f"{run}: does not train on text")

@@ -2,7 +2,7 @@
 
 Rules, depths, chunks and sizes of the memory on the pairs of `experiments.depth.pairs`, read back after
 1, 2, 4 and 8 passes. Each memory writes with the step (and the scale of its hidden layers' start)
-that is best for it on tuning problems; the errors are those of other problems.
+that is best for it on tuning problems; the errors are measured on other problems.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Memory:
         return [*layers[:-1], LAST * layers[-1]]
 
     def state(self, D: int) -> int:
-        """Number of weights that are written."""
+        """Return the number of weights that are written."""
         written = self.start(1, D, 0)[-1 if self.last_only else 0 :]
         return sum(W.numel() for W in written)
 
@@ -103,12 +103,12 @@ MEMORIES = {
     "depth 2, delta_ttt": Memory("delta_ttt", depth=2),
     "last layer, hidden x2": Memory(depth=2, expansion=2, last_only=True),
 }
-"""What is compared by default; the first is the baseline. Without decay gated_delta is the paper's rule, and
+"""Memories compared by default; the first is the baseline. Without decay gated_delta is the paper's rule, and
 mdn with its gate open is momentum."""
 
 
 class Problem(NamedTuple):
-    """A setting's pairs: those that steps are tuned on, and those that errors are of."""
+    """Pairs of a setting: for tuning the steps, and for reporting errors."""
 
     kind: str
     tuning: Pairs
@@ -116,7 +116,7 @@ class Problem(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """What is tuned."""
+    """Hyperparameters to tune."""
 
     theta: float
     gain: float
@@ -178,7 +178,9 @@ def errors(
 
 
 def fit(memory: Memory, problem: Problem, passes: Sequence[int], chunk: int) -> Iterator[dict[str, Any]]:
-    """A row for each number of passes, at the candidate with the lowest error of tuning problems there."""
+    """Yield a row for each number of passes, at the candidate with the lowest error of tuning problems
+    there.
+    """
     candidates = [Candidate(*pair) for pair in product(STEPS, memory.gains)]
     tuned = errors(memory, problem.tuning, candidates, passes, chunk, TUNING_SEED)[0].mean(-1)
     best = [candidates[i] for i in tuned.argmin(1).tolist()]
@@ -246,7 +248,7 @@ def lower(rows: Sequence[dict[str, Any]], baseline: str) -> dict[tuple[str, int,
 
 
 def lines_of(rows: Sequence[dict[str, Any]], baseline: str) -> list[str]:
-    """The tables of `run` as text of 80 columns, and the count of settings below them."""
+    """Return the tables of `run` as text of 80 columns, and the count of settings below them."""
     passes = sorted({row["passes"] for row in rows})
     shape = "{:<22} {:>6}" + " {:>10}" * len(passes) + " {:>8}"
     lines = ["Squared error over variance of stored pairs after so many passes, mean and sd over"]
@@ -331,7 +333,7 @@ def picture(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
 
 
 def _memories(ctx: click.Context, parameter: click.Parameter, names: tuple[str, ...]) -> dict[str, Memory]:
-    """The baseline and the named ones: keys of `MEMORIES`, or RULE/DEPTH."""
+    """Return the baseline and the named ones: keys of `MEMORIES`, or RULE/DEPTH."""
     chosen = {"linear": MEMORIES["linear"]} if names else dict(MEMORIES)
     for name in names:
         rule, slash, depth = name.rpartition("/")

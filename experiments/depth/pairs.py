@@ -29,7 +29,7 @@ class Pairs(NamedTuple):
     """Other pairs of the same map, which are never written; None: keys and values are unrelated."""
 
     def take(self, which: slice) -> Pairs:
-        """Some of the problems."""
+        """Return some of the problems."""
         return Pairs(self.k[which], self.v[which], self.held_out and self.held_out.take(which))
 
 

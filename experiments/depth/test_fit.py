@@ -59,7 +59,7 @@ def test_pairs_are_scaled_and_held_out_ones_are_of_the_same_map(kind):
     assert (one.held_out is None) == (kind == "random")
     if one.held_out and two.held_out:
         assert not torch.equal(one.k, one.held_out.k)
-        # the least squares map of the stored pairs predicts them, and not those of another map
+        # the least squares map of the stored pairs predicts them, and not another map's
         W = torch.linalg.lstsq(one.k, one.v).solution
         wrong = [(one.held_out.k @ W - v).square().sum().item() for v in (one.held_out.v, two.held_out.v)]
         assert wrong[0] < 0.9 * wrong[1]

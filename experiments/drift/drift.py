@@ -54,7 +54,7 @@ class DriftOptions(Frozen):
     turn: Annotated[float, Field(ge=0, le=math.pi * 1024)] = 0.0
     """The angle in radians by which w turns in d steps; 0: it does not turn."""
     noise: Annotated[float, Field(ge=0)] = 0.0
-    """sigma^2, the variance of the observation noise; that of w . x is 1."""
+    """sigma^2, the variance of the observation noise; the variance of w . x is 1."""
     outliers: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of observations with more noise, each on its own."""
     outlier_noise: Annotated[float, Field(ge=0)] = 0.0
@@ -62,7 +62,7 @@ class DriftOptions(Frozen):
     outputs: PositiveInt = 8
     """F independent vectors with the same inputs: more samples from one row."""
     burn_in: PositiveInt = 192
-    """First steps of a row, not trained on or measured: the known risk is that of the long run."""
+    """First steps of a row, not trained on or measured: the known risk holds in the long run."""
 
 
 class Gates(NamedTuple):
@@ -103,7 +103,7 @@ def steady_risk(kept: float, step: float, eta: float, options: DriftOptions) -> 
 
 
 def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False) -> Gates:
-    """The gates of the lowest risk with the paper's rule, found by a search.
+    """Search for the gates of the lowest risk with the paper's rule.
 
     A = 1 without decay, eta = 0 without momentum.
     """
@@ -153,7 +153,7 @@ class DriftData:
             yield self.rows(np.arange(i, min(i + rows, items)), f"held out {seed}", length)
 
     def rows(self, which: NDArray[np.int64], part: str, length: int | None = None) -> Steps:
-        """The rows with these numbers, of a part's own random numbers."""
+        """Generate the rows with these numbers, from a part's own random numbers."""
         T, d, F = length or self.length, self.options.width, self.options.outputs
         q, B = self.options.drift / d, len(which)
         a, moves, x, m = math.sqrt(1 - q), torch.empty(B, T, F, d), torch.empty(B, T, d), torch.empty(B, T, F)
@@ -228,7 +228,7 @@ class DriftModel(Model):
         return torch.cat([torch.zeros_like(read[:, :1]), read], 1)
 
     def state_bytes(self, length: int) -> int:
-        """The matrix of weights."""
+        """Return the size of the matrix of weights."""
         return 4 * self.width * self.outputs
 
 
@@ -246,11 +246,11 @@ class Drift(Objective[DriftData]):
         return self.open(root)
 
     def open(self, root: Path) -> DriftData:
-        """The generator."""
+        """Create the generator."""
         return DriftData(self.options, self.cfg.data.sequence_length, self.cfg.data.seed)
 
     def build_model(self) -> DriftModel:
-        """The memory with its two gates."""
+        """Build the memory with its two gates."""
         with within("model.memory", ValueError):
             return DriftModel(self.cfg.model.memory, self.options.width, self.options.outputs)
 
@@ -263,7 +263,7 @@ class Drift(Objective[DriftData]):
         return (model(batch.x, batch.y) - batch.y)[:, self.options.burn_in :].square().mean((1, 2))
 
     def sample_batch(self, rows: int) -> Steps:
-        """Rows like those of training."""
+        """Generate rows like the training rows."""
         return self.open(Path()).rows(np.arange(rows), "sample")
 
     def check(self, data: DriftData | None = None) -> None:
@@ -286,7 +286,7 @@ class Drift(Objective[DriftData]):
 
 
 class DriftTaskOptions(Frozen):
-    """What is measured."""
+    """Options of the measurement."""
 
     kind: Literal["risk", "ratio", "alpha", "eta", "step"] = "risk"
     """risk: R. ratio: R over the lowest R of the paper's rule. alpha, eta, step: the learnt 1 - A, eta and B

@@ -99,7 +99,7 @@ def test_no_decay_costs_between_126_and_128_percent():
 
 
 def model(d: int, A: float, B: float, eta: float = 0.0) -> DriftModel:
-    """The memory of the objective with these gates."""
+    """Build the memory of the objective with these gates."""
     memory = MEMORY | {"decay": A < 1, "momentum": eta > 0}
     made = DriftModel(MemoryConfig.model_validate(memory), d, 8)
     with torch.no_grad():

@@ -75,7 +75,7 @@ def _features(data: LabelledData, k: int) -> dict[str, Tensor]:
     """[N, F] features of each split: scaled counts of the training split's k-mers, and a constant 1."""
 
     def codes_of(ids: NDArray[np.uint32]) -> NDArray[np.int64]:
-        """The k-mers of a sequence, encoded as integers."""
+        """Encode the k-mers of a sequence as integers."""
         if len(ids) < k:
             return np.empty(0, np.int64)
         windows = np.lib.stride_tricks.sliding_window_view(ids.astype(np.int64), k)

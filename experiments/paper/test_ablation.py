@@ -1,4 +1,4 @@
-"""The tables of the ablation in the pages are those of the cells here."""
+"""The ablation's tables in the pages equal the cells here."""
 
 import csv
 import statistics
@@ -33,7 +33,7 @@ def scale(request) -> str:
 
 @pytest.fixture
 def text(scale) -> str:
-    """The section of a document that has the scale's table."""
+    """Return the section of a document that has the scale's table."""
     page, heading = SECTIONS[scale]
     found = (TOP / page).read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     assert found
@@ -56,7 +56,7 @@ def measured_in(name: str) -> Measured:
 
 
 def scores(text: str) -> dict[str, list[str]]:
-    """The rows of the ablation's table."""
+    """Return the rows of the ablation's table."""
     return table(text.partition("minus LMM")[0])
 
 

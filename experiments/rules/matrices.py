@@ -33,10 +33,10 @@ class EndedRule(Rule):
 
     @abstractmethod
     def end(self, start: MemoryState, after: MemoryState, tokens: Inputs) -> MemoryState:
-        """The state after a full chunk, from full weights [B, H, D, F] before and after its tokens."""
+        """Return the state after a full chunk, from full weights [B, H, D, F] before and after its tokens."""
 
     def inside(self, tokens: Inputs) -> Inputs:
-        """The tokens as the chunk is written with."""
+        """Return the tokens that the chunk is written with."""
         return tokens
 
     def chunk(self, tokens: Inputs, state: MemoryState, options: Options) -> tuple[Tensor, MemoryState]:

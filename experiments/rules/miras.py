@@ -47,7 +47,7 @@ class Huber(Rule):
 class Yaad(Huber):
     """The update that MIRAS calls Yaad: a Huber loss that switches on the norm of the error.
 
-    The gradient is that of ``||e||_2^2`` where ``||e||_2 <= delta`` and that of ``2 delta ||e||_1`` beyond;
+    The gradient is of ``||e||_2^2`` where ``||e||_2 <= delta`` and of ``2 delta ||e||_1`` beyond;
     again twice MIRAS's. Unlike Huber's it is discontinuous at the threshold.
     """
 
@@ -61,7 +61,7 @@ class Yaad(Huber):
 class YaadGated(Rule):
     """Yaad with its threshold per token, ``delta_t = delta * gate_t`` (eq. 26).
 
-    The gradient is that of ``||e||_2^2`` where ``||e||_2 <= delta_t``, and of ``delta_t ||e||_1`` beyond;
+    The gradient is of ``||e||_2^2`` where ``||e||_2 <= delta_t``, and of ``delta_t ||e||_1`` beyond;
     `Yaad`, with a constant delta, doubles the second.
     """
 
@@ -81,7 +81,7 @@ class Moneta(EndedRule):
         g = grad sum |e|^p;    Acc = (1 - alpha) Acc - theta g;    W = Acc / ||Acc||_q^(q-2)
 
     W is normalised at the end of a chunk only, as published; inside one it takes the steps of Acc. The norm
-    is that of a head's whole matrix (the text does not say). Acc is not kept: ``||W|| = ||Acc||^(3-q)`` gives
+    is of a head's whole matrix (the text does not say). Acc is not kept: ``||W|| = ||Acc||^(3-q)`` gives
     it back, ``Acc = W ||W||^((q-2)/(3-q))``, and so the Acc that M_0 starts from.
 
     With q above 3 the scale is inverted: forgetting makes W larger, and a gate near 1 lets it grow without
@@ -118,7 +118,7 @@ class Memora(EndedRule):
     """Weights that are distributions: ``W = softmax((1 - alpha) log W - theta grad)`` (eq. 27).
 
     A slice of the softmax is all inputs of one output (the text does not say). Gradients are taken at the
-    start of a chunk, so its steps add up before the softmax: the weights at its end are exactly those of (27)
+    start of a chunk, so its steps add up before the softmax: the weights at its end are exactly as in (27)
     with these gradients. Inside a chunk, reads see the steps added to W, as in the published parallel form.
     A memory must start from distributions; other weights are clamped above 0 first.
 

@@ -32,7 +32,7 @@ class Case(NamedTuple):
     chunk_size: int
 
     def call(self, given: Sequence[Tensor]) -> Tensor:
-        """The tokens' reads."""
+        """Return the tokens' reads."""
         q, k, v, alpha, eta, theta, gates, *weights = given
         extension = Extension(rule=self.rule, gates=gates)
         y, _ = neural_memory(
@@ -90,7 +90,7 @@ def run(
 
 
 def lines_of(rows: Sequence[dict[str, Any]]) -> list[str]:
-    """A Markdown table."""
+    """Return a Markdown table."""
     lines = [
         "| rule | depth | chunk | form | tokens a second | to the paper's |",
         "|---|--:|--:|---|--:|--:|",
@@ -110,7 +110,7 @@ def rules(names: tuple[str, ...], rounds: int, batch: int, length: int) -> None:
     """Compare the rules of the memory: form and speed.
 
     Forward and backward of 4 heads of width 64, in float32, on one thread. The
-    last column is the speed over that of the paper's rule with as many layers
+    last column is the speed relative to the paper's rule with as many layers
     and as large chunks.
 
     \b

@@ -62,13 +62,13 @@ def f(W: list[Tensor], x: Tensor) -> Tensor:
 
 
 def gradient(loss, W: list[Tensor]) -> tuple[Tensor, ...]:
-    """The gradient of ``loss(W)`` at W, itself differentiable."""
+    """Return the gradient of ``loss(W)`` at W, itself differentiable."""
     at = [w if w.requires_grad else w.detach().requires_grad_() for w in W]
     return torch.autograd.grad(loss(at), at, create_graph=True)
 
 
 def assert_published(case: Deep, expected: list[Tensor], leaves: list[Tensor], **options) -> None:
-    """The generic form, every cut and every gradient of ``leaves``."""
+    """Compare the generic form, every cut and every gradient of ``leaves``."""
     options["chunk_size"] = options.get("chunk_size", B)
     assert_same(expected, case.whole(**options), leaves)
     for sizes in ([T], [2, 1, 1, 5, T - 9], [T - 1, 1], [1] * T):

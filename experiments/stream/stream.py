@@ -45,7 +45,7 @@ TIMED_AT = (1024, 1_000_000)
 
 @dataclass
 class Place:
-    """How many tokens of the text were read, and the model's state after them."""
+    """Number of tokens of the text read so far, and the model's state after them."""
 
     at: int = 0
     state: ModelState | None = None
@@ -67,9 +67,9 @@ class Reader:
         return {"seconds": sum(self._pieces(self.place, count)), "peak_bytes": peak_bytes()}
 
     def again(self, count: int) -> dict[str, float]:
-        """`read`, and in turn with it, piece by piece, so many tokens from the start of the text.
+        """Read on from here and, in turn, piece by piece, as many tokens from the start of the text.
 
-        A busy machine slows both alike. `first_seconds` are those of the start.
+        A busy machine slows both alike. `first_seconds` are for the start.
         """
         pairs = zip(self._pieces(self.place, count), self._pieces(Place(), count), strict=True)
         late, early = map(sum, zip(*pairs, strict=True))
@@ -103,7 +103,7 @@ class Reader:
 
 
 def _tokens(paths: Sequence[Path], vocabulary: int) -> torch.Tensor:
-    """The files' bytes, one after the other; random tokens where there are none."""
+    """Return the files' bytes, one after the other; without files, random tokens."""
     if not paths:
         return torch.randint(vocabulary, (2**20,), generator=torch.Generator().manual_seed(0))
     parts = load_tokenizer("byte").encode_batch([path.read_text("utf-8", "replace") for path in paths])
@@ -228,9 +228,9 @@ def stream(
 ) -> None:  # fmt: skip
     """Read a very long text: does speed or memory depend on how much was read?
 
-    Each variant reads in a process of its own, with weights at their initial values. Times are those of the
-    CPU; the first tokens are read again in turn with the last, so that a busy machine slows both. A variant
-    that gets 20 times slower, or takes too much memory, is left where it is.
+    Each variant reads in a process of its own, with weights at their initial values. Times are of
+    the CPU; the first tokens are read again in turn with the last, so that a busy machine slows both. Reading
+    ends early for a variant that gets 20 times slower or takes too much memory.
 
     \b
     Example:

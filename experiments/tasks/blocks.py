@@ -78,7 +78,7 @@ class Composition(Associative):
 
 
 def sharing(place: int, before: str) -> list[str]:
-    """Values of the keys with the same letter at ``place`` as the key asked about."""
+    """Values of the keys with the same letter at ``place`` as the queried key."""
     key, bound = key_and_pairs(before)
     return [value for other, value in bound.items() if other[place] == key[place]]
 

@@ -76,7 +76,7 @@ class FuzzyOptions(QueryOptions):
 
 
 def newest_sharing(place: int, before: str) -> list[str]:
-    """The value of the newest key with the same letter at ``place`` as the key asked about."""
+    """Return the value of the newest key with the same letter at ``place`` as the queried key."""
     return sharing(place, before)[-1:]
 
 
@@ -159,7 +159,7 @@ class Memorisation(Associative):
         return rng.sample(keys, self.options.queries or len(keys))
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """A block without pairs."""
+        """Return a block without pairs."""
         return [("", self.dictionary)]
 
 
@@ -181,7 +181,7 @@ class FunctionOptions(QueryOptions):
     examples: PositiveInt = 13
     """Inputs shown with their outputs."""
     queries: PositiveInt | None = 8
-    """Inputs that are asked for, none of them shown before; None: as many as examples."""
+    """Number of queried inputs, none of them shown before; None: as many as examples."""
 
     @model_validator(mode="after")
     def _unseen_are_left(self) -> FunctionOptions:
@@ -230,13 +230,15 @@ class Functions(Associative):
         }
 
     def _seen_least(self, before: str) -> list[str]:
-        """Outputs are equally frequent over all inputs, so the one seen least has the most inputs left."""
+        """Return the output seen least: all are equally frequent over inputs, so it has the most inputs
+        left.
+        """
         counts = Counter(map(str, range(self.options.classes)))
         counts.update(key_and_pairs(before)[1].values())
         return [output for output, count in counts.items() if count == min(counts.values())]
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
-        """Inputs that occur once in the row."""
+        """Return inputs that occur once in the row."""
         return keys
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
@@ -255,7 +257,7 @@ class Functions(Associative):
 
 
 def _gauss(rng: random.Random, *shape: int) -> NDArray[np.float64]:
-    """Standard normal numbers from Python's generator, whose stream is the same in every version."""
+    """Draw standard normal numbers from Python's generator, whose stream is the same in every version."""
     return np.array([rng.gauss(0, 1) for _ in range(math.prod(shape))]).reshape(shape)
 
 
@@ -344,7 +346,9 @@ class Words(GeneratedTask):
         return fill(build, length, tokenizer)
 
     def _product(self, state: tuple[int, ...], element: tuple[int, ...]) -> tuple[int, ...]:
-        """The sum modulo the degree, or the arrangement whose place i holds what place element[i] held."""
+        """Return the sum modulo the degree, or the arrangement whose place i holds what place element[i]
+        held.
+        """
         if self._cyclic:
             return ((state[0] + element[0]) % self.options.degree,)
         return tuple(state[place] for place in element)

@@ -55,7 +55,7 @@ OTHERS = [
 
 
 def each(cases, name=""):
-    """The cases, of one task if named."""
+    """Parametrize over the cases, of one task if named."""
     cases = [case for case in cases if name in ("", case[0])]
     return pytest.mark.parametrize(("task", "options", "length"), cases)
 
@@ -83,7 +83,7 @@ def near(share, level, items):
 
 
 def latest(before):
-    """The key asked about, and what every key is bound to by then."""
+    """Return the queried key, and the value that every key is bound to by then."""
     key = re.search(r"[^\d\sa-z.,;:\-+*/]+$", before).group()
     return key, dict(PAIR.findall(before[: -len(key)]))
 
@@ -116,7 +116,7 @@ def test_another_dictionary_has_other_values():
 
 
 def outputs(rng, inputs, levels, classes, hidden):
-    """A map as its definition has it, in plain Python: the class of every input by its letters."""
+    """Compute a map from its definition, in plain Python: the class of every input by its letters."""
 
     def weights(n):
         return [rng.gauss(0, 1) for _ in range(n)]
@@ -188,7 +188,7 @@ def test_a_word_multiplied_out_is_the_answer(task, options, length):
 
 @each(OTHERS, "resets")
 def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
-    """Who reads this line alone answers all, who forgets nothing only those of this line, half of all."""
+    """Reading this line alone answers all questions, forgetting nothing only this line's, half of all."""
     task, items = made(task, options, length)
 
     def told(before):
@@ -211,7 +211,7 @@ def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
 
 @each(RECALLS + OTHERS)
 def test_guessing_gets_chance(task, options, length):
-    """Answers of other items, of the same length: what is frequent is said as often."""
+    """Answers of other items, of the same length: a frequent answer is guessed as often."""
     task, items = made(task, options, length)
     rng, said = random.Random(1), [answer for item in items for _, answer in questions(item)]
     by_length = {n: [answer for answer in said if len(answer) == n] for n in {*map(len, said)}}
@@ -220,7 +220,7 @@ def test_guessing_gets_chance(task, options, length):
 
 
 def values_of(before, count):
-    """What the `count` keys that came up last are bound to: those of the latest block."""
+    """Return the values of the `count` keys that came up last, from the latest block."""
     _, bound = latest(before)
     recent = dict.fromkeys(key for key, _ in reversed(PAIR.findall(before)))
     return [bound[key] for key in recent if key in bound][:count]

@@ -45,7 +45,7 @@ class TNTOptions(Frozen):
 
 
 class LocalState(NamedTuple):
-    """State of a local memory: that of its open shard."""
+    """State of a local memory in its open shard."""
 
     cache: MemoryCache
     keys_BHEE: Tensor
@@ -74,7 +74,7 @@ class LocalMemory(NeuralMemory):
         self.shard, self.projection = options.shard, options.projection
 
     def fresh(self, batch: int) -> LocalState:
-        """The state at the start of a text."""
+        """Return the state at the start of a text."""
         cache = self.start(batch)
         keys = cache.start.weights[0].new_zeros(batch, self.heads, self.head_dim, self.head_dim)
         return LocalState(cache, keys, 0)
@@ -110,7 +110,9 @@ class LocalMemory(NeuralMemory):
         return torch.cat(outputs, 1), LocalState(opened, keys, seen)
 
     def _whole(self, q: Tensor, writes: Writes, position: Tensor, borders: Tensor) -> Tensor:
-        """Reads [1, N, H, E] of documents at ``position`` of each token, whose borders are ``borders``."""
+        """Return reads [1, N, H, E] of documents at ``position`` of each token, whose borders are
+        ``borders``.
+        """
         first = position % self.shard == 0
         index = first.cumsum(0)[None]
         starts = torch.nonzero(first).flatten() if not first.is_meta else borders[:-1]
@@ -129,7 +131,9 @@ class LocalMemory(NeuralMemory):
     def _projected(
         self, q: Tensor, k: Tensor, keys: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Queries projected onto the keys so far, the token's own among them, and the sum over keys."""
+        """Project queries onto the keys so far, the token's own among them; return them and the sum over
+        keys.
+        """
         if self.projection == "none":
             return q, keys
         unit = F.normalize(k.to(keys.dtype), dim=-1, eps=1e-6)
@@ -145,7 +149,7 @@ class TNT(Block):
     at the start of its chunk. A local memory W_i has a chunk of its own and starts anew every ``shard``
     tokens, so shards do not wait for each other. All share queries, keys and values, as in eqs. 5 to 7, and
     have weights and gates of their own. The sum of projected keys starts anew with the shard.
-    ``memory.rule`` is that of the local memories.
+    ``memory.rule`` is the local memories' rule.
     """
 
     Options = TNTOptions

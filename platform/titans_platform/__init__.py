@@ -11,7 +11,7 @@ __all__ = ["load_run"]
 def __getattr__(name: str) -> Any:
     if name != "load_run":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    # imported when it is asked for: it brings torch, and `titans --help` answers at once
+    # imported on first use: it brings torch, and `titans --help` answers at once
     from titans_platform.runs.load import load_run
 
     return load_run

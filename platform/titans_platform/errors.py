@@ -46,7 +46,7 @@ class NotWritable(TitansError):
 
 
 class Interrupted(TitansError):
-    """The run was asked to stop, and has written a checkpoint. Exit code 130."""
+    """The run was interrupted, and has written a checkpoint. Exit code 130."""
 
     exit_code = 130
 

@@ -116,7 +116,10 @@ def test_products_are_on_tensor_cores_and_read_no_tile_while_the_next_arrives(re
             "reads.update_backward"
         ):
             assert row["tensor_core"] > 0, row
-    # in the kernels that are pipelined and carry a sum over their loops. W's tile in the update has one buffer, so a product that ran on into the next iteration would read half of each. With the product of W last this was 1 at hidden 256, and an emulator of the compiled code reported, at hidden 128, 256 writes of cp.async to shared memory "while a wgmma reads"; with it first, none
+    # in the kernels that are pipelined and carry a sum over their loops. W's tile in the update has one
+    # buffer, so a product that ran on into the next iteration would read half of each. With the product
+    # of W last this was 1 at hidden 256, and an emulator of the compiled code reported, at hidden 128,
+    # 256 writes of cp.async to shared memory "while a wgmma reads"; with it first, none
     assert [row for row in reports if row["kernel"].startswith("columns") and row["carried"]] == []
     found = [row for row in reports if row["kernel"].startswith("reads.update_backward+keys")]
     assert {row["shape"] for row in found} == {"l1-d128-short", "l2-d64-h256"}

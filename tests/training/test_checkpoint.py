@@ -119,7 +119,7 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    *((text, "is not that of a checkpoint") for text in ("[]", "", '{"progress": {}}')),
+    *((text, "is not a checkpoint's") for text in ("[]", "", '{"progress": {}}')),
     ({"files": ["a"]}, "files Input should be an object"),
     ({"files": {"__0_0.distcp": 7}}, r"__0_0\.distcp.? Input should be a valid string"),
     ({"progress": {"step": "3"}}, r"progress\.step Input should be a valid integer"),

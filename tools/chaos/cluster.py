@@ -60,12 +60,12 @@ class Nodes:
         self.cluster.wait_for_nodes()
 
     def lose(self, draw: random.Random) -> None:
-        """A node goes without a word."""
+        """Remove a node without notice."""
         node = self.nodes.pop(draw.randrange(len(self.nodes)))
         self.cluster.remove_node(node, allow_graceful=False)
 
     def take_away(self, draw: random.Random, root: Path) -> bool:
-        """A node goes as Ray has been told; whether the run has made use of the notice to save itself."""
+        """Remove a node after notice to Ray; return True if the run saved a checkpoint because of it."""
         from ray._raylet import GcsClient
         from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -90,7 +90,7 @@ class Nodes:
 
 @contextmanager
 def nodes() -> Iterator[Nodes]:
-    """A cluster of two nodes, ended with the block."""
+    """Start a cluster of two nodes for the duration of the block."""
     made = Nodes()
     try:
         yield made
@@ -99,7 +99,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def start(root: Path, address: str, workers: str, seconds: float = 0.02) -> subprocess.Popen:
-    """A driver that trains from where the run is."""
+    """Start a driver that continues the run's training."""
     options = {"root": str(root), "poisoned": [], "seconds": seconds}
     command = [sys.executable, "-c", DRIVER, config(steps=STEPS), str(root), address, workers]
     return subprocess.Popen(command, env=os.environ | {"CHAOS": json.dumps(options)})
@@ -110,12 +110,14 @@ def progress(root: Path) -> dict[str, Any]:
 
 
 def kept(root: Path) -> int:
-    """The step of the newest checkpoint. Faults wait for a new one: three deaths without it end a run."""
+    """Return the step of the newest checkpoint. Faults wait for a new one: three deaths without it end a
+    run.
+    """
     return max((step_of(path) for path in (root / "cells/run/checkpoints").glob("step-*")), default=0)
 
 
 def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Nodes) -> int:
-    """A run to its end through ``hits`` faults at random moments; how many struck."""
+    """Complete a run through ``hits`` faults at random moments; return the number that struck."""
     workers, seconds = "[1, 2]" if fault in ELASTIC else "2", 0.02
     if fault == "elastic growth":
         made.lose(draw)
@@ -171,7 +173,7 @@ def strike(root: Path, fault: str, process: Any, pid: int, draw: random.Random, 
 
 
 def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int, made: Nodes) -> Line:
-    """Runs with one fault until it has struck ``hits`` times, at most ``a_run`` times in each."""
+    """Run with one fault until it has struck ``hits`` times, at most ``a_run`` times in each run."""
     from titans_platform.config import RunConfig
     from titans_platform.data import prepare
 

@@ -23,7 +23,7 @@ POISONED = (13, 31, 48)
 
 @dataclass
 class Line:
-    """What became of the runs with one fault."""
+    """Outcome of the runs with one fault."""
 
     fault: str
     runs: int = 0
@@ -82,7 +82,7 @@ def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
 
 
 def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], seconds: float = 0.01) -> Any:
-    """A process that trains from where the run is; forked from one that has imported everything."""
+    """Start a process that continues the run's training, forked from one that has imported everything."""
     context = mp.get_context("forkserver")
     modules = ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tools.chaos.attempt"]
     context.set_forkserver_preload(modules)
@@ -100,7 +100,7 @@ def wait_for_training(root: Path, process: Any) -> None:
 
 
 def disturbed(root: Path, fault: str, draw: random.Random, hits: int, server: Server | None) -> int:
-    """A run to its end through ``hits`` faults at random moments; how many struck."""
+    """Complete a run through ``hits`` faults at random moments; return the number that struck."""
     struck, policy = 0, fault.rpartition(" ")[2] if fault.startswith("NaN") else "stop"
     poisoned, uri = POISONED if policy != "stop" else (), server.uri if server else None
     deadline = time.monotonic() + 1200
@@ -145,7 +145,7 @@ def strike(root: Path, fault: str, process: Any, draw: random.Random, server: Se
 
 
 def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int) -> Line:
-    """Runs with one fault until it has struck ``hits`` times, at most ``a_run`` times in each."""
+    """Run with one fault until it has struck ``hits`` times, at most ``a_run`` times in each run."""
     from titans_platform.config import RunConfig
     from titans_platform.data import prepare
 

@@ -36,7 +36,7 @@ def check_shapes(
     documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
-        raise ValueError("k, v: widths must be those of the first layer's input and the last one's output")
+        raise ValueError("k, v: widths must be the first layer's input width and the last one's output width")
     for kind, layers in (("weights", weights), ("momentum", momentum or weights)):
         if len(layers) != len(weights):
             raise ValueError(f"{kind}: {len(layers)} layers, but weights has {len(weights)}")

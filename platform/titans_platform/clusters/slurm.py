@@ -106,7 +106,7 @@ class SlurmJobs(Jobs):
             Step(unpack, partial(packaging.put_code, code)),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if given else [new_token(token)]),
-            # srun mixes the command's exit code with those of the other nodes
+            # srun mixes the command's exit code with the other nodes'
             Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
             Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),

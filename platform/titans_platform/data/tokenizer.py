@@ -20,7 +20,7 @@ from titans_platform.errors import UsageError, one_line
 FORMS = "`byte`, `dna`, a SentencePiece .model, a tokenizer.json, or a Hub repository: openai-community/gpt2"
 # the tokenizer that the paper scales name is not shipped
 _HINT = (
-    "; for that of Llama 2 (32,000 ids) give --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
+    "; for Llama 2's (32,000 ids) give --set data.tokenizer=TinyLlama/TinyLlama-1.1B-Chat-v1.0, "
     "which downloads it"
 )
 # names in use for the two special tokens, most specific first; the end-of-text token of models

@@ -41,24 +41,24 @@ class PreemptionGuard:
         self._asked = time.monotonic()
 
     def poll(self, saver: Saver, before_commit: Callable[[], object] | None) -> None:
-        """Write a checkpoint and raise if any worker was asked to stop; call it at the end of a step.
+        """Write a checkpoint and raise if any worker has to stop; call it at the end of a step.
 
         A collective: all workers must call it at the same steps. Raises Interrupted if a user or driver has
         interrupted the run, Preempted if a worker or node is being taken away.
         """
-        told = saver.max_over_ranks(self._told())
-        if not told or (told == _ASK_RAY and not self._preempted()):
+        reason = saver.max_over_ranks(self._reason())
+        if not reason or (reason == _ASK_RAY and not self._preempted()):
             return
         saver.save(before_commit)
         saver.finish()
         step = saver.trainer.progress.step
-        if told == _INTERRUPTED:
+        if reason == _INTERRUPTED:
             where = f"after step {step}, at a checkpoint"
             raise Interrupted(f"interrupted {where}; run the same command to resume")
-        if told == _PREEMPTED:
-            raise Preempted(f"told to end; the checkpoint of step {step} is written")
+        if reason == _PREEMPTED:
+            raise Preempted(f"preempted; the checkpoint of step {step} is written")
 
-    def _told(self) -> int:
+    def _reason(self) -> int:
         if rank() == 0 and self._folder.interrupt_requested():
             return _INTERRUPTED
         if _terminated.is_set():
@@ -79,11 +79,11 @@ class PreemptionGuard:
 def install_handlers() -> None:
     """Handle SIGTERM in a worker process: the first one sets a flag, a second one ends the process."""
 
-    def told(signum: int, frame: Any) -> None:
+    def request_end(signum: int, frame: Any) -> None:
         _terminated.set()
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGTERM, request_end)
 
 
 def torch_config() -> Any:

@@ -75,8 +75,8 @@ class Saver:
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
         self.phases = phases or Phases()
-        # the write runs in a thread during training: its collectives must not mix with those of the steps,
-        # nor with those of the main threads here
+        # the write runs in a thread during training: its collectives must not mix with the steps',
+        # nor with the main threads' here
         groups: Any = [dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)]
         self._group, self._writers = groups
         self._writing: tuple[Path, Future[Any]] | None = None
@@ -122,9 +122,9 @@ class Saver:
         """Return the maximum of ``value`` over ranks. A collective: all ranks must call it."""
         if self._group is None:
             return value
-        said = torch.tensor(value)
-        dist.all_reduce(said, dist.ReduceOp.MAX, self._group)
-        return int(said)
+        largest = torch.tensor(value)
+        dist.all_reduce(largest, dist.ReduceOp.MAX, self._group)
+        return int(largest)
 
     def _wait(self) -> TitansError | None:
         """Wait for the pending write. Returns why it failed, the same on all ranks, or None."""
@@ -456,7 +456,7 @@ def read_manifest(folder: Path) -> Manifest:
             raise ValueError("it does not have the hash it was written with")
         return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
-        raise ValueError(f"{MANIFEST} is not that of a checkpoint: {one_line(error, 160)}") from None
+        raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None
 
 
 def find_corruption(folder: Path) -> str | None:

@@ -76,7 +76,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     from torch.distributed.fsdp import fully_shard
 
     for tensor in [*model.parameters(), *model.buffers()]:
-        # fully_shard keeps each rank's own values, whereas DDP broadcasts those of rank 0
+        # fully_shard keeps each rank's own values, whereas DDP broadcasts rank 0's
         dist.broadcast(tensor.detach(), 0)
     if cfg.parallel == "fsdp":
         mesh = init_device_mesh(device.type, (world_size(),))

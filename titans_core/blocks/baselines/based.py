@@ -106,7 +106,7 @@ def taylor_features(x: Tensor) -> Tensor:
     """Features f of [..., E] with ``f(q) f(k) = 1 + s + s^2 / 2`` for ``s = q k / sqrt(E)``."""
     E = x.shape[-1]
     x = x * E**-0.25
-    # each pair once: those of two different numbers count twice in the square
+    # each pair once: pairs of two different numbers count twice in the square
     pairs = torch.cat([x[..., i : i + 1] * x[..., i:] for i in range(E)], -1)
     row, column = torch.triu_indices(E, E, device=x.device)
     scale = (1 - 0.5 * (row == column).to(x.dtype)).sqrt()

@@ -78,7 +78,7 @@ class ReasoningOptions(Frozen):
 
 
 class Question(NamedTuple):
-    """The person or thing that is asked about, the place in the question (if any), and the answer."""
+    """A question's subject (a person or thing), its place (if any), and the answer."""
 
     subject: str
     place: str
@@ -265,7 +265,7 @@ class Reasoning(GeneratedTask):
         answer = rng.choice(sorted({question.answer for question in questions}))
         questions = [question for question in questions if question.answer == answer]
         if self.options.kind == "counting":
-            # otherwise the things that a person picked up are mostly those that the person carries
+            # otherwise the things that a person picked up are mostly the ones that the person carries
             questions = [question for question in questions if question.subject in world.dropped] or questions
         return rng.choice(questions)
 

@@ -226,4 +226,4 @@ HEURISTICS: dict[Kind, dict[str, Guess]] = {
         "things picked up by the person, less one": lambda told: _picked_up(told, 1),
     },
 }
-"""Of each kind, ways to guess that do not follow the person or thing asked about."""
+"""Of each kind, ways to guess that do not follow the person or thing in question."""
