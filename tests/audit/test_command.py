@@ -58,10 +58,10 @@ def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys):
     assert "causal_gradient" in out
     assert "2 of 2 checks pass, 1 do not apply" in out
     assert call(f"{LAYERS}:Blocks", *QUICK, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [r["check"] for r in found["results"]] == ["causal_gradient", "repeatable", "pieces"]
-    assert found["passed"]
-    assert found["precision"] == "float64"
+    result = json.loads(capsys.readouterr().out)
+    assert [r["check"] for r in result["results"]] == ["causal_gradient", "repeatable", "pieces"]
+    assert result["passed"]
+    assert result["precision"] == "float64"
     assert call("tests.audit.planted:ConvolutionOneAhead", *QUICK) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail 2 tokens, output 0, input 1" in out

@@ -70,8 +70,8 @@ def test_clean_keeps_the_checkpoint_that_is_used(root, capsys):
     before = checkpoints(root)
     assert len(before) > 1
     assert titans(root, "clean", "--dry-run", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (len(found["bytes"]), found["deleted"]) == (len(before) - 1, False)
+    result = json.loads(capsys.readouterr().out)
+    assert (len(result["bytes"]), result["deleted"]) == (len(before) - 1, False)
     assert checkpoints(root) == before
     assert titans(root, "clean") == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("freed ")

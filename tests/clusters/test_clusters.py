@@ -24,7 +24,7 @@ SECRET = "0123456789abcdef" * 4
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path, monkeypatch):
-    """What is up on this machine is none of the tests' business."""
+    """A state of its own: clusters that are up on this machine do not reach the tests."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
 
@@ -140,7 +140,7 @@ def pods(manifest: dict) -> list[dict]:
 
 
 def applied(cluster: KubeRay) -> list[dict]:
-    """What `up` hands to kubectl, as --dry-run shows it."""
+    """The manifests that `up` hands to kubectl, as --dry-run shows them."""
     return list(yaml.safe_load_all(cluster.up_steps()[0].shown.partition("<<'END'\n")[2].removesuffix("END")))
 
 

@@ -95,7 +95,7 @@ def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd
     capfd.readouterr()
     assert run(["cluster", "status", slurm, "--json"]) == 0
     status = json.loads(capfd.readouterr().out)
-    assert [(found["id"], found["state"]) for found in status["jobs"]] == [(job.name, "running")]
+    assert [(result["id"], result["state"]) for result in status["jobs"]] == [(job.name, "running")]
     assert run(["cluster", "down", slurm]) == 0
     # the other job is somebody else's
     assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 77"]

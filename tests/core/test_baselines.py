@@ -184,10 +184,10 @@ def compare(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None
     z = block.norm(x)
     theirs, parameters = dict(layer.named_parameters()), dict(block.named_parameters())
     weights = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1)) / 37
-    found = block.mix(x, None, Positions(torch.arange(37)[None]))[0] - x
+    actual = block.mix(x, None, Positions(torch.arange(37)[None]))[0] - x
     expected = layer.eval()(z)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    ours = torch.autograd.grad((found * weights).sum(), [x, *(parameters[n] for n in names)])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad((actual * weights).sum(), [x, *(parameters[n] for n in names)])
     other = list(torch.autograd.grad((expected * weights).sum(), [x, *(theirs[n] for n in names.values())]))
     at = 1 + list(names).index("conv.weight_KC")
     other[at] = other[at].squeeze(1).flip(-1).T
@@ -237,10 +237,10 @@ def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_pas
     expected = [sum(h[t - s] * whole[:, s] for s in range(t + 1)) for t in range(40, 115)]
     monkeypatch.setattr(hyena, "DIRECT", 8)  # so that every part is computed by FFT
     u.requires_grad_()
-    found = hyena.causal_convolution(u, h, past)
-    torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-10, atol=1e-10)
+    actual = hyena.causal_convolution(u, h, past)
+    torch.testing.assert_close(actual, torch.stack(expected, 1), rtol=1e-10, atol=1e-10)
     for t in (0, 20, 36, 37, 60):
-        (grad,) = torch.autograd.grad(found[0, t].sum(), u, retain_graph=True)
+        (grad,) = torch.autograd.grad(actual[0, t].sum(), u, retain_graph=True)
         assert torch.count_nonzero(grad[0, t + 1 :]) == 0
         torch.testing.assert_close(grad[0, : t + 1], h[: t + 1].flip(0), rtol=1e-10, atol=1e-10)
 
@@ -267,5 +267,5 @@ def test_based_attends_by_the_taylor_series_of_exp():
     s = q @ k.mT / q.shape[-1] ** 0.5
     p = (1 + s + s.square() / 2).tril()
     expected = layer.w_o(((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2))
-    found = layer.output(linear_attention(*layer.tokens(projected, z, None), layer.start(2))[0], z)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    actual = layer.output(linear_attention(*layer.tokens(projected, z, None), layer.start(2))[0], z)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)

@@ -419,8 +419,8 @@ def test_a_compiled_model_runs_the_plain_methods(served):
     net = model("mag", torch.float32)
     x = tokens(2, 24)
     expected = net(x).logits
-    found = torch.compile(exchanged(net), backend="eager")(x).logits
-    torch.testing.assert_close(found, expected)
+    actual = torch.compile(exchanged(net), backend="eager")(x).logits
+    torch.testing.assert_close(actual, expected)
     assert not served
 
 

@@ -20,9 +20,9 @@ CASES = [*((name, "lmm") for name in FORECASTERS), ("simba", "mamba")]
 
 def forecaster(name: str, variant: str = "lmm", seed: int = 0, **options: Any) -> Forecaster:
     torch.manual_seed(seed)
-    found, config = FORECASTERS[name], ModelConfig(**SMALL, variant=variant, memory=MEMORY)
-    patches = {"patch": 8, "stride": 4} if "patch" in found.Options.model_fields else {}
-    return found(config, WINDOW, found.Options(**patches, **options)).double()
+    collected, config = FORECASTERS[name], ModelConfig(**SMALL, variant=variant, memory=MEMORY)
+    patches = {"patch": 8, "stride": 4} if "patch" in collected.Options.model_fields else {}
+    return collected(config, WINDOW, collected.Options(**patches, **options)).double()
 
 
 def values(rows: int = 4) -> torch.Tensor:

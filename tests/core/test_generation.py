@@ -37,10 +37,10 @@ def after(m: LanguageModel, reading: Reading, probe: list[int]) -> torch.Tensor:
 
 
 def collected(writing: Writing, rows: int) -> list[list[int]]:
-    found: list[list[int]] = [[] for _ in range(rows)]
+    result: list[list[int]] = [[] for _ in range(rows)]
     for row, token in writing:
-        found[row].append(token)
-    return found
+        result[row].append(token)
+    return result
 
 
 def alone(m: LanguageModel, known: list[int], n: int) -> list[int]:
@@ -76,22 +76,22 @@ def test_prompts_of_different_lengths_are_each_as_if_alone(variant, seed):
     rows = prompts([rng.randint(1, 25) for _ in range(4)])
     written = collected(writing := m.stream(rows, 6), len(rows))
     probe = tokens(1, 5, seed=2)[0].tolist()
-    for row, found, reading in zip(rows, written, writing.readings, strict=True):
-        assert found == alone(m, row, 6)
+    for row, actual, reading in zip(rows, written, writing.readings, strict=True):
+        assert actual == alone(m, row, 6)
         with torch.no_grad():
-            expected = m(torch.tensor([row + found + probe])).logits[0, -5:]
+            expected = m(torch.tensor([row + actual + probe])).logits[0, -5:]
         torch.testing.assert_close(after(m, reading, probe), expected, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_what_a_row_draws_does_not_depend_on_its_neighbours(variant):
     m, rows = model(variant), prompts([9, 4, 17])
-    found = m.generate(rows, 8, sampling=WARM)
-    assert found == m.generate(rows, 8, sampling=WARM)
+    result = m.generate(rows, 8, sampling=WARM)
+    assert result == m.generate(rows, 8, sampling=WARM)
     for i, row in enumerate(rows):
         own = WARM.model_copy(update={"seed": WARM.seed + i})
-        assert m.generate([row], 8, sampling=own) == [found[i]]
-    assert found != m.generate(rows, 8, sampling=WARM.model_copy(update={"seed": 99}))
+        assert m.generate([row], 8, sampling=own) == [result[i]]
+    assert result != m.generate(rows, 8, sampling=WARM.model_copy(update={"seed": 99}))
 
 
 def test_every_token_is_read_once_and_a_written_one_by_itself():
@@ -139,13 +139,13 @@ def test_stop_tokens_and_a_reader_end_a_row():
     assert collected(writing, 2) == cut
     assert writing.readings[0] is not None
     assert writing.readings[0].tokens == 8 + len(cut[0])
-    m, rows, found = model("lmm"), prompts([8, 11]), [[], []]
+    m, rows, actual = model("lmm"), prompts([8, 11]), [[], []]
     writing = m.stream(rows, 9)
     for row, token in writing:
-        found[row].append(token)
-        if len(found[0]) == 3:
+        actual[row].append(token)
+        if len(actual[0]) == 3:
             writing.end(0)
-    assert found == [alone(m, rows[0], 3), alone(m, rows[1], 9)]
+    assert actual == [alone(m, rows[0], 3), alone(m, rows[1], 9)]
 
 
 @pytest.mark.parametrize(
@@ -158,5 +158,5 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(options, kept):
     expected = torch.zeros_like(p).index_put((likeliest,), p[likeliest] / p[likeliest].sum())
     grid = (torch.arange(1000, dtype=torch.float64) + 0.5) / 1000
     sampling = Sampling(temperature=2.0, **options)
-    found = sampling.draw((2 * p.log()).expand(1000, -1), grid).bincount(minlength=5) / 1000
-    torch.testing.assert_close(found.double(), expected, rtol=0, atol=2e-3)
+    actual = sampling.draw((2 * p.log()).expand(1000, -1), grid).bincount(minlength=5) / 1000
+    torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-3)

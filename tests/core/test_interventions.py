@@ -131,13 +131,13 @@ def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
     net, x = model("mac", segment=32), tokens(1, 45)
 
     def after(*cuts: int) -> Tensor:
-        state, found = net(x[:, :read]).state, []
+        state, actual = net(x[:, :read]).state, []
         with intervene(net, Intervention(window=8)):
             for part in x[:, read:].split(list(cuts), 1):
                 out = net(part, state)
                 state = out.state
-                found.append(out.logits)
-        return torch.cat(found, 1)
+                actual.append(out.logits)
+        return torch.cat(actual, 1)
 
     with torch.no_grad():
         whole, single = after(45 - read), after(*[1] * (45 - read))

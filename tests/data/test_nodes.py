@@ -85,6 +85,6 @@ def test_the_driver_and_a_node_lost_the_shards_are_those_of_one_process(data, cl
     assert second.returncode == 0, said
     assert before.items() <= made(root).items()
     alone = prepare(data, tmp_path / "alone", run=by_processes(1))
-    found = open_prepared(data, root, verify=True)
-    assert files(found) == files(alone)
-    assert found.fingerprint == alone.fingerprint
+    actual = open_prepared(data, root, verify=True)
+    assert files(actual) == files(alone)
+    assert actual.fingerprint == alone.fingerprint

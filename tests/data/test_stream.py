@@ -134,7 +134,7 @@ def test_validation_is_every_row_once_in_fixed_order(tmp_path):
 
 
 def test_shards_read_across_their_borders(tmp_path):
-    """Shards of 10 tokens: every span equals that of the whole sequence, at every bit offset."""
+    """Shards of 10 tokens: every span equals the whole sequence's, at every bit offset."""
     writer = SplitWriter(tmp_path, "train", 260, shard_tokens=10)
     rng = np.random.default_rng(0)
     documents = [rng.integers(0, 256, n) for n in (3, 14, 1, 25, 4)]

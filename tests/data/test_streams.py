@@ -133,9 +133,9 @@ def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path
     assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
     data = prepared(tmp_path, text(tmp_path, "t", "x" * 4000), packing="plain")
     streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25)
-    found = np.stack([streams.resets(step) for step in range(400)])
-    assert found[0].all()
-    assert abs(found[1:].mean() - 0.25) < 0.02
+    result = np.stack([streams.resets(step) for step in range(400)])
+    assert result[0].all()
+    assert abs(result[1:].mean() - 0.25) < 0.02
     never = Streams(data.sources, 20, 8, 0)
     for step in range(1, 60):  # where the text ends it begins again
         assert (never.resets(step) == (never.rows(step) == 0)).all()

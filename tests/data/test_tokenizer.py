@@ -19,7 +19,7 @@ from titans_platform.objectives.next_token import NextToken
 from titans_platform.study.grid import known_studies, load_study, resolve
 
 HUB = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
-"""What the studies name at the paper's scales."""
+"""The tokenizer that the studies name at the paper's scales."""
 TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
 
 
@@ -60,7 +60,7 @@ def test_bytes_and_letters_of_dna_round_trip():
 
 
 def streamed(tokenizer, text: str, first: int) -> list[str]:
-    """What each token from ``first`` on adds to those before it, and the rest."""
+    """Return the text that each token from ``first`` on adds, and the rest."""
     ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, ids[:first])
     return [*map(stream.add, ids[first:]), stream.end()]
@@ -97,8 +97,8 @@ def test_a_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     plain = Tokenizer.from_file(str(there.path))
     assert plain.encode("hello").ids == [own.bos, *own.encode("hello")]
     names = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    found = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
-    assert found == [own.bos, own.bos, own.pad]
+    collected = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
+    assert collected == [own.bos, own.bos, own.pad]
 
 
 def test_sentencepiece_round_trip(sentencepiece_model):

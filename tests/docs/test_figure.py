@@ -14,7 +14,7 @@ from tools import figure_designs
 
 @pytest.fixture
 def boxes():
-    """The extent in pixels of every text of the figure, and that of the figure."""
+    """The extents in pixels of every text of the figure and of the figure."""
     with matplotlib.rc_context(figure_designs.STYLE):
         fig = figure_designs.figure()
         renderer = FigureCanvasAgg(fig).get_renderer()

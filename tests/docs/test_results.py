@@ -1,4 +1,4 @@
-"""The paper's tables in docs/results.md and README are those of the cells in experiments/paper."""
+"""The paper's tables in docs/results.md and README equal the cells in experiments/paper."""
 
 import csv
 import statistics

@@ -108,7 +108,7 @@ def place(facts, person):
 
 
 def thing_place(facts, thing):
-    """Where `thing` is after `facts`; None before it was first picked up."""
+    """Return the place of `thing` after `facts`, None before it was first picked up."""
     touched = [i for i, (_, action, target) in enumerate(facts) if target == thing and action != "move"]
     if not touched:
         return None

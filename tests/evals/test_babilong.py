@@ -127,8 +127,8 @@ class Says(nn.Module):
 def measured(files, answer, items, **options):
     config = EvalConfig(columns={"col": (TaskConfig(task="babilong", options=files | options),)}, items=items)
     prepared = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=lambda rows: iter(()))
-    (found,) = evaluate(Says(answer), prepared, config, 400)["tasks"].values()
-    return found
+    (result,) = evaluate(Says(answer), prepared, config, 400)["tasks"].values()
+    return result
 
 
 def test_an_oracle_is_right_every_time_a_guesser_at_chance_heuristics_as_their_scores(files):

@@ -104,30 +104,30 @@ class Counting(nn.Module):
 
 
 def test_what_carries_more_gains_more():
-    found = read_by_position(scorer(Counting(), 20), texts(3), T, windows=(1, 2))
+    result = read_by_position(scorer(Counting(), 20), texts(3), T, windows=(1, 2))
     counts = texts()[0].counts
     p = np.arange(1, ROWS * T + 1)
     fresh, carried = 1 / ((p - 1) % T + 1), 1 / p
     beyond = (p > T) & counts
-    gain, stderr = found.gain()
+    gain, stderr = result.gain()
     assert gain == pytest.approx((fresh - carried)[beyond].mean())
     assert gain > 0
     assert stderr == pytest.approx(0)
-    assert found.best_window == "window-2"
-    assert found.gain(1, T) == (0, 0)
-    assert found.loss("carried", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[2 * T : 3 * T].mean())
-    assert found.loss("window-1", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[T : 2 * T].mean())
+    assert result.best_window == "window-2"
+    assert result.gain(1, T) == (0, 0)
+    assert result.loss("carried", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[2 * T : 3 * T].mean())
+    assert result.loss("window-1", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[T : 2 * T].mean())
 
 
 def test_buckets_double_and_standard_errors_follow_texts_or_parts():
-    found = ByPosition(48, np.ones((1, 48 * 5), bool), {})
-    assert found.buckets() == [(1, 6), (7, 12), (13, 24), (25, 48), (49, 96), (97, 192), (193, 240)]
+    result = ByPosition(48, np.ones((1, 48 * 5), bool), {})
+    assert result.buckets() == [(1, 6), (7, 12), (13, 24), (25, 48), (49, 96), (97, 192), (193, 240)]
     assert ByPosition(2, np.ones((1, 6), bool), {}).buckets() == [(1, 1), (2, 2), (3, 4), (5, 6)]
     rng = np.random.default_rng(0)
     fresh, carried = rng.normal(size=(2, 4, 64))
-    found = ByPosition(32, np.ones((4, 64), bool), {"fresh": fresh, "carried": carried})
+    result = ByPosition(32, np.ones((4, 64), bool), {"fresh": fresh, "carried": carried})
     means = (fresh - carried)[:, 32:].mean(1)
-    assert found.gain() == pytest.approx((means.mean(), statistics.stdev(means) / 2))
+    assert result.gain() == pytest.approx((means.mean(), statistics.stdev(means) / 2))
     one = ByPosition(32, np.ones((1, 64), bool), {"fresh": fresh[:1], "carried": carried[:1]})
     parts = (fresh - carried)[0, 32:].reshape(BLOCKS, -1).mean(1)
     assert one.gain() == pytest.approx((parts.mean(), statistics.stdev(parts) / math.sqrt(BLOCKS)))
@@ -152,13 +152,13 @@ def data_config(folder):
 
 def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(prepared):
     assert longest_text(prepared) == 6 * 961 - 1
-    found = long_texts(prepared, 8, 4 * 8 * 32)
-    assert len(found) == 4
-    for text in found:
+    actual = long_texts(prepared, 8, 4 * 8 * 32)
+    assert len(actual) == 4
+    for text in actual:
         assert len(text.tokens) == 8 * 32 + 1
         assert text.tokens[0] == BYTE.bos
         assert (text.counts == (text.tokens[1:] != BYTE.bos)).all()
-    assert len({text.tokens.tobytes() for text in found}) == 4
+    assert len({text.tokens.tobytes() for text in actual}) == 4
     # two, whatever the budget; one where there is room for one
     assert len(long_texts(prepared, 60, 1)) == 2
     (whole,) = long_texts(prepared, 180, 1)

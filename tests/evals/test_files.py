@@ -200,8 +200,8 @@ def test_harness_generates_from_the_state_what_reading_everything_again_gives(va
     options = {"variant": variant, "attention": {"heads": 2, "segment_size": 16}}
     model = LanguageModel(type(tiny_run.model).model_validate(tiny_run.model.model_dump() | options)).double()
     asked = [("a", 5), ("a longer context", 9), ("something else that is asked", 3), ("x" * 90, 4)]
-    found = harness(model).generate_until(instances(*((c, {"max_gen_toks": n}) for c, n in asked)))
-    for (context, most), text in zip(asked, found, strict=True):
+    result = harness(model).generate_until(instances(*((c, {"max_gen_toks": n}) for c, n in asked)))
+    for (context, most), text in zip(asked, result, strict=True):
         row = [BYTE.bos, *BYTE.encode(context)[-49:]]
         for _ in range(most):
             token = int(model(torch.tensor([row])).logits[0, -1].argmax())

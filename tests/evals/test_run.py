@@ -183,13 +183,13 @@ def test_columns_are_means_of_tasks_and_their_names_differ():
         ),
         "recall": (TaskConfig(task="recall"),),
     }
-    found = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
+    result = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
     names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number@48"]
-    assert list(found["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
-    values = [found["tasks"][f"long/{name}"]["value"] for name in names]
+    assert list(result["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
+    values = [result["tasks"][f"long/{name}"]["value"] for name in names]
     mean = (sum(values[:2]) / 2 + values[2] + values[3]) / 3
-    assert found["columns"]["long"] == pytest.approx(mean)
-    assert found["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
+    assert result["columns"]["long"] == pytest.approx(mean)
+    assert result["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
 
 
 class Bigram(nn.Module):
@@ -217,14 +217,14 @@ def text_batch(text, rows=1):
 
 def test_perplexity_by_hand():
     model = Bigram()
-    found = evaluate(model, prepared(batches=[text_batch("^xab^abcd")]), config("perplexity", {}), 8)
+    result = evaluate(model, prepared(batches=[text_batch("^xab^abcd")]), config("perplexity", {}), 8)
     uniform, sure = math.log(BYTE.vocab_size), -math.log(0.75)
     # targets x a b . a b c d: two sure ones, five uniform ones, the document start not counted
-    assert found["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
-    assert found["chance"]["col"] == BYTE.vocab_size
-    assert found["tasks"]["col/perplexity@8"]["items"] == 7
+    assert result["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
+    assert result["chance"]["col"] == BYTE.vocab_size
+    assert result["tasks"]["col/perplexity@8"]["items"] == 7
     # bytes seen of their own document: x 1, a 2, b 3 | a 1, b 2, c 3, d 4
-    buckets = found["buckets"]["col/perplexity@8"]
+    buckets = result["buckets"]["col/perplexity@8"]
     assert list(buckets) == ["1-1", "2-3", "4-7"]
     assert buckets["2-3"] == pytest.approx(math.exp((2 * sure + 2 * uniform) / 4), rel=1e-5)
     assert buckets["4-7"] == pytest.approx(BYTE.vocab_size, rel=1e-5)
@@ -234,8 +234,8 @@ def test_perplexity_by_hand():
 
 def test_perplexity_keeps_to_its_budget_and_cuts_rows():
     batches = [text_batch("^abababab", rows=2), text_batch("^xxxxxxxx", rows=2)]
-    found = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)
-    assert found["tasks"]["col/perplexity@8"]["items"] == 16
+    result = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)
+    assert result["tasks"]["col/perplexity@8"]["items"] == 16
     half = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, (0.5,)), 8)
     assert half["tasks"]["col/perplexity@4"]["items"] == 16
     asked = []
@@ -248,9 +248,9 @@ def test_perplexity_keeps_to_its_budget_and_cuts_rows():
     # a pass holds ten rows of eight targets, one of them a document start, which does not count
     for budget, rows, tokens in ((16, 2, 14), (17, 3, 21), (80, 10, 70), (100, 10, 140)):
         budgeted = config("perplexity", {}, perplexity_tokens=budget, batch_tokens=80)
-        found = evaluate(Bigram(), data, budgeted, 8)
+        result = evaluate(Bigram(), data, budgeted, 8)
         assert asked.pop() == rows
-        assert found["tasks"]["col/perplexity@8"]["items"] == tokens
+        assert result["tasks"]["col/perplexity@8"]["items"] == tokens
 
 
 def test_perplexity_without_fitting_rows_is_refused():
@@ -318,11 +318,11 @@ def test_pathways_measure_the_answers_without_a_part():
     batch = Batch(torch.randint(97, 122, (4, 33)), torch.zeros(4, 33).bool(), torch.ones(4, 32).bool())
     data = prepared(batches=[batch])
     asked = EvalConfig(columns=columns, items=40, pathways=("memory", "cut"), pathway_items=30)
-    found = evaluate(model, data, asked, 32)
-    assert [(part, *values) for part, values in found["pathways"].items()] == [
+    result = evaluate(model, data, asked, 32)
+    assert [(part, *values) for part, values in result["pathways"].items()] == [
         ("memory", "recall"), ("cut", "recall"),
     ]  # fmt: skip
     plain = EvalConfig(columns={"recall": (needle,)}, items=30)
     with intervene(model, Intervention(memory=False)):
-        assert found["pathways"]["memory"] == evaluate(model, data, plain, 32)["columns"]
+        assert result["pathways"]["memory"] == evaluate(model, data, plain, 32)["columns"]
     assert not evaluate(model, data, plain, 32)["pathways"]

@@ -17,12 +17,12 @@ def requests(seed=0, questions=12, longest=60):
     """Questions of one to four endings, some of which begin alike, after contexts of all lengths."""
     rng = random.Random(seed)
     text = lambda n: rng.choices(range(97, 100), k=n)  # noqa: E731
-    found = []
+    collected = []
     for _ in range(questions):
         context = text(rng.randrange(longest))
-        found += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]
-    rng.shuffle(found)
-    return found
+        collected += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]
+    rng.shuffle(collected)
+    return collected
 
 
 def direct(model, request, max_length):
@@ -49,9 +49,9 @@ def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monke
     monkeypatch.setattr(scoring, "LOGITS_PER_BLOCK", 2000)
     asked, model = requests(), small(tiny_run, variant)
     with torch.inference_mode():
-        found = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
+        actual = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
         expected = [direct(model, request, max_length) for request in asked]
-    for score, (logprob, greedy, width) in zip(found, expected, strict=True):
+    for score, (logprob, greedy, width) in zip(actual, expected, strict=True):
         # scores are taken in float32
         assert score.logprob == pytest.approx(logprob, rel=1e-5, abs=1e-5)
         assert (score.greedy, score.tokens) == (greedy, width)

@@ -106,8 +106,8 @@ def test_kernels_keep_to_what_was_reached_on_hopper(reports):
     rows = [row for row in reports if row["target"] == 90 and row["kernel"] in REACHED]
     assert {row["kernel"] for row in rows} == set(REACHED)
     for row in rows:
-        found = row["registers"], row["spilled"], row["instructions"]
-        assert all(a <= most for a, most in zip(found, REACHED[row["kernel"]], strict=True)), row
+        collected = row["registers"], row["spilled"], row["instructions"]
+        assert all(a <= most for a, most in zip(collected, REACHED[row["kernel"]], strict=True)), row
 
 
 def test_products_are_on_tensor_cores_and_read_no_tile_while_the_next_arrives(reports):
@@ -121,19 +121,21 @@ def test_products_are_on_tensor_cores_and_read_no_tile_while_the_next_arrives(re
     # of W last this was 1 at hidden 256, and an emulator of the compiled code reported, at hidden 128,
     # 256 writes of cp.async to shared memory "while a wgmma reads"; with it first, none
     assert [row for row in reports if row["kernel"].startswith("columns") and row["carried"]] == []
-    found = [row for row in reports if row["kernel"].startswith("reads.update_backward+keys")]
-    assert {row["shape"] for row in found} == {"l1-d128-short", "l2-d64-h256"}
-    assert {row["kernel"] for row in found} == {f"reads.update_backward+keys{base}" for base in ("", "+base")}
-    assert [row["carried"] for row in found] == [0] * len(found)
+    collected = [row for row in reports if row["kernel"].startswith("reads.update_backward+keys")]
+    assert {row["shape"] for row in collected} == {"l1-d128-short", "l2-d64-h256"}
+    assert {row["kernel"] for row in collected} == {
+        f"reads.update_backward+keys{base}" for base in ("", "+base")
+    }
+    assert [row["carried"] for row in collected] == [0] * len(collected)
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("fp16", "columns"), ("fp32", "streamed.write")])
 def test_other_types_compile_too(dtype, kernel, tmp_path):
     shape = "l1-d64-bound" if kernel == "columns" else "l2-d64-h256"
     asked = ("--shape", shape, "--dtype", dtype, "--target", "90", "--kernel", kernel)
-    found = compiled(tmp_path / "reports.json", *asked)
-    assert found
-    assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in found)
+    result = compiled(tmp_path / "reports.json", *asked)
+    assert result
+    assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in result)
 
 
 EDGES = {
@@ -147,6 +149,6 @@ EDGES = {
 @pytest.mark.parametrize("dtype", EDGES)
 def test_the_largest_that_is_served_fits_a_multiprocessor(dtype, tmp_path):
     kernels = (f"--kernel={kernel}" for kernel in EDGES[dtype])
-    found = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
-    assert {row["kernel"] for row in found} >= set(EDGES[dtype])
-    assert [row for row in found if row["shared"] > SHARED_LIMIT[90]] == []
+    result = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
+    assert {row["kernel"] for row in result} >= set(EDGES[dtype])
+    assert [row for row in result if row["shared"] > SHARED_LIMIT[90]] == []

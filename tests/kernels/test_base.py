@@ -32,8 +32,8 @@ def test_the_kernels_of_a_linear_memory_in_the_interpreter(kind):
     case.tokens = [wide(x, 0, 12) for x in case.tokens[:3]] + [wide(x) for x in case.tokens[3:]]
     case.state = MemoryState(*(tuple(wide(x, 0, 12, 0, 12) for x in part) for part in case.state))
     case.base = tuple(wide(B, 0, 12, 0, 12) for B in case.base)
-    expected, found = (case.whole(backend=name, chunk_size=16) for name in ("reference", "triton"))
-    assert_same(expected, found, case.leaves, results=(1e-3, 1e-4), gradients=(1e-3, 1e-3))
+    expected, actual = (case.whole(backend=name, chunk_size=16) for name in ("reference", "triton"))
+    assert_same(expected, actual, case.leaves, results=(1e-3, 1e-4), gradients=(1e-3, 1e-3))
 
 
 @pytest.mark.parametrize("backend", ["reference", "generic", *FAST])
@@ -56,8 +56,8 @@ def test_where_nothing_is_forgotten_the_base_is_one_with_the_weights():
         weights = tuple(W + B for W, B in zip(case.state.weights, case.base, strict=True))
         expected, whole = neural_memory(*case.tokens, weights, case.state.momentum, **options)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
-    for found, W, B in zip(after, whole.weights, case.base, strict=False):
-        torch.testing.assert_close(found, W - B, rtol=1e-12, atol=1e-12)
+    for actual, W, B in zip(after, whole.weights, case.base, strict=False):
+        torch.testing.assert_close(actual, W - B, rtol=1e-12, atol=1e-12)
 
 
 @needs_compiler
@@ -71,8 +71,8 @@ def test_a_gradient_of_some_inputs_alone(used):
     for backend in ("reference", "native", "chunked"):
         y = case.whole(backend=backend, chunk_size=7)[0]
         grads.append(torch.autograd.grad(y.sin().sum(), leaves))
-    for found in grads[1:]:
-        torch.testing.assert_close(found, grads[0], rtol=1e-9, atol=1e-10)
+    for result in grads[1:]:
+        torch.testing.assert_close(result, grads[0], rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -117,7 +117,7 @@ def test_checks_alone_time_nothing(tiny, monkeypatch):
 def slightly_wrong(monkeypatch) -> None:
     """The parallel form with its coefficients a thousandth off."""
     right = chunked.coefficients
-    wrong = lambda *gates: (found := right(*gates))._replace(C=found.C * 1.001)  # noqa: E731
+    wrong = lambda *gates: (result := right(*gates))._replace(C=result.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
 
 
@@ -192,8 +192,8 @@ def test_an_op_that_fails_midway_drops_out(tiny):
 
 
 def test_kernels_not_served_or_interpreted_are_not_timed(tiny, monkeypatch):
-    found = types.SimpleNamespace(refusal=lambda q, k, v, weights, chunk_size: f"width {q.shape[-1]}")
-    monkeypatch.setattr(subjects.importlib, "import_module", lambda name: found)
+    outcome = types.SimpleNamespace(refusal=lambda q, k, v, weights, chunk_size: f"width {q.shape[-1]}")
+    monkeypatch.setattr(subjects.importlib, "import_module", lambda name: outcome)
     result = next(Bench([OURS[0]], torch.float32, CPU, repeats=2).run([tiny]))
     assert lines_of(result, timed=True, judged=False)[-1] == "triton            other form (width 8)"
     monkeypatch.setenv("TRITON_INTERPRET", "1")

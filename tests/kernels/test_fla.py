@@ -45,13 +45,13 @@ def recurrent(T: int, E: int, V: int, channels: int) -> list[Tensor]:
 
 def agree(ours: Sequence, other: Sequence, given: Sequence, within: float = 1e-5) -> None:
     """Outputs, and the gradients of a sum of them with fixed weights."""
-    found = []
+    collected = []
     for outputs in (ours, other):
         weights = [torch.linspace(-1, 1, y.numel()).view_as(y) for y in outputs]
         loss = torch.stack([(y * w).sum() for y, w in zip(outputs, weights, strict=True)]).sum()
-        found.append([*outputs, *torch.autograd.grad(loss, given, retain_graph=True)])
-    assert any(x.abs().max() > 0.1 for x in found[0])
-    torch.testing.assert_close(*found, rtol=within, atol=within)
+        collected.append([*outputs, *torch.autograd.grad(loss, given, retain_graph=True)])
+    assert any(x.abs().max() > 0.1 for x in collected[0])
+    torch.testing.assert_close(*collected, rtol=within, atol=within)
 
 
 def heads_first(*xs: Tensor) -> list[Tensor]:
@@ -137,8 +137,8 @@ def packed(T: int) -> Tensor:
 def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
     given = q, k, v, gate, state = recurrent(T, 16, 32, channels)
     tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
-    found, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
-    agree(found, expected, given)
+    actual, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
+    agree(actual, expected, given)
 
 
 def overflowing(test: Callable[..., None]) -> Callable[..., None]:
@@ -171,10 +171,10 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
 
     forms_used(forget=True)
     torch._dynamo.reset()
-    found = torch.compile(block, backend="aot_eager")(*given)
+    actual = torch.compile(block, backend="aot_eager")(*given)
     assert forms_used() == ["linear_attention: flash-linear-attention's chunk_simple_gla"]
     expected = recurrent_linear_attention(q / 4, k, v, F.logsigmoid(gate), state)
-    agree(found, [y / 2 for y in expected], given)
+    agree(actual, [y / 2 for y in expected], given)
 
 
 @overflowing
@@ -206,7 +206,7 @@ def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
 
 
 class OnAGPU:
-    """What is asked of values there, without one."""
+    """A stand-in for values on a GPU."""
 
     is_cuda = True
     device = torch.device("cuda", 0)

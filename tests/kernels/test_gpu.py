@@ -60,7 +60,7 @@ def poisoned() -> Iterator[None]:
 
 
 def served(shape: Shape, dtype: torch.dtype) -> None:
-    """What is timed as the kernels must be them."""
+    """Require that a shape is served by the kernels, not by another form."""
     assert TRITON.refuse(make(shape.short(), dtype, torch.device("cuda"), seed=0)) is None
 
 
@@ -176,9 +176,9 @@ def gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
     """Of a loss, for every parameter, each from zero."""
     layer.zero_grad()
     layer(x).float().square().sum().backward()
-    found = [p.grad for p in layer.parameters()]
-    assert all(g is not None and g.isfinite().all() and g.norm() > 0 for g in found)
-    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in found]
+    collected = [p.grad for p in layer.parameters()]
+    assert all(g is not None and g.isfinite().all() and g.norm() > 0 for g in collected)
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in collected]
 
 
 def layer_and_input(device: str, backend: str, depth: int) -> tuple[Memory, Tensor]:
@@ -186,8 +186,8 @@ def layer_and_input(device: str, backend: str, depth: int) -> tuple[Memory, Tens
     return Memory(backend, depth).to(device), torch.randn(2, 50, 64, device=device)
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_close(actual: list[Tensor], expected: list[Tensor], relative: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() <= relative * b.norm()
 
 
@@ -247,13 +247,13 @@ def test_a_stream_does_not_wait_for_the_tables_of_another():
     call = Packed()
     borders, streams = call.borders(), [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    collected = []
     for stream, cycles in zip(streams, (10**8, 0), strict=True):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(cycles)
-            found.append(call(borders))
+            collected.append(call(borders))
     torch.cuda.synchronize()
-    assert all(torch.equal(y, call.expected) for y in found)
+    assert all(torch.equal(y, call.expected) for y in collected)
     assert torch.equal(call(borders.cpu()), call.expected), "borders may stay on the CPU"
 
 
@@ -269,15 +269,15 @@ def test_baselines_take_flash_linear_attentions_kernels(channels, packed):
     index = torch.arange(2000, device="cuda").view(2, 1000) // 300 if packed else None
     tokens = [x.to(torch.bfloat16) for x in (q, k, v)]
     exact = [x.double() for x in (*tokens, log_decay, state)]
-    found, expected = [], []
-    for given, results in (([*tokens, log_decay, state], found), (exact, expected)):
+    actual, expected = [], []
+    for given, results in (([*tokens, log_decay, state], actual), (exact, expected)):
         given = [x.detach().requires_grad_() for x in given]
         forms_used(forget=True)
         outputs = linear_attention(*given, index)
         results += [*outputs, *torch.autograd.grad(sum(y.square().mean() for y in outputs), given)]
-        served = "flash-linear-attention's" if results is found else "chunked"
+        served = "flash-linear-attention's" if results is actual else "chunked"
         assert served in str(forms_used())
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 

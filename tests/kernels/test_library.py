@@ -48,11 +48,11 @@ def test_compiled_is_eager_and_so_is_every_gradient(borders):
     rows = {"batch": 1 if borders else 2, "documents": borders and 3}
     case, options = Case(20, 3, **rows), OPTIONS | {"cu_seqlens": borders and torch.tensor(borders)}
     compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
-    expected, found = case.whole(**options), compiled()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected, actual = case.whole(**options), compiled()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     # of some results only: the others' gradients are then undefined
     for part in (slice(0, 1), slice(1, 3), slice(0, 7)):
-        sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, found))
+        sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, actual))
         grads = [
             torch.autograd.grad(total, case.leaves, retain_graph=True, materialize_grads=True)
             for total in sums
@@ -126,9 +126,9 @@ def test_a_change_of_the_borders_through_numpy_is_seen():
             before, *_ = case.whole(backend=backend, **options)
             options["cu_seqlens"].numpy()[1] = 4
             other, changed = packed(0, 4, 6, 20)
-            found, expected = case.whole(backend=backend, **options), other.whole(backend=backend, **changed)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-            assert not torch.equal(found[0], before)
+            actual, expected = case.whole(backend=backend, **options), other.whole(backend=backend, **changed)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+            assert not torch.equal(actual[0], before)
 
 
 def test_what_inference_reads_and_keeps_serves_a_training_step():

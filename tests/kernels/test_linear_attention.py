@@ -27,10 +27,10 @@ def documents(T: int) -> Tensor:
     return starts.cumsum(1) + torch.tensor([[0], [T]])
 
 
-def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Tensor]) -> None:
+def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Tensor]) -> None:
     """Outputs and every gradient, to 1e-9."""
     results = []
-    for outputs in (found, expected):
+    for outputs in (actual, expected):
         loss = sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, x)])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
@@ -42,8 +42,8 @@ def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Ten
 def test_chunks_give_the_recurrence(T, channels, packed):
     x = inputs(T, channels)
     index = documents(T) if packed else None
-    found = linear_attention(*x, index, chunk_size=8)
-    compare(found, recurrent_linear_attention(*x, index), x)
+    result = linear_attention(*x, index, chunk_size=8)
+    compare(result, recurrent_linear_attention(*x, index), x)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -48,10 +48,10 @@ def test_states_that_are_not_kept_are_computed_again(states, borders, monkeypatc
     expected = case.whole(**options)
     monkeypatch.setattr(compiled.Call, "of", lambda *args: sizes.append(of(*args)) or sizes[-1])
     monkeypatch.setattr(compiled, "KEEP_BYTES", states * 2 * 3 * 2 * 16 * 16 * 8)
-    found = case.whole(**options)
+    actual = case.whole(**options)
     every = {(1, False): 6, (9, False): 3, (1, True): 5, (9, True): 2}
     assert sizes[0].spec.every == every[states, borders is not None]
-    assert_same(expected, found, case.leaves, results=(0, 0), gradients=(0, 0))
+    assert_same(expected, actual, case.leaves, results=(0, 0), gradients=(0, 0))
 
 
 @needs_compiler

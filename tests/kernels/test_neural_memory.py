@@ -41,8 +41,8 @@ def test_linear_online_memory_is_the_delta_rule():
         W = W - beta * kt @ (kt.mT @ W) + beta * kt @ v[:, t, :, None]
         reads.append((q[:, t, :, None] @ W)[:, :, 0])
     for backend in ("reference", "chunked"):
-        y, found, _ = case.whole(chunk_size=1, backend=backend)
-        torch.testing.assert_close([y, found], [torch.stack(reads, 1), W], rtol=1e-11, atol=1e-12)
+        y, result, _ = case.whole(chunk_size=1, backend=backend)
+        torch.testing.assert_close([y, result], [torch.stack(reads, 1), W], rtol=1e-11, atol=1e-12)
 
 
 @pytest.mark.slow
@@ -111,8 +111,8 @@ def test_a_cut_at_a_chunk_border_changes_nothing(backend):
     for piece in (slice(0, 16), slice(16, 48), slice(48, 50)):
         y, state = neural_memory(*(x[:, piece] for x in case.tokens), *state, **options)
         reads.append(y)
-    found = [torch.cat(reads, 1), *state.weights, *state.momentum]
-    assert_same(case.whole(**options), found, case.leaves, results=(1e-12, 1e-13))
+    collected = [torch.cat(reads, 1), *state.weights, *state.momentum]
+    assert_same(case.whole(**options), collected, case.leaves, results=(1e-12, 1e-13))
 
 
 def test_no_later_token_and_no_other_row_reaches_a_read():
@@ -149,9 +149,9 @@ def test_inference_gives_the_same_and_keeps_nothing():
     case = Case(40)
     expected = case.whole(chunk_size=7)
     with torch.inference_mode():
-        found = case.whole(chunk_size=7)
-    assert all(not x.requires_grad for x in found)
-    torch.testing.assert_close(found, [x.detach() for x in expected], rtol=0, atol=0)
+        actual = case.whole(chunk_size=7)
+    assert all(not x.requires_grad for x in actual)
+    torch.testing.assert_close(actual, [x.detach() for x in expected], rtol=0, atol=0)
 
 
 def shorter(x: Tensor, dim: int) -> Tensor:

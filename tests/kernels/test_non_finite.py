@@ -1,4 +1,4 @@
-"""How far a NaN or an inf of one token reaches: later tokens, and earlier ones of its chunk at most."""
+"""A NaN or an inf of one token reaches later tokens, and earlier ones of its chunk at most."""
 
 import math
 

@@ -18,7 +18,7 @@ RULES = [Rule(), GatedDelta()]
 
 
 def made(T: int, **given: Any) -> Case:
-    """A linear memory, whose gates are larger than those of a model."""
+    """A linear memory with larger gates than a model's."""
     case = Case(T, 1, **{"widths": [5, 4], "batch": 2} | given)
     with torch.no_grad():
         for gate, factor in zip(case.tokens[3:6], (6, 1, 5), strict=True):
@@ -108,15 +108,15 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
     monkeypatch.setattr(online, "_by_kernel", lambda k, v: k.shape[1] > 1 and delta.refusal(k, v) is None)
     case.tokens, case.state = [single(x) for x in case.tokens], MemoryState(*map(singles, case.state))
     forms_used(forget=True)
-    found = graded(case, backend="online", **options)
+    actual = graded(case, backend="online", **options)
     assert "delta_states: triton" in forms_used()
-    for x, wanted in zip(found, expected, strict=True):
+    for x, wanted in zip(actual, expected, strict=True):
         assert (x - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
 def test_the_kernels_are_operators_of_torch():
-    """What torch.compile and torch.export rely on: shapes without data, no changed inputs, gradients."""
+    """torch.compile and torch.export rely on it: shapes without data, no changed inputs, gradients."""
     R, n, b, D, F = 2, 3, 16, 16, 32
     sizes = [(R, n, b, F), *[(R, n, b, D)] * 3, (2, R, n, b), (3, R, n), (R, 2 * D, F)]
     inputs = [(0.1 * torch.randn(size)).requires_grad_() for size in sizes]

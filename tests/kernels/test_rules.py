@@ -165,8 +165,8 @@ def test_gradient_of_reference_is_that_of_the_inner_loss(rule):
     prediction = reference.apply_memory(weights, k[:, :, None], options)
     loss = rule.loss(prediction, v[:, :, None], *extra[:, :, None].unbind(-1)).sum()
     expected = torch.autograd.grad(loss, weights)
-    found = reference.inner_gradient(weights, k, v, options, extra)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual = reference.inner_gradient(weights, k, v, options, extra)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("chunk_size", [1, 8])
@@ -238,8 +238,8 @@ def test_call_that_needs_no_gradient_gets_none():
     assert not any(x.requires_grad for x in (y, *after.weights, *after.momentum))
     expected = torch.autograd.grad(case.whole(chunk_size=4, rule="gated_delta")[0].sum(), case.tokens[1])
     tokens[1] = case.tokens[1]
-    found = torch.autograd.grad(neural_memory(*tokens, *state, **options)[0].sum(), tokens[1])
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    actual = torch.autograd.grad(neural_memory(*tokens, *state, **options)[0].sum(), tokens[1])
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_form_that_does_not_support_a_rule_is_refused():

@@ -169,8 +169,8 @@ def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
     objective.check(data)
     (batch,) = data.held_out(8, 500, 500, "test")
     cfg = objective.cfg
-    found = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
-    assert found == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
+    result = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
+    assert result == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
     before = run_name(cfg, data.fingerprint)
     (tiny / "own_forecaster.py").write_text(OWN + "\n")
     assert run_name(cfg, data.fingerprint) != before

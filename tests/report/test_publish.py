@@ -76,6 +76,6 @@ def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_pat
     adopt(copy)
     adopt(copy)  # idempotent
     adopted = open_store(copy)
-    (found,) = adopted.client.search_runs([adopted.experiment], "tags.`titans.cell` = 'abc'")
-    assert found.info.artifact_uri.startswith(copy.as_uri())
-    assert open_store(root).client.get_run(found.info.run_id).info.artifact_uri.startswith(root.as_uri())
+    (result,) = adopted.client.search_runs([adopted.experiment], "tags.`titans.cell` = 'abc'")
+    assert result.info.artifact_uri.startswith(copy.as_uri())
+    assert open_store(root).client.get_run(result.info.run_id).info.artifact_uri.startswith(root.as_uri())

@@ -175,7 +175,7 @@ def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
         buckets = fresh | {f"window-{cell.seed + 1} {places[0]}": 9.0}
         for i, place in enumerate(places):
             buckets[f"carried {place}"] = (10.0 + cell.seed) * math.exp(-i / 10)
-        # written in alphabetical order, not in that of positions
+        # written in alphabetical order, not by position
         read(tmp_path, cell, 4 * length, dict(sorted(buckets.items())))
     rows = study([Row(name="LMM"), Row(name="Window")], gain=GAIN)
     by_row, gain = against_position(figure_data(table_of(tmp_path, rows, cells)))

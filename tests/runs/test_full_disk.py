@@ -49,8 +49,8 @@ filesystem._write_item = while_it_fills
 # five minutes are too long for a test
 Saver.__init__.__kwdefaults__["patience"] = 0.5
 code = run(["train", config, "--root", str(disk / "runs")])
-found = sorted(path.name for path in disk.glob("runs/cells/*/checkpoints/*"))
-print(json.dumps({"code": code, "checkpoints": found, "free": shutil.disk_usage(disk).free}))
+names = sorted(path.name for path in disk.glob("runs/cells/*/checkpoints/*"))
+print(json.dumps({"code": code, "checkpoints": names, "free": shutil.disk_usage(disk).free}))
 ballast.unlink()
 code = run(["train", config, "--root", str(disk / "runs")])
 print(json.dumps({"code": code}))

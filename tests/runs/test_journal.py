@@ -60,12 +60,12 @@ class Server:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 query = {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()}
                 name = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
-                found = outer.handle(name, json.loads(body or b"{}") | query)
+                result = outer.handle(name, json.loads(body or b"{}") | query)
                 if outer.lose and name == "runs/log-batch":
                     outer.lose -= 1
                     self.connection.close()
                     return
-                content = json.dumps(found).encode()
+                content = json.dumps(result).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("Content-Type", "application/json")
@@ -123,9 +123,9 @@ class Sink:
 
 
 def opened(root: Path, sink: Sink) -> Journal:
-    found = Journal(RunFolder(root, "run"), lambda: sink)  # type: ignore[arg-type]
-    found.start()
-    return found
+    result = Journal(RunFolder(root, "run"), lambda: sink)  # type: ignore[arg-type]
+    result.start()
+    return result
 
 
 @pytest.fixture(autouse=True)

@@ -52,8 +52,8 @@ def test_series_has_no_tokenizer_and_the_root_is_that_of_the_command_line(tmp_pa
 
 def test_importing_the_package_imports_nothing_heavy():
     code = "import sys, titans_platform as t; print(*sorted(sys.modules)); assert t.__all__ == ['load_run']"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(found.split())
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(result.split())
 
 
 def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys, refused):

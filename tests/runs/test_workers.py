@@ -131,7 +131,7 @@ def test_a_worker_keeps_its_large_blocks():
 
 
 def printed(program: str, *arguments: object, **told: str) -> str:
-    """What a program prints whose allocator is told nothing but this."""
+    """Return the output of a program whose allocator has these settings alone."""
     env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | told
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.check_output(command, env=env, cwd=Path(__file__).parents[2], text=True)

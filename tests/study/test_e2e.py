@@ -45,7 +45,7 @@ def worker_of(cell: RunFolder) -> int | None:
 
 
 def below(pid: int) -> list[int]:
-    """All processes that a process started, and those that they did; without Ray's agents.
+    """Return the pids of a process's descendants without Ray's agents.
 
     An agent does nothing for a run. It ends when its last call to the dead cluster has timed out.
     """
@@ -97,10 +97,10 @@ def test_a_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     assert "diverges, seed 0: failed" in out
     assert "1 cell has no result" in out
     for row, result in alone.items():
-        found = folders[row].result()
-        assert found.row == row
+        actual = folders[row].result()
+        assert actual.row == row
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
-            assert getattr(found, key) == getattr(result, key), (row, key)
+            assert getattr(actual, key) == getattr(result, key), (row, key)
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
     _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)

@@ -17,15 +17,15 @@ def shown() -> dict[tuple[str, str], dict[str, Row]]:
     """The rows of each study that runs a table, at each size that the paper prints it for."""
     wanted = {(table.study, size) for table in PAPER.tables.values() for size in table.by_size()}
     known = known_studies()
-    found = {}
+    actual = {}
     for name, size in wanted:
         if name in known:
             study = load_study(name)
             cells = {cell.row for cell in expand(study, size, seeds=[0])}
-            # the runs of a line have its numbers, each those of the columns that it measures
+            # the runs of a line have its numbers, each for the columns that it measures
             rows = [row for row in study.rows_at(size) if row.name in cells]
-            found[name, size] = {row.as_line().name: row for row in rows}
-    return found
+            actual[name, size] = {row.as_line().name: row for row in rows}
+    return actual
 
 
 @pytest.mark.parametrize(("table", "size", "row"), ROWS)

@@ -54,9 +54,9 @@ def call(*more: str) -> int:
 
 def searched(folder):
     study = load_study("hunt.yaml")
-    found = StudyRun(study, "small", folder / "runs", "c0ffee").with_search().search
-    assert found is not None
-    return found
+    result = StudyRun(study, "small", folder / "runs", "c0ffee").with_search().search
+    assert result is not None
+    return result
 
 
 def written(folder) -> dict[str, int]:
@@ -70,9 +70,9 @@ def written(folder) -> dict[str, int]:
 def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer):
     assert call("--json") == 0
     table = json.loads(capsys.readouterr().out)
-    default, found = (row["columns"]["loss"]["mean"] for row in table["rows"])
+    default, result = (row["columns"]["loss"]["mean"] for row in table["rows"])
     assert [row["row"] for row in table["rows"]] == ["default", "found"]
-    assert found < default - 0.1
+    assert result < default - 0.1
     before = searched(hunt)
     assert before.over
     assert len(before.trials) == 6

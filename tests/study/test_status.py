@@ -1,4 +1,4 @@
-"""What is shown of a study: cells that ended, and where their time went."""
+"""The status of a study: cells that ended, and how their time was spent."""
 
 import io
 
@@ -35,12 +35,12 @@ def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
 @pytest.fixture
 def cells(tmp_path, monkeypatch):
     monkeypatch.setattr(status.time, "time", lambda: NOW + 130)
-    found = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(SPANS)]
-    for cell, (began, ended) in zip(found, SPANS.values(), strict=True):
+    collected = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(SPANS)]
+    for cell, (began, ended) in zip(collected, SPANS.values(), strict=True):
         seconds = {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5}
         span = {"began": NOW + began, "ended": NOW + ended, "seconds": seconds}
         cell.folder(tmp_path).update(attempt=span)
-    return found
+    return collected
 
 
 def test_the_parts_add_up_to_the_overhead(cells, tmp_path):

@@ -40,10 +40,10 @@ def trainer(variant: str = "lmm", seed: int = 0, **optim) -> Trainer:
 
 @pytest.mark.parametrize("variant", CARRIED)
 def test_streams_are_read_as_one_sequence_each(variant):
-    """With frozen weights the losses equal those of whole sequences."""
+    """With frozen weights the losses equal the losses of whole sequences."""
     t = trainer(variant, lr=1e-30, weight_decay=0.0, warmup_fraction=0.0)
     t.model.double()
-    found = [t.step()["loss"] for _ in range(6)]
+    collected = [t.step()["loss"] for _ in range(6)]
     text = torch.cat([Streams().batch(step).tokens[:, :-1] for step in range(7)], 1)[:, : 6 * LENGTH + 1]
     with torch.no_grad():
 
@@ -52,11 +52,13 @@ def test_streams_are_read_as_one_sequence_each(variant):
             return t.model(part[:, :-1], targets_BT=part[:, 1:]).losses[0]
 
         rows = [losses(0, 0, 6), torch.cat([losses(1, 0, 4), losses(1, 4, 6)]), losses(2, 0, 6)]
-    assert found == pytest.approx(torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9)
+    assert collected == pytest.approx(
+        torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9
+    )
 
 
 def test_groups_of_streams_take_turns():
-    """Each group's loss is that of its own streams, whose state waits while other groups have their turn."""
+    """Each group has the loss of its own streams, whose state waits while other groups have their turn."""
 
     class Turns(Streams):
         def batch(self, step: int) -> StreamBatch:
@@ -65,9 +67,9 @@ def test_groups_of_streams_take_turns():
     frozen = {"lr": 1e-30, "weight_decay": 0.0, "warmup_fraction": 0.0}
     both, alone = trainer(stream_groups=2, **frozen), trainer(**frozen)
     both.stream = Turns()
-    found = [both.step()["loss"] for _ in range(8)]
-    assert found[::2] == [alone.step()["loss"] for _ in range(4)]
-    assert len(set(found)) == 8
+    actual = [both.step()["loss"] for _ in range(8)]
+    assert actual[::2] == [alone.step()["loss"] for _ in range(4)]
+    assert len(set(actual)) == 8
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "mamba2"])
