@@ -57,8 +57,7 @@ def test_every_field_stands_in_it_with_its_default(book, tmp_path):
 
 def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
     path = tmp_path / "run.yaml"
-    assert run(["init", str(path)]) == 0
-    assert load_config(path).data.sources[0].kind == "corpus"
+    assert (run(["init", str(path)]), load_config(path).data.sources[0].kind) == (0, "corpus")
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

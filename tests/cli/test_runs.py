@@ -72,15 +72,12 @@ def test_clean_keeps_the_checkpoint_that_is_used(root, capsys):
     assert titans(root, "clean", "--dry-run", "--json") == 0
     result = json.loads(capsys.readouterr().out)
     assert (len(result["bytes"]), result["deleted"]) == (len(before) - 1, False)
-    assert checkpoints(root) == before
-    assert titans(root, "clean") == 0
+    assert (checkpoints(root), titans(root, "clean")) == (before, 0)
     assert capsys.readouterr().out.splitlines()[-1].startswith("freed ")
-    assert checkpoints(root) == before[-1:]
-    assert titans(root, "eval", cell.name, "--json") == 0
+    assert (checkpoints(root), titans(root, "eval", cell.name, "--json")) == (before[-1:], 0)
     (cell / "result.json").rename(cell / "result.stale.json")
     assert titans(root, "clean", "--all-checkpoints") == 0
     assert checkpoints(root) == before[-1:], "the run is not finished"
     (cell / "result.stale.json").rename(cell / "result.json")
-    assert titans(root, "clean", "--all-checkpoints") == 0
-    assert checkpoints(root) == []
+    assert (titans(root, "clean", "--all-checkpoints"), checkpoints(root)) == (0, [])
     assert titans(root, "train", "--help") == 0

@@ -71,8 +71,7 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert f"{job}/code/titans_platform/_shipped/sweeps/ablation.yaml" in out
     given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
     token = Path(given["RAY_AUTH_TOKEN_PATH"])
-    assert given["RAY_AUTH_MODE"] == "token"
-    assert given["TITANS_RAY_ADDRESS"] == "auto"
+    assert (given["RAY_AUTH_MODE"], given["TITANS_RAY_ADDRESS"]) == ("token", "auto")
     assert token.stat().st_mode & 0o777 == 0o600
     for text in (*calls(tmp_path), (job / "job.sbatch").read_text(), out):
         assert token.read_text() not in text
@@ -116,16 +115,14 @@ def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     coded = base64.b64encode(SECRET.encode()).decode()
     answers = f'*"get secret"*) printf {coded};; *port-forward*) echo refused >&2; exit 1;;'
     fake("kubectl", f'case "$*" in {answers} *apply*) cat > /dev/null;; esac')
-    assert run(["cluster", "up", "kuberay"]) == 0
-    assert run(["cluster", "up", "kuberay"]) == 3
+    assert (run(["cluster", "up", "kuberay"]), run(["cluster", "up", "kuberay"])) == (0, 3)
     # no way in: one line, and nothing of the token
     assert run(["cluster", "status", "kuberay"]) == 3
     error = capfd.readouterr().err
     assert "kubectl" in error
     assert "refused" in error
     fetched = load_cluster("kuberay").token_used.path
-    assert fetched.read_text() == SECRET
-    assert fetched.stat().st_mode & 0o777 == 0o600
+    assert (fetched.read_text(), fetched.stat().st_mode & 0o777) == (SECRET, 0o600)
     assert run(["cluster", "down", "kuberay"]) == 0
     deleted = [call for call in calls(tmp_path) if " delete " in call]
     assert deleted == ["kubectl --namespace titans delete raycluster kuberay --ignore-not-found --wait"]

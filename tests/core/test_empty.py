@@ -42,5 +42,4 @@ def test_writing_and_reading_nothing():
     m = model()
     start = m.read([1, 2, 3])
     assert m.generate([], 3) == m.generate([], 3, start=start) == []
-    assert m.read([], start) == start
-    assert m.read([]).tokens == 0
+    assert (m.read([], start), m.read([]).tokens) == (start, 0)

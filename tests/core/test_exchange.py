@@ -394,8 +394,7 @@ def test_telemetry_sees_the_same_model(served):
 def test_copies_and_pickles_are_exchanged_and_parameters_keep_their_names(served):
     net = model("mac")
     fast = exchanged(net)
-    assert list(fast.state_dict()) == list(net.state_dict())
-    assert repr(fast) == repr(net)
+    assert (list(fast.state_dict()), repr(fast)) == (list(net.state_dict()), repr(net))
     for copied in (copy.deepcopy(fast), pickle.loads(pickle.dumps(fast))):
         served.clear()
         assert_same(results(copied, 2, [40]), results(net, 2, [40]))

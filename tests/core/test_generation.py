@@ -61,8 +61,7 @@ def test_any_pieces_and_steps_are_one_reading(variant, seed):
         n = rng.choice([1, 1, rng.randint(1, 20)])
         reading = m.read(text[at : at + n], reading)
         at += n
-    assert reading.tokens == len(text)
-    assert len(reading.ahead) == 1
+    assert (reading.tokens, len(reading.ahead)) == (len(text), 1)
     probe = tokens(1, 9, seed=2)[0].tolist()
     with torch.no_grad():
         expected = m(torch.tensor([text + probe])).logits[0, -9:]

@@ -103,8 +103,7 @@ def test_a_padded_batch_continues_from_its_states(variant, side):
     net, batch, more = titans(variant), padded(rows(), side), tokens(len(LENGTHS), 7, 99)
     first = net(batch["input_ids"], batch["attention_mask"])
     mask, state = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1), first.past_key_values
-    assert state.get_seq_length() == max(LENGTHS)
-    assert state.positions() == LENGTHS
+    assert (state.get_seq_length(), state.positions()) == (max(LENGTHS), LENGTHS)
     state.reorder_cache(beams := torch.tensor([2, 2, 0, 4, 1]))
     second = net(more, mask[beams], past_key_values=state)
     for row, old in enumerate(beams.tolist()):

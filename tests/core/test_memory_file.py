@@ -46,8 +46,7 @@ def test_copies_of_a_file_and_the_format_without_a_checksum_are_read(tmp_path):
     save_memory(path, m.read(TEXT), m)
     fork.write_bytes(path.read_bytes())
     save_memory(fork, m.read([1, 2, 3], load_memory(fork, m)), m)
-    assert load_memory(path, m).tokens == 45
-    assert load_memory(fork, m).tokens == 48
+    assert (load_memory(path, m).tokens, load_memory(fork, m).tokens) == (45, 48)
     assert m.generate([[7]], 5, start=load_memory(path, m)) == m.generate([[*TEXT, 7]], 5)
     m, path = model("lmm"), tmp_path / "a.memory"
     save_memory(path, m.read(TEXT), m)
@@ -84,8 +83,7 @@ def test_another_model_is_refused_and_a_failed_write_leaves_the_file(tmp_path, m
     with pytest.raises(OSError, match="No space"):
         save_memory(path, Reading(None, (1,)), m)
     monkeypatch.undo()
-    assert load_memory(path, m).tokens == 45
-    assert os.listdir(tmp_path) == ["a.memory"]
+    assert (load_memory(path, m).tokens, os.listdir(tmp_path)) == (45, ["a.memory"])
 
 
 def rewritten(content: bytes, **about: str | None) -> bytes:

@@ -53,8 +53,7 @@ def test_packed_series_patches_and_decay():
     torch.testing.assert_close(packed.prediction, m(x[:, 7:]).prediction, rtol=1e-9, atol=1e-9)
     assert packed.state is None
     m, x = series_model(patch=4), values(24)
-    assert m(x).state.position == 6
-    assert m.state_bytes(24) == series_model().state_bytes(6)
+    assert (m(x).state.position, m.state_bytes(24)) == (6, series_model().state_bytes(6))
     with pytest.raises(ValueError, match="patch: 4 steps do not divide a window of 23"):
         m(x[:, :23])
     m = series_model(layers=1)

@@ -35,8 +35,7 @@ def test_prepare_then_info(config_file, tmp_path, capsys):
     code, out, _ = titans(capsys, "data", "info", config_file, *root, "--json")
     info = json.loads(out)
     source = info["sources"]["files:texts"]
-    assert source["documents"] == 10
-    assert source["tokens"] == 10 * (1 + 20 * 11)
+    assert (source["documents"], source["tokens"]) == (10, 10 * (1 + 20 * 11))
     assert source["train_rows"] == (8 * 221 - 1) // 16
     assert source["validation_rows"] == (2 * 221 - 1) // 16
     assert titans(capsys, "data", "info", config_file, *root)[1].count(info["fingerprint"]) == 1
@@ -67,8 +66,7 @@ def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys)
         assert out == f"{tmp_path / name}: 268 ids, {made[-1].fingerprint}\n"
     assert made[0].fingerprint == made[1].fingerprint
     text = "the cat\nsat there, at 3 € a mat"
-    assert made[0].decode(made[0].encode(text)) == text
-    assert len(made[0].encode(" the")) == 1
+    assert (made[0].decode(made[0].encode(text)), len(made[0].encode(" the"))) == (text, 1)
     assert {made[0].bos, made[0].pad}.isdisjoint(made[0].encode(text))
 
 

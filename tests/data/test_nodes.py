@@ -86,5 +86,4 @@ def test_the_driver_and_a_node_lost_the_shards_are_those_of_one_process(data, cl
     assert before.items() <= made(root).items()
     alone = prepare(data, tmp_path / "alone", run=by_processes(1))
     actual = open_prepared(data, root, verify=True)
-    assert files(actual) == files(alone)
-    assert actual.fingerprint == alone.fingerprint
+    assert (files(actual), actual.fingerprint) == (files(alone), alone.fingerprint)

@@ -62,8 +62,7 @@ def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     calls.clear()
     second = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
     assert not calls
-    assert folders(tmp_path) == before
-    assert first.fingerprint == second.fingerprint
+    assert (folders(tmp_path), first.fingerprint) == (before, second.fingerprint)
     assert first_batch(first) == first_batch(second)
     other = tmp_path / "other.txt"
     other.write_text("another text, and a long enough one")
@@ -73,8 +72,7 @@ def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     other.write_text("now with another content of some length")
     after_fingerprint = prepare(config(texts, second), tmp_path).fingerprint
     after = folders(tmp_path)
-    assert len(before) == 2
-    assert len(after) == 3
+    assert (len(before), len(after)) == (2, 3)
     assert all(after[name] == time for name, time in before.items())
     assert before_fingerprint != after_fingerprint
     first = prepare(config(texts), tmp_path)
@@ -105,8 +103,7 @@ def test_fingerprint_is_of_content_and_open_needs_neither_sources_nor_tokenizer(
     shutil.rmtree(texts["path"])
     spec.unlink()
     opened = open_prepared(data, tmp_path / "root")
-    assert opened.fingerprint == made.fingerprint
-    assert first_batch(opened) == first_batch(made)
+    assert (opened.fingerprint, first_batch(opened)) == (made.fingerprint, first_batch(made))
 
 
 def test_half_written_folder_is_ignored_and_failure_leaves_nothing(texts, tmp_path):
@@ -202,8 +199,7 @@ def test_task_rows(sum_task, tmp_path):
         text = prepared.tokenizer.decode(tokens.tolist())
         question, answer = text.strip().split("=")
         assert sum(map(int, question.split("+"))) == int(answer)
-        assert tokens[0] == prepared.tokenizer.bos
-        assert tokens[8] == prepared.tokenizer.pad
+        assert (tokens[0], tokens[8]) == (prepared.tokenizer.bos, prepared.tokenizer.pad)
         assert starts.tolist() == [True] + [False] * 8
         # tokens 0-7 are the item and its last is the answer, so only the prediction made at 6 counts
         assert loss.tolist() == [False] * 6 + [True, False]
@@ -236,5 +232,4 @@ def test_tokens_by_source(texts, sum_task, tmp_path):
     name = f"files:{Path(texts['path']).name}"
     assert prepared.labels == [f"{name}#0", "task:test-sums", f"{name}#2"]
     _, task, cut = (source.manifest for source in prepared.sources)
-    assert task.train.tokens == 30 * 8
-    assert cut.train.tokens + cut.validation.tokens == 500
+    assert (task.train.tokens, cut.train.tokens + cut.validation.tokens) == (30 * 8, 500)

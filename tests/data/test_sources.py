@@ -265,8 +265,7 @@ def test_edited_file_is_another_source_and_local_files_make_no_request(tmp_path,
     monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
     before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
     prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
-    assert asked == []
-    assert before == datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    assert (asked, before) == ([], datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
 
 
 @pytest.mark.slow

@@ -106,8 +106,7 @@ def test_interleave_counts(weights, counts):
 
 def test_interleaving_spreads_weights_and_shuffling_is_fixed():
     order = interleave([1.0, 1.0, 2.0])
-    assert [order.count(i) for i in range(3)] == [1, 1, 2]
-    assert order[0] == 2
+    assert ([order.count(i) for i in range(3)], order[0]) == ([1, 1, 2], 2)
     assert order[1:3] != [2, 2]
     assert 1 in interleave([1.0, 1e-7]), "a small share is rounded up, not away"
     assert len(interleave([0.123456789, 0.987654321])) <= 10_001
@@ -164,8 +163,7 @@ def test_tokens_are_read_in_place_and_large_vocabularies_take_32_bits(mixed, tmp
     writer = SplitWriter(tmp_path, "large", 2**16 + 4)
     writer.add(np.array([1, 70_000, 3]), np.array([False, True, True]))
     read = Split(LocalShards(tmp_path), writer.close()).read(0, 3).tokens
-    assert read.tolist() == [1, 70_000, 3]
-    assert info_small.shard_tokens == 2 * writer.shard_tokens
+    assert (read.tolist(), info_small.shard_tokens) == ([1, 70_000, 3], 2 * writer.shard_tokens)
 
 
 def test_zero_weights_and_too_many_workers(mixed, tmp_path):

@@ -115,8 +115,7 @@ def test_json_uses_its_own_special_tokens_or_new_ids(tmp_path):
     tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json", "<pad>", "<s>")))
     assert (tokenizer.pad, tokenizer.bos) == (0, 1)
     assert tokenizer.encode("hello world") == [3, 4]
-    assert tokenizer.decode([1, 3, 4, 0]) == "hello world"
-    assert tokenizer.vocab_size == 8
+    assert (tokenizer.decode([1, 3, 4, 0]), tokenizer.vocab_size) == ("hello world", 8)
     tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
     assert tokenizer.bos == 3, "behind the three known ids"
     assert tokenizer.pad == 0, "<unk> serves"

@@ -84,8 +84,7 @@ def test_every_way_of_reading_equals_a_token_at_a_time(variant, batch_tokens):
             scorer(model, batch_tokens), texts(), T, windows=windows, report=read.append
         )
     # windows of 4 rows and more are all that 5 rows have
-    assert set(result.losses) == set(WAYS)
-    assert sum(read) == tokens_to_read(2, ROWS, T, windows)
+    assert (set(result.losses), sum(read)) == (set(WAYS), tokens_to_read(2, ROWS, T, windows))
     wanted = {way: token_by_token(model, texts()[0].tokens, first) for way, first in WAYS.items()}
     for way, losses in wanted.items():
         np.testing.assert_allclose(result.losses[way][0], losses, atol=1e-6, err_msg=way)
@@ -112,8 +111,7 @@ def test_what_carries_more_gains_more():
     gain, stderr = result.gain()
     assert gain == pytest.approx((fresh - carried)[beyond].mean())
     assert gain > 0
-    assert stderr == pytest.approx(0)
-    assert result.best_window == "window-2"
+    assert (stderr, result.best_window) == (pytest.approx(0), "window-2")
     assert result.gain(1, T) == (0, 0)
     assert result.loss("carried", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[2 * T : 3 * T].mean())
     assert result.loss("window-1", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[T : 2 * T].mean())
@@ -155,8 +153,7 @@ def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(prepa
     actual = long_texts(prepared, 8, 4 * 8 * 32)
     assert len(actual) == 4
     for text in actual:
-        assert len(text.tokens) == 8 * 32 + 1
-        assert text.tokens[0] == BYTE.bos
+        assert (len(text.tokens), text.tokens[0]) == (8 * 32 + 1, BYTE.bos)
         assert (text.counts == (text.tokens[1:] != BYTE.bos)).all()
     assert len({text.tokens.tobytes() for text in actual}) == 4
     # two, whatever the budget; one where there is room for one

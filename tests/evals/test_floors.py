@@ -101,8 +101,7 @@ class Unlisted(Coin):
 
 def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():
     floor = floor_of(Heads(), 2)
-    assert floor.heuristic == "always heads"
-    assert floor.value == floor.scores["always heads"]
+    assert (floor.heuristic, floor.value) == ("always heads", floor.scores["always heads"])
     assert abs(floor.value - 2 / 3) < 0.06
     assert floor.scores["either"] == 1 / 2
     # the next run of a process has a tokenizer of its own
@@ -123,8 +122,7 @@ def test_items_are_drawn_once_for_all_runs_on_the_same_data(monkeypatch, fingerp
         scorer = Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64)
         context = Context(scorer, data, EvalConfig(items=2), 9)
         texts.append([one.text for one in Coin()._fresh_items(context)])
-    assert texts[0] == texts[1]
-    assert len(set(texts[0])) == 2
+    assert (texts[0], len(set(texts[0]))) == (texts[1], 2)
     first = len(drawn)
     other = replace(context, config=EvalConfig(items=2, seed=5))
     list(Coin()._fresh_items(other))

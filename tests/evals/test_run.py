@@ -249,8 +249,7 @@ def test_perplexity_keeps_to_its_budget_and_cuts_rows():
     for budget, rows, tokens in ((16, 2, 14), (17, 3, 21), (80, 10, 70), (100, 10, 140)):
         budgeted = config("perplexity", {}, perplexity_tokens=budget, batch_tokens=80)
         result = evaluate(Bigram(), data, budgeted, 8)
-        assert asked.pop() == rows
-        assert result["tasks"]["col/perplexity@8"]["items"] == tokens
+        assert (asked.pop(), result["tasks"]["col/perplexity@8"]["items"]) == (rows, tokens)
 
 
 def test_perplexity_without_fitting_rows_is_refused():
@@ -302,8 +301,7 @@ def test_scores_do_not_depend_on_the_batch_and_long_continuations_are_scored_at_
     with torch.inference_mode():
         (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)
     expected, _ = by_hand(model, [BYTE.bos, *continuation[-9:]], 9)
-    assert score.tokens == 9
-    assert score.logprob == pytest.approx(expected, abs=1e-4)
+    assert (score.tokens, score.logprob) == (9, pytest.approx(expected, abs=1e-4))
 
 
 def test_pathways_measure_the_answers_without_a_part():

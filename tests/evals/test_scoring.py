@@ -74,10 +74,8 @@ def test_long_rows_are_read_side_by_side_as_memory_allows(tiny_run, monkeypatch)
     def rows(variant, length):
         return Scorer(small(tiny_run, variant), BYTE, torch.device("cpu"), 100).parallel_rows(length)
 
-    assert rows("lmm", 50) == 2
-    assert rows("lmm", 100) == 1
+    assert (rows("lmm", 50), rows("lmm", 100)) == (2, 1)
     assert rows("lmm", 130) == scoring.MAX_PARALLEL_ROWS
     kept = small(tiny_run, "transformer").state_bytes(130) + 130 * scoring.TOKEN_BYTES
     monkeypatch.setattr(scoring, "PARALLEL_BYTES", 3 * kept)
-    assert rows("transformer", 130) == 3
-    assert rows("transformer", 10_000) == 1
+    assert (rows("transformer", 130), rows("transformer", 10_000)) == (3, 1)

@@ -124,15 +124,13 @@ def test_kept_shares_bins_and_token_texts_are_as_defined(inspected):
     assert kept_shares([known]).tolist() == [1.0] * len(trace.final)
     assert kept_shares([known, lost])[3].item() == 0.5
     values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, 7.0]).numpy()
-    assert binned(values, 2) == {2.0: (2.0,), 5.0: (6.0,)}
-    assert binned(values[:0]) == {}
+    assert (binned(values, 2), binned(values[:0])) == ({2.0: (2.0,), 5.0: (6.0,)}, {})
     assert [rounded(value) for value in (241.154, 0.012345, 15_900.0)] == ["241", "0.0123", "15.9K"]
     tokenizer = load_tokenizer("byte")
     tokens = [tokenizer.bos, *tokenizer.encode("aé—b")]
     assert token_texts(tokenizer, tokens) == ["", "a", "", "é", "", "", "—", "b"]
     cut = token_texts(tokenizer, tokens[:-2])
-    assert cut[:-1] == ["", "a", "", "é", ""]
-    assert cut[-1] == "\ufffd"
+    assert (cut[:-1], cut[-1]) == (["", "a", "", "é", ""], "\ufffd")
 
 
 @pytest.fixture(scope="module")

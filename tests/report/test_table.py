@@ -92,16 +92,13 @@ def test_means_links_and_csv_of_a_whole_table(full):
     assert lmm["lm_ppl"].mean == pytest.approx(5.1)
     assert lmm["lm_ppl"].sd == pytest.approx(0.2 / math.sqrt(2))
     assert lmm["reasoning_acc"].mean == pytest.approx(52.0)
-    assert full.chance == {"lm_ppl": 260.0, "reasoning_acc": 25.0}
-    assert full.missing == 0
+    assert (full.chance, full.missing) == ({"lm_ppl": 260.0, "reasoning_acc": 25.0}, 0)
     text = export.markdown(build_report(full))
     assert [c.name for c in cells() if f"`{c.name}` | `run-{c.name}`" not in text] == []
     tables = export.tables(build_report(full))
     rows = list(csv.DictReader(io.StringIO(tables["table.csv"])))
-    assert len(rows) == 6
-    assert rows[1]["row"] == "LMM"
-    assert float(rows[1]["mean"]) == pytest.approx(52.0)
-    assert rows[5]["paper"] == ""
+    assert (len(rows), rows[1]["row"]) == (6, "LMM")
+    assert (float(rows[1]["mean"]), rows[5]["paper"]) == (pytest.approx(52.0), "")
     by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(tables["cells.csv"]))}
     assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
     assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
@@ -147,8 +144,7 @@ def test_missing_failed_and_stale_cells_are_marked(root):
         "fix=lr",
         "— 0/2",
     )
-    assert [part for part in parts if part not in lines] == []
-    assert view.missing == 3
+    assert ([part for part in parts if part not in lines], view.missing) == ([], 3)
 
 
 def test_every_format_has_the_verdict(root):

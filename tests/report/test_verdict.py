@@ -81,8 +81,7 @@ def test_one_seed_has_no_interval():
     assert (one.interval, one.p) == (None, None)
     assert difference({0: 1.0}, {1: 0.0}) is None
     (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, one)])
-    assert alone.outcome == "one seed"
-    assert str(cell(alone, 2)) == "+1.00 one seed"
+    assert (alone.outcome, str(cell(alone, 2))) == ("one seed", "+1.00 one seed")
     assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
 
 
@@ -95,8 +94,7 @@ def test_equal_differences_in_every_seed_are_certain_or_none():
 def test_holm_by_hand():
     # ranks 1 to 4 are multiplied by 4, 3, 2, 1; none is below the one before it, none above 1
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9, 0.4]) == pytest.approx([1.0, 1.0, 1.0])
-    assert holm([]) == []
+    assert (holm([0.5, 0.9, 0.4]), holm([])) == (pytest.approx([1.0, 1.0, 1.0]), [])
 
 
 def test_holm_may_leave_unresolved_what_is_resolved_alone():

@@ -49,11 +49,8 @@ def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     result = run(tiny_run, tmp_path, labels={"row": "lmm"})
     folder = spec_for(tiny_run, tmp_path).folder
-    assert folder.result() == result
-    assert result.cell == folder.name
-    assert result.row == "lmm"
-    assert result.tokens == 20 * 4 * 32
-    assert result.tasks["reasoning/recall@32"].items == 8
+    assert (folder.result(), result.cell, result.row) == (result, folder.name, "lmm")
+    assert (result.tokens, result.tasks["reasoning/recall@32"].items) == (20 * 4 * 32, 8)
     assert 0 < result.final_train_loss < 6
     assert 10 * 2**20 < result.peak_rss_bytes < 2**40
     assert {"surprise", "alpha_mean", "theta_mean"} <= result.telemetry.keys()

@@ -127,8 +127,7 @@ def test_rates_that_are_equal_are_counted():
     assert before_decay(wsd) == equal_rates(wsd, longer) == 16
     assert before_decay(OptimConfig(steps=20, **base)) is None
     cosine, other = (OptimConfig(steps=steps, **base) for steps in (20, 40))
-    assert equal_rates(cosine, other) == 4
-    assert equal_rates(cosine, cosine) == 20
+    assert (equal_rates(cosine, other), equal_rates(cosine, cosine)) == (4, 20)
 
 
 def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root):

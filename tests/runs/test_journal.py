@@ -229,14 +229,12 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
         (line,) = send_left(tmp_path)
         # its response was lost
         assert "20 steps" in line
-        assert server.steps() == list(range(1, 21))
-        assert send_left(tmp_path) == []
+        assert (server.steps(), send_left(tmp_path)) == (list(range(1, 21)), [])
     assert server.steps() == list(range(1, 21))
     assert server.runs[0]["info"]["status"] == "FINISHED"
     assert ("reasoning", 20, result.columns["reasoning"]) in server.points
     waited = [value for name, _, value in server.points if name == "checkpoint_wait_seconds"]
-    assert len(waited) == 20
-    assert waited == sorted(waited)
+    assert (len(waited), waited) == (20, sorted(waited))
 
 
 def test_a_server_that_comes_and_goes_gets_every_point_once(tmp_path):

@@ -176,8 +176,6 @@ def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, mo
     # the first worker decides when to ask; the others never ask on their own
     alone = Together()
     guard.poll(alone, None)
-    assert alone.asked == [1 - rank]
-    assert asked == [0] * (1 - rank)
+    assert (alone.asked, asked) == ([1 - rank], [0] * (1 - rank))
     guard.poll(Together(told=1), None)
-    assert asked == [rank] * (2 - rank)
-    assert alone.saves == []
+    assert (asked, alone.saves) == ([rank] * (2 - rank), [])

@@ -68,8 +68,7 @@ def test_cells_are_children_of_their_study_and_made_anew_when_discarded(store):
     )  # fmt: skip
     assert store.study_run("ablation-smoke") == parent
     run = store.client.get_run(child)
-    assert run.data.tags["mlflow.parentRunId"] == parent
-    assert run.data.tags["row"] == "lmm"
+    assert (run.data.tags["mlflow.parentRunId"], run.data.tags["row"]) == (parent, "lmm")
     # params are the few fields to compare by; the full config is an artifact
     assert run.data.params == {"depth": "3"}
     path = MlflowClient(store.uri, store.uri).download_artifacts(child, "config.json")
@@ -84,8 +83,7 @@ def test_params_many_long_or_nested_are_taken(store):
     config = {f"key{i}": i for i in range(230)} | {"long": "x" * 9000}
     run_id = store.cell_run("wide", "wide", params=config)
     params = store.client.get_run(run_id).data.params
-    assert len(params) == 231
-    assert params["key229"] == "229"
+    assert (len(params), params["key229"]) == (231, "229")
     config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
     assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
 

@@ -93,8 +93,7 @@ def test_the_best_weights_are_measured_and_training_may_end_without_better_ones(
     monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run()
-    assert result.best_step == 2
-    assert result.tokens == 4 * cfg.tokens_per_step
+    assert (result.best_step, result.tokens) == (2, 4 * cfg.tokens_per_step)
     assert result.final_train_loss > 0
     # the run name resolves to the weights that were measured
     point = find_checkpoint(spec.name, tmp_path)

@@ -42,8 +42,7 @@ def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
     started = ray.is_initialized()
     direct = Worker(spec_for(tiny_run, tmp_path, name="direct")).run()
     wrapped = execute(spec_for(tiny_run, tmp_path, name="wrapped", labels={"row": "lmm"}))
-    assert ray.is_initialized() == started
-    assert wrapped.row == "lmm"
+    assert (ray.is_initialized(), wrapped.row) == (started, "lmm")
     for key in ("final_train_loss", "columns", "telemetry"):
         assert getattr(wrapped, key) == getattr(direct, key)
 

@@ -133,8 +133,7 @@ def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
     store = open_store(root)
     runs = {run.info.run_id: run for run in store.client.search_runs([store.experiment])}
     parents = [run for run in runs.values() if run.data.tags.get("titans.study") == "tiny-small"]
-    assert len(parents) == 1
-    assert parents[0].data.params.keys() == {"study", "scale", "seeds"}
+    assert (len(parents), parents[0].data.params.keys()) == (1, {"study", "scale", "seeds"})
     assert not [run for run in runs.values() if run.info.status == "RUNNING"]
     for folder in folders.values():
         run = runs[folder.result().mlflow_run_id]

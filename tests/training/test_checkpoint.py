@@ -78,8 +78,7 @@ def test_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault)
         "no manifest": manifest.unlink,
     }[fault]()
     t = trainer(5)
-    assert checkpoint.restore(tmp_path, t) == tmp_path / "step-00000003"
-    assert t.progress.step == 3
+    assert (checkpoint.restore(tmp_path, t), t.progress.step) == (tmp_path / "step-00000003", 3)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "step-00000006 is not whole" in line
     with pytest.raises(UsageError, match="step-00000006: not a whole checkpoint: "):

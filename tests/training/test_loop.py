@@ -90,8 +90,7 @@ def test_hooks_see_every_step_and_the_last_checkpoint():
     assert t.tokens_per_step == 6 * LENGTH
     save = lambda: saved.append(t.progress.step)  # noqa: E731
     t.run(Hooks(lambda step, m: seen.append(step), save, checkpoint_every=2))
-    assert seen == [1, 2, 3, 4, 5]
-    assert saved == [2, 4, 5]
+    assert (seen, saved) == ([1, 2, 3, 4, 5], [2, 4, 5])
 
 
 def test_deterministic_restores_what_was_set():
@@ -161,5 +160,4 @@ def test_an_error_of_the_stream_reaches_its_step_and_ends_the_thread():
     before = threading.active_count()
     with pytest.raises(OSError, match=r"Input/output error: 'shard-00001\.arrow'"):
         t.run(Hooks())
-    assert t.progress.step == 3
-    assert threading.active_count() == before
+    assert (t.progress.step, threading.active_count()) == (3, before)

@@ -61,8 +61,7 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
     )
     t = trainer()
     t.flops_per_token, t.world_size = 100.0, 4
-    assert t._speed(tokens_per_second=8.0) == {"tokens_per_second": 8.0}
-    assert given == [200.0]
+    assert (t._speed(tokens_per_second=8.0), given) == ({"tokens_per_second": 8.0}, [200.0])
 
 
 def test_a_trace_is_of_three_steps(tmp_path):
