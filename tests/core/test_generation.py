@@ -37,10 +37,10 @@ def after(m: LanguageModel, reading: Reading, probe: list[int]) -> torch.Tensor:
 
 
 def collected(writing: Writing, rows: int) -> list[list[int]]:
-    result: list[list[int]] = [[] for _ in range(rows)]
+    written: list[list[int]] = [[] for _ in range(rows)]
     for row, token in writing:
-        result[row].append(token)
-    return result
+        written[row].append(token)
+    return written
 
 
 def alone(m: LanguageModel, known: list[int], n: int) -> list[int]:

@@ -43,18 +43,14 @@ def rows(lengths=LENGTHS):
 
 def padded(sequences, side="right", pad=39):
     """Tokens, mask and labels [B, T]; labels are -100 at padding and at the first token."""
-    width = max(map(len, sequences))
-    batch = {"input_ids": [], "attention_mask": [], "labels": []}
+    width, batch = max(map(len, sequences)), {"input_ids": [], "attention_mask": [], "labels": []}
     for row in sequences:
         gap = [0, width - len(row)][:: 1 if side == "right" else -1]
         labels = torch.cat([torch.tensor([IGNORED]), row[1:]])
-        ones = torch.ones_like(row)
-        for key, x, fill in (
-            ("input_ids", row, pad),
-            ("attention_mask", ones, 0),
-            ("labels", labels, IGNORED),
+        for kept, x, fill in zip(
+            batch.values(), (row, torch.ones_like(row), labels), (pad, 0, IGNORED), strict=True
         ):
-            batch[key].append(torch.nn.functional.pad(x, gap, value=fill))
+            kept.append(torch.nn.functional.pad(x, gap, value=fill))
     return {key: torch.stack(x) for key, x in batch.items()}
 
 
@@ -283,52 +279,41 @@ def test_hidden_states_are_the_embedding_and_every_block(name, cached):
 
 
 @each_model
-def test_embeddings_may_be_given_in_place_of_tokens(name):
-    net, x = MODELS[name](), tokens(2, 9)
-    close(net(inputs_embeds=net.get_input_embeddings()(x)).logits, net(x).logits)
-
-
-@each_model
-def test_num_items_in_batch_divides_the_sum_of_losses(name):
+def test_num_items_in_batch_divides_losses_and_embeddings_replace_tokens(name):
     net, batch = MODELS[name](), padded(rows())
     count = sum(LENGTHS) - len(LENGTHS)
-    parts = [
-        net(**padded([row]), num_items_in_batch=torch.tensor(count)).loss for row in rows() if len(row) > 1
-    ]
+    few = {"num_items_in_batch": torch.tensor(count)}
+    parts = [net(**padded([row]), **few).loss for row in rows() if len(row) > 1]
     close(sum(parts), net(**batch).loss, rtol=1e-5, atol=1e-6)
     close(net(**batch, num_items_in_batch=7).loss, net(**batch).loss * count / 7, rtol=1e-5, atol=1e-6)
+    x = tokens(2, 9)
+    close(net(inputs_embeds=net.get_input_embeddings()(x)).logits, net(x).logits)
 
 
 # transformers' own methods
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("size", "options"), [
-    (45, {}), (33, {}), (40, {}), (45, {"mean_resizing": False}), (41, {"pad_to_multiple_of": 16}),
+@pytest.mark.parametrize(("size", "options", "resized"), [
+    (45, {}, 45), (33, {}, 33), (40, {}, 40), (45, {"mean_resizing": False}, 45),
+    (41, {"pad_to_multiple_of": 16}, 48),
 ])  # fmt: skip
-def test_resized_embeddings_train_save_and_load(size, options, tied, tmp_path):
+def test_resized_embeddings_train_save_and_load(size, options, resized, tied, tmp_path):
+    auto = transformers.AutoModelForCausalLM
     save_folder(tmp_path / "a", titans("mac", tied).model)
-    net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    x, size_of = (
-        tokens(2, 12) % 30,
-        -(-size // options.get("pad_to_multiple_of", 1)) * options.get("pad_to_multiple_of", 1),
-    )
+    net, x, n = auto.from_pretrained(tmp_path / "a"), tokens(2, 12) % 30, min(40, resized)
     with torch.no_grad():
         before = net(x).logits
     net.resize_token_embeddings(size, **options)
-    n = min(40, size_of)
     out = net(x, labels=x)
     close(out.logits[..., :n], before[..., :n], rtol=1e-4, atol=1e-4)
     assert (net.get_input_embeddings().weight is net.get_output_embeddings().weight) == tied
-    assert out.logits.shape[-1] == net.config.vocab_size == net.model.config.vocab_size == size_of
+    assert out.logits.shape[-1] == net.config.vocab_size == net.model.config.vocab_size == resized
     assert net.get_input_embeddings().weight.std() < 0.5
     out.loss.backward()
-    net(torch.full((1, 3), size_of - 1))
+    net(torch.full((1, 3), resized - 1))
     net.save_pretrained(tmp_path / "b")
-    for again in (
-        load_folder(tmp_path / "b"),
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b"),
-    ):
+    for again in (load_folder(tmp_path / "b"), auto.from_pretrained(tmp_path / "b")):
         assert torch.equal(again(x).logits, out.logits)
     assert len(net.generate(x, max_new_tokens=3, do_sample=False)[0]) == 15
 

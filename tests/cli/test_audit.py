@@ -12,7 +12,7 @@ from torch import nn
 from titans_core.audit import Adapter, AuditError, Outcome, audit, report, variant_factory
 from titans_platform.cli import run
 
-LAYERS = "tests.audit.layers"
+LAYERS = "experiments.audit.layers"
 CHECKS = ("causal_gradient", "repeatable", "pieces")
 QUICK = ["--dim", "8", "--length", "40", *(f"--only={name}" for name in CHECKS)]
 
@@ -62,7 +62,7 @@ def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys):
     assert [r["check"] for r in result["results"]] == ["causal_gradient", "repeatable", "pieces"]
     assert result["passed"]
     assert result["precision"] == "float64"
-    assert call("tests.audit.planted:ConvolutionOneAhead", *QUICK) == 1
+    assert call("experiments.audit.planted:ConvolutionOneAhead", *QUICK) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail 2 tokens, output 0, input 1" in out
     assert call(f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta", "--json") == 0

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from tests.audit import planted  # noqa: F401 (it registers its layers)
-from tests.audit.layers import FAULTS, TWINS
+from experiments.audit import planted  # noqa: F401 (it registers its layers)
+from experiments.audit.layers import FAULTS, TWINS
 from titans_core.audit import audit
 
 LENGTH = 40

@@ -7,7 +7,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tests.audit.layers import CHUNK, VOCAB, Attention, Blocks, Chunked, D, Delta, State, Tokens, fault, plant
+from experiments.audit.layers import (
+    CHUNK,
+    VOCAB,
+    Attention,
+    Blocks,
+    Chunked,
+    D,
+    Delta,
+    State,
+    Tokens,
+    fault,
+    plant,
+)
 
 # leaks from the future
 
