@@ -160,7 +160,7 @@ def test_packed_documents_are_each_alone():
 
 
 @pytest.mark.slow
-def test_the_operators_keep_the_rules_of_the_library():
+def test_operators_keep_the_rules_of_the_library_and_compile():
     for shape, chunk_size, borders in (CASES[1], CASES[4]):
         leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
         options = chunk_size, borders
@@ -169,10 +169,6 @@ def test_the_operators_keep_the_rules_of_the_library():
         result = budget.budget_steps(*tokens, *options, 0)
         arguments = (*map(torch.ones_like, result), *tokens, *result, *options)
         torch.library.opcheck(budget.budget_steps_backward, arguments)
-
-
-@pytest.mark.slow
-def test_compiled_is_eager():
     leaves = inputs(2, 23, 2, 3)
     run = torch.compile(partial(write_budget, chunk_size=5), fullgraph=True, backend="aot_eager")
     same(with_gradients(run, leaves), with_gradients(write_budget, leaves, 5))

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -125,28 +126,31 @@ def test_signal_waits_for_a_step_for_a_while_and_past_training_not_at_all(tmp_pa
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_that_is_told_to_end_writes_a_checkpoint_first(tiny_run, tmp_path):
-    import threading
-
-    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290})
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_worker_that_is_killed_or_told_to_end_changes_no_number(tiny_run, tmp_path, sent):
+    """A worker that is told to end writes a checkpoint first; one that is killed is started again."""
+    told = sent == signal.SIGTERM
+    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290 if told else 5})
     prepare(cfg.data, tmp_path)
     straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
-    folder = RunFolder(tmp_path, "told")
-    kept: list[str] = []
+    folder, struck = RunFolder(tmp_path, "struck"), []
+    kept = lambda: [path.name for path in saved(folder.path / "checkpoints")]  # noqa: E731
 
-    def tell() -> None:
-        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid())
-        os.kill(folder.progress()["pid"], signal.SIGTERM)
-        until(lambda: saved(folder.path / "checkpoints"))
-        kept.extend(path.name for path in saved(folder.path / "checkpoints"))
+    def strike() -> None:
+        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid() and (told or kept()))
+        struck.append(folder.progress()["pid"])
+        os.kill(struck[0], sent)
+        until(kept)
+        struck.append(int(kept()[-1][-3:]))
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    told = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="told"))
-    teller.join(10)
-    assert int(kept[-1][-3:]) < 290
+    striker = threading.Thread(target=strike, daemon=True)
+    striker.start()
+    result = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="struck"))
+    striker.join(10)
+    assert struck[1] < 290
+    assert told or folder.progress()["pid"] != struck[0]
     for key in ("final_train_loss", "columns", "telemetry"):
-        assert getattr(told, key) == getattr(straight, key)
+        assert getattr(result, key) == getattr(straight, key)
 
 
 class Together:

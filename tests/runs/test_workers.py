@@ -3,35 +3,25 @@
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.small import RUN
-from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import ClusterError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker, execute
-from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import load_model
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-
-
-def lengthened(cfg: RunConfig, steps: int, every: int) -> RunConfig:
-    values = cfg.model_dump(mode="json")
-    values["optim"]["steps"], values["checkpoint"]["every"] = steps, every
-    return RunConfig.model_validate_json(json.dumps(values))
 
 
 @pytest.mark.slow
@@ -59,45 +49,6 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
     for name, model in zip(["one", "two"], models, strict=True):
         load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-3, atol=1e-4)
-
-
-class Killer(threading.Thread):
-    """Kills the process that a cell reports, once, after it has saved a checkpoint."""
-
-    def __init__(self, folder: RunFolder):
-        super().__init__(daemon=True)
-        self.folder = folder
-        self.killed: int | None = None
-
-    def run(self) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and self.killed is None:
-            state = self.folder.progress()
-            saved = list(Path(self.folder.path, "checkpoints").glob("step-*"))
-            if state and saved and state["pid"] != os.getpid():
-                os.kill(state["pid"], signal.SIGKILL)
-                self.killed = state["pid"]
-            time.sleep(0.01)
-
-
-@pytest.mark.nightly
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_path):
-    cfg = lengthened(tiny_run, steps=200, every=5)
-    prepare(cfg.data, tmp_path)
-    straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
-    folder = RunFolder(tmp_path, "killed")
-    killer = Killer(folder)
-    killer.start()
-    result = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="killed"))
-    killer.join(5)
-    state = folder.progress()
-    assert killer.killed is not None
-    assert state is not None
-    assert state["pid"] != killer.killed
-    for key in ("final_train_loss", "columns", "telemetry"):
-        assert getattr(result, key) == getattr(straight, key)
 
 
 def pages_asked_for() -> int:
