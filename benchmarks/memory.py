@@ -101,9 +101,9 @@ def run(
 def _peer_version(name: str) -> str:
     if name != PEER:
         raise UsageError(f"--against: {name!r} is not known; there is {PEER}")
-    if name not in (found := versions()):
+    if name not in (installed := versions()):
         raise UsageError(f"--against: {PEER} is not installed; pip install {PEER_REQUIREMENT}")
-    return found[name]
+    return installed[name]
 
 
 def _sizes(shape: Shape) -> dict[str, Any]:

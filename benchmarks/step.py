@@ -129,10 +129,10 @@ def _compare(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     """Compare the losses of two trees; they may differ only if their configs do."""
     off = max(abs(a - b) / abs(b) for a, b in zip(ours["losses"], theirs["losses"], strict=True))
     same = off <= SAME_LOSS and ours["parameters"] == theirs["parameters"]
-    found = {"same_losses": same, "loss_off": off}
+    comparison = {"same_losses": same, "loss_off": off}
     if not same and ours["config"] == theirs["config"]:
-        found["refused"] = f"same config, but its losses differ by {off:.1e}"
-    return found
+        comparison["refused"] = f"same config, but its losses differ by {off:.1e}"
+    return comparison
 
 
 def _summary(steps: Sequence[tuple[float, float]], tokens: int) -> dict[str, Any]:

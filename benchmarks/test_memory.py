@@ -34,7 +34,7 @@ def test_the_command_prints_json_of_every_length(answer):
 
 def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
     right = chunked.coefficients
-    wrong = lambda *gates: (found := right(*gates))._replace(C=found.C * 1.001)  # noqa: E731
+    wrong = lambda *gates: (gates_ := right(*gates))._replace(C=gates_.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
     monkeypatch.setattr(native, "library", lambda dtype: None)
     monkeypatch.setattr(memory, "Worker", None)  # nothing may be started

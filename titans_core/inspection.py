@@ -172,12 +172,12 @@ class _Watch:
         known = one_alpha and type(rule).update is Rule.update and not rule.has_own_chunk
         mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(self.reads)
-        found = MemoryTrace(
+        trace = MemoryTrace(
             name, seen.surprise, seen.written, _squared_error(prediction[0], seen.v),
             alpha, seen.eta, seen.theta, seen.weight_norm, seen.momentum_norm,
             mixed.coefficient, mixed.own, mixed.context,
         )  # fmt: skip
-        return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, found)
+        return tree_map(lambda x: x.cpu() if isinstance(x, Tensor) else x, trace)
 
 
 class _GradientCoefficients:

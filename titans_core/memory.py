@@ -271,16 +271,16 @@ class NeuralMemory(Projections):
 
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
-        found = self.sigmoids(x)
-        theta = self.config.max_theta * found["theta"]
+        sigmoids = self.sigmoids(x)
+        theta = self.config.max_theta * sigmoids["theta"]
         none = torch.zeros_like(theta)
-        alpha, eta = (found.get(name, none) for name in ("alpha", "eta"))
+        alpha, eta = (sigmoids.get(name, none) for name in ("alpha", "eta"))
         alpha = alpha if self.config.max_alpha == 1.0 else self.config.max_alpha * alpha
         if self.forgets_by_channel:
             alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         if not self.decays:
             alpha = torch.zeros_like(alpha)
-        extra = found.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
+        extra = sigmoids.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
         return alpha, eta, theta, extra
 
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:

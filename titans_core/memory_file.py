@@ -159,7 +159,7 @@ def _state_class(path: str) -> Any:
     imports.
     """
     module, _, name = path.partition(":")
-    found = getattr(sys.modules[module], name)
-    if not (isinstance(found, type) and issubclass(found, tuple) and hasattr(found, "_fields")):
+    kind = getattr(sys.modules[module], name)
+    if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):
         raise TypeError(f"{path} is not a NamedTuple")
-    return found
+    return kind

@@ -30,10 +30,10 @@ class Relay:
         """
         if self._before is None:
             return state
-        found: list[Any] = [None, None]
-        dist.recv_object_list(found, self._before, self.group, device=like.device)
-        leaves, spec = tree_flatten(found[0])
-        differentiable: bool = found[1]
+        message: list[Any] = [None, None]
+        dist.recv_object_list(message, self._before, self.group, device=like.device)
+        leaves, spec = tree_flatten(message[0])
+        differentiable: bool = message[1]
         sent = [x.empty(like.device) if isinstance(x, _Shape) else x for x in leaves]
         for x, described in zip(sent, leaves, strict=True):
             if isinstance(described, _Shape):

@@ -12,7 +12,7 @@ from pydantic import BaseModel
 import titans_platform.objectives  # noqa: F401 - objectives register tasks of their own
 from titans_platform.cli.init import fields_of
 from titans_platform.config import RunConfig, TaskConfig
-from titans_platform.evals import TASKS
+from titans_platform.tasks import TASKS
 
 TEMPLATE = Path(__file__).with_suffix(".md")
 

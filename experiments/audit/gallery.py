@@ -302,7 +302,7 @@ def ours() -> dict[str, Callable[[], Any]]:
     from experiments.rules.names import RULES
     from titans_core.audit.variants import variant_factory, variant_names
 
-    found = {f"ours: {name}": variant_factory(name) for name in variant_names()}
+    factories = {f"ours: {name}": variant_factory(name) for name in variant_names()}
     memories: dict[str, dict[str, Any]] = {
         f"rule {name}": {"rule": rule} for name, rule in RULES.items() if name != "paper"
     }
@@ -320,8 +320,8 @@ def ours() -> dict[str, Callable[[], Any]]:
             memory = {**memory, "write_budget": None}
             if title == "rule delta_ttt":
                 memory |= {"chunk_size": 1, "surprise_bound": None}
-        found[f"ours: lmm, {title}"] = variant_factory("lmm", memory=memory)
-    return found
+        factories[f"ours: lmm, {title}"] = variant_factory("lmm", memory=memory)
+    return factories
 
 
 def main() -> None:
@@ -365,11 +365,11 @@ def one(name: str, dist: str, factory: Callable[[], Any], options: argparse.Name
     for check, finding in failed.items():
         print(f"    {check}: {finding}", flush=True)
     if not options.check:
-        found = {**report.to_dict(), "version": version}
+        record = {**report.to_dict(), "version": version}
         file = (
             options.out / f"{name.replace(' ', '_').replace('/', '_').replace(',', '').replace(':', '')}.json"
         )
-        file.write_text(json.dumps(found, indent=1, default=str))
+        file.write_text(json.dumps(record, indent=1, default=str))
 
 
 def table(folder: Path) -> None:
@@ -380,11 +380,11 @@ def table(folder: Path) -> None:
         file = folder / f"{name.replace(' ', '_').replace('/', '_').replace(',', '').replace(':', '')}.json"
         if not file.exists():
             continue
-        found = json.loads(file.read_text())
-        by = {v: [r["check"] for r in found["results"] if r["verdict"] == v] for v in ("pass", "fail")}
+        record = json.loads(file.read_text())
+        by = {v: [r["check"] for r in record["results"] if r["verdict"] == v] for v in ("pass", "fail")}
         failed = ", ".join(f"`{check}`" for check in by["fail"]) or "—"
-        print(f"| {found['layer']} | {found['version']} | {len(by['pass'])} | {failed} "
-              f"| {found['precision']} | {found['seconds']:.0f} |")  # fmt: skip
+        print(f"| {record['layer']} | {record['version']} | {len(by['pass'])} | {failed} "
+              f"| {record['precision']} | {record['seconds']:.0f} |")  # fmt: skip
 
 
 if __name__ == "__main__":

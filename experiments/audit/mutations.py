@@ -406,12 +406,12 @@ def parameter_of_a_late_token(c: int, r: int) -> type[Ema]:
 
 def mutants(seed: int = 0) -> dict[str, tuple[str, type[Ema]]]:
     """Three faults of each kind, at seeded periods and residues: the check that is meant, the layer."""
-    draw, found = random.Random(seed), {}
+    draw, made = random.Random(seed), {}
     for name, (check, make) in KINDS.items():
         for c in [*draw.sample(PERIODS, 2), draw.randint(3, 130)]:
             r = draw.randrange(c)
-            found[f"{name}, period {c}, residue {r}"] = check, make(c, r)
-    return found
+            made[f"{name}, period {c}, residue {r}"] = check, make(c, r)
+    return made
 
 
 if __name__ == "__main__":

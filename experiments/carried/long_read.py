@@ -89,17 +89,17 @@ def main(runs: tuple[str, ...], files: tuple[str, ...], tokens: int | None, stre
     documents: list[str] = []
     with TemporaryDirectory() as cache:
         for source in sources:
-            found = SOURCES[source.kind](source, "--text", Path(cache)).documents()
-            documents += [document.text for document in found]
+            read_documents = SOURCES[source.kind](source, "--text", Path(cache)).documents()
+            documents += [document.text for document in read_documents]
     text = "".join(documents)
     text = stress_text(text) if stress else text
     click.echo("| run | tokens | carried, by tenths | fresh | largest norm | largest surprise |")
     click.echo("|:--|--:|:--|:--|--:|--:|")
     for run in runs:
-        found = read(run, text, tokens, fresh=not stress)
-        shown = [" ".join(f"{x:.3f}" for x in found.get(way, ())) for way in ("carried", "fresh")]
-        numbers = f"{found['norm']:.2f} | {found['surprise']:.3f}"
-        click.echo(f"| {Path(run).name} | {found['tokens']:,} | {' | '.join(shown)} | {numbers} |")
+        result = read(run, text, tokens, fresh=not stress)
+        shown = [" ".join(f"{x:.3f}" for x in result.get(way, ())) for way in ("carried", "fresh")]
+        numbers = f"{result['norm']:.2f} | {result['surprise']:.3f}"
+        click.echo(f"| {Path(run).name} | {result['tokens']:,} | {' | '.join(shown)} | {numbers} |")
 
 
 if __name__ == "__main__":

@@ -163,7 +163,7 @@ def errors(
     own = (2 * step).clamp(max=1) if isinstance(rule, DeltaTTT) else torch.ones_like(step)
     gates = own[..., None].expand(*step.shape, rule.extra_gates)
     extension = extension._replace(gates=gates)
-    found = torch.full((2, len(passes), C, N), torch.nan)
+    measured = torch.full((2, len(passes), C, N), torch.nan)
     with torch.no_grad():
         for number in range(1, max(passes) + 1):
             _, (weights, momentum) = neural_memory(
@@ -171,10 +171,10 @@ def errors(
             )
             if number in passes:
                 at = list(passes).index(number)
-                found[0, at] = error(pairs.k, pairs.v, weights)
+                measured[0, at] = error(pairs.k, pairs.v, weights)
                 if pairs.held_out:
-                    found[1, at] = error(pairs.held_out.k, pairs.held_out.v, weights)
-    return found
+                    measured[1, at] = error(pairs.held_out.k, pairs.held_out.v, weights)
+    return measured
 
 
 def fit(memory: Memory, problem: Problem, passes: Sequence[int], chunk: int) -> Iterator[dict[str, Any]]:
@@ -185,9 +185,9 @@ def fit(memory: Memory, problem: Problem, passes: Sequence[int], chunk: int) -> 
     tuned = errors(memory, problem.tuning, candidates, passes, chunk, TUNING_SEED)[0].mean(-1)
     best = [candidates[i] for i in tuned.argmin(1).tolist()]
     chosen = list(dict.fromkeys(best))
-    found = errors(memory, problem.reporting, chosen, passes, chunk, 0)
+    measured = errors(memory, problem.reporting, chosen, passes, chunk, 0)
     for at, (number, candidate) in enumerate(zip(passes, best, strict=True)):
-        stored, held_out = found[:, at, chosen.index(candidate)].tolist()
+        stored, held_out = measured[:, at, chosen.index(candidate)].tolist()
         yield {
             "kind": problem.kind, "pairs": problem.reporting.k.shape[1], "chunk": chunk, "passes": number,
             "theta": candidate.theta, "gain": candidate.gain,

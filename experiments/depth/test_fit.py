@@ -26,9 +26,9 @@ def test_a_linear_memory_is_the_delta_rule_by_hand():
             k, v = pairs.k[:, t], pairs.v[:, t]
             W += 2 * theta * k[:, :, None] * (v - (k[:, None] @ W)[:, 0])[:, None]
         expected.append((pairs.k @ W - pairs.v).square().sum((1, 2)) / pairs.v.square().sum((1, 2)))
-    found = errors(memory, pairs, [Candidate(0.5, 1.0), Candidate(theta, 1.0)], (1, 2), 1, seed=3)
-    torch.testing.assert_close(found[0, :, 1], torch.stack(expected), rtol=1e-4, atol=1e-5)
-    assert found[1].isnan().all()
+    measured = errors(memory, pairs, [Candidate(0.5, 1.0), Candidate(theta, 1.0)], (1, 2), 1, seed=3)
+    torch.testing.assert_close(measured[0, :, 1], torch.stack(expected), rtol=1e-4, atol=1e-5)
+    assert measured[1].isnan().all()
 
 
 def test_the_last_layer_alone_is_a_linear_memory_of_features():
@@ -36,10 +36,10 @@ def test_the_last_layer_alone_is_a_linear_memory_of_features():
     hidden, last = memory.start(2, 4, seed=1)
     features = torch.nn.functional.silu(2 * pairs.k @ hidden[:, 0])
     linear = Memory()
-    found = errors(memory, pairs, [Candidate(0.25, 2.0)], (1,), 1, seed=1)[0]
+    measured = errors(memory, pairs, [Candidate(0.25, 2.0)], (1,), 1, seed=1)[0]
     own = type("Given", (Memory,), {"start": lambda self, N, D, seed: [last]})()
     same = errors(own, Pairs(features, pairs.v), [Candidate(0.25, 1.0)], (1,), 1, seed=1)[0]
-    torch.testing.assert_close(found, same)
+    torch.testing.assert_close(measured, same)
     assert memory.state(4) == 8 * 4 == linear.state(4) * 2
 
 
@@ -83,9 +83,9 @@ def test_each_memory_of_the_table_learns(name):
     memory = MEMORIES[name]
     candidates = [Candidate(theta, gain) for theta in (0.06, 0.25) for gain in memory.gains]
     chunk = 1 if name == "depth 2, delta_ttt" else 16
-    found = errors(memory, pairs, candidates, (1, 8), chunk, seed=0)
-    assert found.shape == (2, 2, len(candidates), 2)
-    (once, often), (_, held_out) = found.mean(-1).amin(-1)
+    measured = errors(memory, pairs, candidates, (1, 8), chunk, seed=0)
+    assert measured.shape == (2, 2, len(candidates), 2)
+    (once, often), (_, held_out) = measured.mean(-1).amin(-1)
     assert often < 0.9 * once
     assert often < held_out < 1.5
 

@@ -34,11 +34,10 @@ from titans_core.config import Frozen, MemoryConfig, PositiveInt
 from titans_kernels import Extension, Rule, find_rule, neural_memory
 from titans_platform.config import digest
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Objective, Report, reject_data
 from titans_platform.objectives.files import ItemStream
+from titans_platform.tasks import Context, Measurement, Task
 
 ROWS = 100_000
 """Training rows before they repeat."""
@@ -119,8 +118,8 @@ def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False
 
     settings = {"xatol": 1e-7, "fatol": 1e-13, "maxiter": 4000}
     starts = [(3.0, 0.0, -2.0), (2.0, -3.0, 4.0)] if momentum else [(3.0, 0.0, 0.0)]
-    found = [minimize(risk, start, method="Nelder-Mead", options=settings) for start in starts]
-    at = min(found, key=lambda result: result.fun)
+    minima = [minimize(risk, start, method="Nelder-Mead", options=settings) for start in starts]
+    at = min(minima, key=lambda result: result.fun)
     return Gates(*gates(at.x), float(at.fun))
 
 

@@ -11,9 +11,9 @@ import sys
 from tests.evals.small import questions
 from titans_platform.config import TaskConfig
 from titans_platform.data import Tokenizer, load_tokenizer
-from titans_platform.evals import build_generated
-from titans_platform.evals.items import count_tokens
-from titans_platform.evals.tasks.babi import Babilong, split_question
+from titans_platform.tasks import build_generated
+from titans_platform.tasks.babi import Babilong, split_question
+from titans_platform.tasks.items import count_tokens
 
 KINDS = ("qa1", "qa2", "qa4", "qa5")
 LENGTHS = (0, 1024, 4096, 16_384, 131_072)

@@ -35,9 +35,9 @@ def scale(request) -> str:
 def text(scale) -> str:
     """Return the section of a document that has the scale's table."""
     page, heading = SECTIONS[scale]
-    found = (TOP / page).read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
-    assert found
-    return found
+    section = (TOP / page).read_text("utf-8").partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    assert section
+    return section
 
 
 @pytest.fixture
@@ -47,12 +47,12 @@ def measured(scale) -> Measured:
 
 def measured_in(name: str) -> Measured:
     """By row and column, the ablation's number of each seed, as printed."""
-    found: Measured = defaultdict(lambda: defaultdict(dict))
+    scores: Measured = defaultdict(lambda: defaultdict(dict))
     with (HERE / name).open() as file:
         for line in csv.DictReader(file):
             for column, head in COLUMNS.items():
-                found[line["row"]][column][int(line["seed"])] = float(line[head])
-    return found
+                scores[line["row"]][column][int(line["seed"])] = float(line[head])
+    return scores
 
 
 def scores(text: str) -> dict[str, list[str]]:
@@ -81,7 +81,7 @@ def test_the_table_is_that_of_the_data_and_has_every_row_and_seed(text, scale, m
 
 def compared(measured: Measured) -> list[Comparison]:
     """Every comparison with the LMM of which the paper has a direction."""
-    study, found = load_study("ablation"), []
+    study, comparisons = load_study("ablation"), []
     papers = {row.name: row.paper for row in study.rows_at("400M")}
     for row in (row.name for row in study.rows if not row.reference and row.name != "LMM"):
         for column in COLUMNS:
@@ -89,22 +89,22 @@ def compared(measured: Measured) -> list[Comparison]:
             ours = difference(measured[row][column], measured["LMM"][column], sign)
             theirs, base = papers[row][column], papers["LMM"][column]
             assert None not in (ours, theirs, base)
-            found.append(Comparison(row, column, "LMM", sign * (theirs - base), ours))
-    return adjust(found)
+            comparisons.append(Comparison(row, column, "LMM", sign * (theirs - base), ours))
+    return adjust(comparisons)
 
 
-def check_verdicts(shown: dict[str, list[str]], found: list[Comparison]) -> None:
-    for verdict in found:
+def check_verdicts(shown: dict[str, list[str]], comparisons: list[Comparison]) -> None:
+    for verdict in comparisons:
         expected = str(cell(verdict, digits(verdict.column)))
         printed = shown[verdict.row][list(COLUMNS).index(verdict.column)]
         assert printed == expected, f"{verdict.row} {verdict.column}"
 
 
 def test_the_verdict_is_that_of_the_data(text, measured):
-    found = compared(measured)
-    check_verdicts(table(text.partition("minus LMM")[2].partition("**Rates.**")[0]), found)
-    assert tally(found) in " ".join(text.split())
-    assert method(found) in " ".join(text.split())
+    comparisons = compared(measured)
+    check_verdicts(table(text.partition("minus LMM")[2].partition("**Rates.**")[0]), comparisons)
+    assert tally(comparisons) in " ".join(text.split())
+    assert method(comparisons) in " ".join(text.split())
 
 
 def test_a_second_set_of_seeds_is_told_as_it_came():
@@ -115,25 +115,25 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
     assert all(len(values) == 10 for row in both.values() for values in row.values())
     text = (TOP / ABLATION).read_text("utf-8").partition("\n## Ten seeds at scale workstation\n")[2]
     check_scores({row: scores(text)[row] for row in both}, both)
-    found = compared(both)
-    check_verdicts(table(text.partition("minus LMM")[2]), found)
+    comparisons = compared(both)
+    check_verdicts(table(text.partition("minus LMM")[2]), comparisons)
     pairs = zip(compared(first), compared(second), strict=True)
     resolved = [pair for pair in pairs if pair[0].outcome in ("agrees", "disagrees")]
     again = sum(before.outcome == after.outcome for before, after in resolved)
     for page in (" ".join(text.split()), " ".join((TOP / "docs/results.md").read_text("utf-8").split())):
         assert f"{again} of the {len(resolved)}" in page
-        assert tally(found) in page
+        assert tally(comparisons) in page
 
 
 @pytest.mark.parametrize("scale", ["workstation"], indirect=True)
 def test_the_rows_at_one_rate_are_those_of_the_data(text, scale, measured):
     rates = text.partition("**Rates.**")[2]
-    shown, found = table(rates), measured_in(f"ablation-{scale}-common.csv")
-    shown = {row: cells for row, cells in shown.items() if row in found}
-    others = {row for row in found if found[row] != measured[row]}
+    shown, common = table(rates), measured_in(f"ablation-{scale}-common.csv")
+    shown = {row: cells for row, cells in shown.items() if row in common}
+    others = {row for row in common if common[row] != measured[row]}
     assert set(shown) == others
-    check_scores(shown, found)
-    assert tally(compared(found)) in " ".join(rates.split())
+    check_scores(shown, common)
+    assert tally(compared(common)) in " ".join(rates.split())
 
 
 def test_sizes_are_those_of_today(text, scale):

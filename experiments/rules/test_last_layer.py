@@ -40,10 +40,10 @@ def test_layers_below_the_last_are_features(chunk_size, backend):
         reads.append(apply(W, q[0, t]))
     writes = memory._project_tokens(x, {})
     y, after = memory.extend(*writes[:2], memory.start(1))
-    expected, found = [torch.stack(reads)[None], W[None]], [y, after.memory.memory().weights[0]]
-    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
+    expected, computed = [torch.stack(reads)[None], W[None]], [y, after.memory.memory().weights[0]]
+    torch.testing.assert_close(computed, expected, rtol=1e-9, atol=1e-10)
     leaves = [p for name, p in memory.named_parameters() if not name.startswith(("w_o", "output"))]
-    sums = (torch.stack([part.square().sum() for part in both]).sum() for both in (found, expected))
+    sums = (torch.stack([part.square().sum() for part in both]).sum() for both in (computed, expected))
     grads = [torch.autograd.grad(total, leaves, retain_graph=True) for total in sums]
     torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
 
@@ -56,5 +56,5 @@ def test_model_continues_a_sequence():
     m = LanguageModel(config).double()
     x = torch.randint(0, 20, (2, 21))
     first = m(x[:, :5])
-    found = torch.cat([first.logits, m(x[:, 5:], first.state).logits], 1)
-    torch.testing.assert_close(found, m(x).logits, rtol=1e-9, atol=1e-9)
+    continued = torch.cat([first.logits, m(x[:, 5:], first.state).logits], 1)
+    torch.testing.assert_close(continued, m(x).logits, rtol=1e-9, atol=1e-9)

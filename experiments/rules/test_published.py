@@ -47,13 +47,13 @@ class Deep(cases.Case):
 
     def by_hand(self, head) -> list[Tensor]:
         """y and the state after the last token, from ``head(h, tokens, W, S)`` of each head."""
-        found = [
+        heads = [
             head(h, [x[0, :, h] for x in self.tokens], *([x[0, h] for x in part] for part in self.state))
             for h in range(2)
         ]
-        y = torch.stack([torch.stack(y) for y, _, _ in found], 1)[None]
+        y = torch.stack([torch.stack(y) for y, _, _ in heads], 1)[None]
         layers = [torch.stack([part[l] for part in parts])[None] for parts in
-                  ([W for _, W, _ in found], [S for _, _, S in found]) for l in range(2)]  # fmt: skip
+                  ([W for _, W, _ in heads], [S for _, _, S in heads]) for l in range(2)]  # fmt: skip
         return [y, *layers]
 
 
@@ -290,8 +290,8 @@ def test_huber_loss_is_the_update_of_miras(rule):
     assert not torch.cat(sides).all(), "no error is beyond the threshold"
     assert_head_reads(case, reads, rule)
     case.check("generic", cuts=[[7, 23]], chunk_size=8, rule=rule)
-    found = case.whole(rule=type(rule)(delta=100.0), chunk_size=8)
-    assert_same(case.whole(chunk_size=8), found, case.leaves)
+    quadratic = case.whole(rule=type(rule)(delta=100.0), chunk_size=8)
+    assert_same(case.whole(chunk_size=8), quadratic, case.leaves)
 
 
 @pytest.mark.parametrize("post", [0.0, 1.0], ids=["pre", "post"])

@@ -241,12 +241,12 @@ def stream(
     except ValueError as error:
         raise UsageError(f"--{error}") from None
     with Console(stderr=True).status("starting") as status:
-        found = run(models, text=text, memory=memory_gb * 2**30, progress=status.update, **options)
-    drawn = picture(found, figure) if figure else None
+        result = run(models, text=text, memory=memory_gb * 2**30, progress=status.update, **options)
+    drawn = picture(result, figure) if figure else None
     if as_json:
-        echo_json(found)
+        echo_json(result)
         return
-    click.echo("\n".join(lines_of_stream(found)))
+    click.echo("\n".join(lines_of_stream(result)))
     if drawn:
         click.echo(drawn)
 

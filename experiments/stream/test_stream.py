@@ -19,9 +19,9 @@ def test_each_variant_is_looked_at_as_it_reads(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("not a long book\n" * 30)
     text = ["--text", str(tmp_path / "book.txt"), "--figure", str(tmp_path / "drawn")]
     assert stream("--variants", "lmm,transformer", "--json", *text) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [row["row"] for row in found["rows"]] == ["lmm", "transformer"]
-    for row in found["rows"]:
+    result = json.loads(capsys.readouterr().out)
+    assert [row["row"] for row in result["rows"]] == ["lmm", "transformer"]
+    for row in result["rows"]:
         assert [look["tokens"] for look in row["looks"]] == [1000, 2000, 2500]
         assert list(row["decode"]) == ["1024"]
         assert row["rate_ratio"] > 0

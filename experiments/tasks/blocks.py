@@ -1,4 +1,4 @@
-"""Tasks of key-value pairs in blocks, after `titans_platform.evals.tasks.recall`.
+"""Tasks of key-value pairs in blocks, after `titans_platform.tasks.recall`.
 
 - `Composition`: zoology's compositional recall (Arora et al. 2023, arXiv 2312.04927).
 - `Episodes`: several blocks in one row, without a mark between them.
@@ -17,8 +17,8 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
-from titans_platform.evals.registry import Heuristic
-from titans_platform.evals.tasks.recall import (
+from titans_platform.tasks import Heuristic
+from titans_platform.tasks.recall import (
     VALUES,
     Associative,
     Block,
@@ -113,13 +113,13 @@ class Episodes(KeyValue):
         """As many blocks as fit."""
         pairs, new = self.options.pairs, round(self.options.renewed * self.options.pairs)
         keys = rng.sample(self._keys, pairs)
-        found = []
+        blocks = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
             rng.shuffle(keys)
             text, bound = paired(keys, spread(rng, self._values, pairs))
-            found.append((text, bound))
+            blocks.append((text, bound))
             keys = keys[new:] + rng.sample([key for key in self._keys if key not in bound], new)
-        return found
+        return blocks
 
 
 MARK, NO_VALUE = "\n", "-"
@@ -179,9 +179,9 @@ class Resets(KeyValue):
         pairs = self.options.pairs
         drawn = rng.sample(self._keys, 2 * pairs)
         keys, over = drawn[:pairs], drawn[pairs:]
-        found = []
+        blocks = []
         for _ in range(max(1, (length - 1) // self.options.tokens)):
             text, bound = paired(keys, spread(rng, self._values, pairs))
-            found.append((MARK + text, bound | dict.fromkeys(over, NO_VALUE)))
+            blocks.append((MARK + text, bound | dict.fromkeys(over, NO_VALUE)))
             over, keys = keys, rng.sample([key for key in self._keys if key not in bound], pairs)
-        return found
+        return blocks

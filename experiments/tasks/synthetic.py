@@ -34,9 +34,9 @@ from pydantic import Field, model_validator
 
 from experiments.tasks.blocks import sharing
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.evals.items import Item, Tokenizer, fill, make_item
-from titans_platform.evals.registry import GeneratedTask, Heuristic
-from titans_platform.evals.tasks.recall import (
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import Item, Tokenizer, fill, make_item
+from titans_platform.tasks.recall import (
     BLANK,
     KEYS,
     VALUES,

@@ -14,7 +14,7 @@ from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_generated, build_task
+from titans_platform.tasks import build_generated, build_task
 
 BYTE = load_tokenizer("byte")
 BLOCKS = {"composition": "Composition", "episodes": "Episodes", "resets": "Resets"}
@@ -73,8 +73,8 @@ def made(task, options, length, count=200):
 
 def right(items, answer):
     """Share of the questions that `answer(text before)` answers, and how many there are."""
-    found = [answer(before) == said for item in items for before, said in questions(item)]
-    return sum(found) / len(found), len(found)
+    hits = [answer(before) == said for item in items for before, said in questions(item)]
+    return sum(hits) / len(hits), len(hits)
 
 
 def near(share, level, items):

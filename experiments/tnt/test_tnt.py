@@ -26,12 +26,12 @@ def config(options: dict, **memory) -> ModelConfig:
 def block(**options) -> TNT:
     torch.manual_seed(0)
     options = {"global_chunk": 6, "local_chunks": [2, 4], "shard": 12} | options
-    found = LanguageModel(config(options, surprise_bound=None)).double().blocks[0]
+    tnt = LanguageModel(config(options, surprise_bound=None)).double().blocks[0]
     with torch.no_grad():
-        for p in found.parameters():
+        for p in tnt.parameters():
             p += 0.1 * torch.randn_like(p)
-    assert isinstance(found, TNT)
-    return found
+    assert isinstance(tnt, TNT)
+    return tnt
 
 
 def naive(block: TNT, x: Tensor) -> Tensor:
@@ -79,8 +79,8 @@ def test_it_is_the_published_recurrence(projection):
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     inputs = [x, *(p for name, p in tnt.named_parameters() if not name.startswith("mlp"))]
     grads, wanted = (torch.autograd.grad((each * weight).sum(), inputs) for each in (y, expected))
-    for found, right in zip(grads, wanted, strict=True):
-        torch.testing.assert_close(found, right, rtol=1e-8, atol=1e-9)
+    for grad, right in zip(grads, wanted, strict=True):
+        torch.testing.assert_close(grad, right, rtol=1e-8, atol=1e-9)
 
 
 def test_local_memories_do_not_reach_beyond_their_shard():

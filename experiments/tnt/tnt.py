@@ -138,8 +138,8 @@ class LocalMemory(NeuralMemory):
             return q, keys
         unit = F.normalize(k.to(keys.dtype), dim=-1, eps=1e-6)
         no_decay = unit.new_zeros(*unit.shape[:3], 1)
-        found, keys = linear_attention(q, unit, unit, no_decay, keys, index)
-        return clip_norm(found, 1.0) if self.projection == "clipped" else found, keys
+        projected, keys = linear_attention(q, unit, unit, no_decay, keys, index)
+        return clip_norm(projected, 1.0) if self.projection == "clipped" else projected, keys
 
 
 class TNT(Block):
@@ -178,7 +178,7 @@ class TNT(Block):
     def mix(
         self, x_BTD: Tensor, state: TNTState | None, positions: Positions
     ) -> tuple[Tensor, TNTState | None]:
-        z, documents, found = self.norm(x_BTD), positions.documents, []
+        z, documents, states = self.norm(x_BTD), positions.documents, []
         before = None if state is None else state.shared
         y, q, writes, shared = self.shared.retrieve(z, before, documents)
         local = [None] * len(self.local) if state is None else state.local
@@ -187,9 +187,9 @@ class TNT(Block):
             own = Writes(writes.k, writes.v, *memory.gates(z))
             read, after = memory.read_shards(q, own, before, documents)
             y = y + read
-            found.append(after)
+            states.append(after)
         out = x_BTD + self.shared.output(y, z)
-        return out, None if shared is None else TNTState(shared, tuple(found))
+        return out, None if shared is None else TNTState(shared, tuple(states))
 
     def reset(self, state: TNTState, reset_B: Tensor) -> TNTState:
         local = []

@@ -20,8 +20,8 @@ def lazy_exports(package: str, names: Sequence[str], modules: str) -> Callable[[
 
     def __getattr__(name: str) -> Any:
         for module in modules.split() if name in names else ():
-            found = importlib.import_module(f"{package}.{module}")
-            value = found if name == module else getattr(found, name, None)
+            imported = importlib.import_module(f"{package}.{module}")
+            value = imported if name == module else getattr(imported, name, None)
             if value is not None:
                 setattr(sys.modules[package], name, value)
                 return value
@@ -53,8 +53,11 @@ class Registry(MutableMapping[str, type[Kind]]):
         key, line = key or self.key, self._lines.get(name, name)
         try:
             if isinstance(line, str) and ":" not in line:
-                hint = near(name, self._lines) or f"or name a class of your own by its import path, {EXAMPLE}"
-                raise ValueError(f"{key}: {name!r} is not one of {', '.join(self)}; {hint}")
+                known = f"one of {', '.join(self)}; or" if self._lines else "an import path;"
+                hint = f"{known} name a class of your own by its import path, {EXAMPLE}"
+                if close := near(name, self._lines):
+                    hint = f"one of {', '.join(self)}; {close}"
+                raise ValueError(f"{key}: {name!r} is not {hint}")
             kind = _imported(key, line) if isinstance(line, str) else line
             if not (isinstance(kind, type) and issubclass(kind, self.base)):
                 base = f"{self.base.__module__}.{self.base.__name__}"
@@ -102,10 +105,10 @@ def source_file(path: str) -> Path | None:
 
     Parameters in parentheses may follow, as in `find_rule`.
     """
-    found = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)(\(.*\))?", path)
-    if found is None:
+    match = re.fullmatch(r"([A-Za-z_][\w.]*:[A-Za-z_]\w*)(\(.*\))?", path)
+    if match is None:
         return None
-    file = getattr(sys.modules.get(_imported("", found[1]).__module__), "__file__", None)
+    file = getattr(sys.modules.get(_imported("", match[1]).__module__), "__file__", None)
     return Path(file) if file else None
 
 

@@ -43,7 +43,7 @@ VOCABULARIES = {"byte": 260, "dna": 8}
 
 
 class TaskConfig(Frozen):
-    """A task of the registry (`titans_platform.evals`), its options, and the lengths it is evaluated at."""
+    """A task of the registry (`titans_platform.tasks`), its options, and the lengths it is evaluated at."""
 
     task: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
@@ -201,11 +201,6 @@ class EvalConfig(Frozen):
     """Items per task and length."""
     perplexity_tokens: PositiveInt = 65_536
     """Validation tokens on which perplexity is measured."""
-    pathways: tuple[Literal["memory", "attention", "cut", "decay"], ...] = ()
-    """Measure the columns of generated tasks again with a part of the model off: the memory's output,
-    attention, attention across multiples of its window (cut), decay. Shows which part an answer came from."""
-    pathway_items: PositiveInt | None = None
-    """Items per task and length of these measurements; None: ``items``."""
     batch_tokens: PositiveInt = 16_384
     """Tokens of one evaluation batch."""
     seed: int = 0
@@ -234,8 +229,8 @@ class LogConfig(Frozen):
     """Logging beside the run's numbers in MLflow. Not part of the run's hash."""
 
     loggers: list[str] = Field(default_factory=list)
-    """Loggers beside MLflow: tensorboard (events in the run's folder), wandb (if installed), or
-    ``module:Class`` of a `titans_platform.runs.loggers.Logger`."""
+    """Loggers beside MLflow: ``module:Class`` of a `titans_platform.runs.reporter.Logger`;
+    examples/loggers.py has TensorBoard and Weights & Biases."""
 
 
 class ObjectiveConfig(Frozen):

@@ -270,8 +270,8 @@ def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | No
 
 
 def _valid_keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    found = _model_at(model, loc)
-    return list(found.model_fields) if found else []
+    section = _model_at(model, loc)
+    return list(section.model_fields) if section else []
 
 
 def _plain(annotation: Any) -> Any:

@@ -153,15 +153,15 @@ def _start_from_template(path: Path) -> None:
 def _connect(uri: str, artifacts: str | None) -> Store:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
-        found = client.get_experiment_by_name(EXPERIMENT)
-        there = found.artifact_location if found else ""
+        known = client.get_experiment_by_name(EXPERIMENT)
+        there = known.artifact_location if known else ""
         if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
             # MLflow would overwrite the original's artifacts
             fix = "titans ui --adopt --root HERE makes it the copy's own; or work in the original --root"
             raise _refused(uri, f"was copied or moved here: its artifacts are in {there}", fix)
         # show the UI of training runs, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
-        experiment = found.experiment_id if found else client.create_experiment(EXPERIMENT, artifacts, kind)
+        experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT, artifacts, kind)
     except UsageError:
         raise
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
@@ -274,19 +274,19 @@ class Store:
     def running(self, parent: str) -> dict[str, str]:
         """Run ids by cell of a study's runs with status RUNNING, whose process may be dead."""
         where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
-        found = self.client.search_runs([self.experiment], where, max_results=10_000)
-        return {run.data.tags[CELL_TAG]: run.info.run_id for run in found if CELL_TAG in run.data.tags}
+        runs = self.client.search_runs([self.experiment], where, max_results=10_000)
+        return {run.data.tags[CELL_TAG]: run.info.run_id for run in runs if CELL_TAG in run.data.tags}
 
     def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
         """Return a metric by step, of each run that has it; runs that do not exist are skipped."""
-        found: dict[str, list[tuple[int, float]]] = {}
+        curves: dict[str, list[tuple[int, float]]] = {}
         for run_id in run_ids:
             with suppress(MlflowException):
                 history = self.client.get_metric_history(run_id, metric)
                 # a column of that name is logged after the last step's value
                 history.sort(key=lambda point: point.timestamp, reverse=True)
-                found[run_id] = sorted({point.step: point.value for point in history}.items())
-        return {run_id: curve for run_id, curve in found.items() if curve}
+                curves[run_id] = sorted({point.step: point.value for point in history}.items())
+        return {run_id: curve for run_id, curve in curves.items() if curve}
 
     def url(self, run_id: str) -> str:
         """Return the run's page in `titans ui`, below the address of the server."""

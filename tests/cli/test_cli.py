@@ -138,9 +138,6 @@ def test_train_then_train_then_eval(tiny_yaml, tmp_path, capsys, answer, refused
     point = str(next((tmp_path / "cells").glob("*/checkpoints/step-00000018")))
     measured = answer("eval", point, *root, "--set", "eval.items=4")
     assert (measured["step"], measured["tasks"]["reasoning/recall@32"]["items"]) == (18, 4)
-    assert answer("eval", point, *root, "--pathways")["pathways"].keys() == {"memory", "decay"}
-    assert run(["eval", point, *root, "--pathways"]) == 0
-    assert "memory's output off" in capsys.readouterr().out
     assert "only eval.* may be set" in refused("eval", point, *root, "--set", "seed=4")
 
 

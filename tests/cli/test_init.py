@@ -9,8 +9,8 @@ from titans_core.config import MemoryConfig
 from titans_platform.cli import run
 from titans_platform.cli.init import fields_of, run_file
 from titans_platform.config import EvalConfig, OptimConfig, SourceConfig
-from titans_platform.evals import TASKS
 from titans_platform.loading import load_config
+from titans_platform.tasks import TASKS
 from tools.config_reference import reference_page
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"

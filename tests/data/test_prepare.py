@@ -14,7 +14,7 @@ from tests.data.small import config
 from titans_platform.data import open_prepared, prepare
 from titans_platform.data.shards import write_table
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.evals import TASKS, GeneratedTask, Item
+from titans_platform.tasks import TASKS, GeneratedTask, Item
 
 
 def folders(root: Path) -> dict[str, int]:

@@ -127,7 +127,8 @@ from titans_platform.cli import run
 from titans_platform.clusters import load_cluster
 from titans_platform.config import RunConfig, TaskConfig
 from titans_platform.data.tokenizer import load_tokenizer
-from titans_platform.evals import build_task, evaluate
+from titans_platform.evals import evaluate
+from titans_platform.tasks import build_task
 from titans_platform.objectives import build_objective
 from titans_platform.training.loop import Hooks, Trainer
 

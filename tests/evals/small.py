@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from titans_platform.evals.items import Item
+from titans_platform.tasks.items import Item
 
 
 def questions(item: Item) -> Iterator[tuple[str, str]]:

@@ -10,8 +10,8 @@ import pytest
 from tests.evals.small import questions
 from titans_platform.config import TaskConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.evals import build_generated
-from titans_platform.evals.tasks.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
+from titans_platform.tasks import build_generated
+from titans_platform.tasks.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
 
 BYTE = load_tokenizer("byte")
 

@@ -14,9 +14,10 @@ from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_generated, build_task, encode_item, evaluate
-from titans_platform.evals.items import count_tokens
-from titans_platform.evals.tasks.babi import split_question
+from titans_platform.evals import evaluate
+from titans_platform.tasks import build_generated, build_task, encode_item
+from titans_platform.tasks.babi import split_question
+from titans_platform.tasks.items import count_tokens
 
 BYTE = load_tokenizer("byte")
 PEOPLE, PLACES = ("Mary", "John", "Daniel"), ("garden", "office", "kitchen", "hallway")

@@ -14,11 +14,10 @@ from torch.nn import functional as F
 from tests.small import RUN
 from titans_core import LanguageModel
 from titans_platform.cli import run as titans
-from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
+from titans_platform.config import DataConfig, RunConfig
 from titans_platform.data import load_tokenizer, prepare
-from titans_platform.errors import UsageError
-from titans_platform.evals import Scorer, evaluate
-from titans_platform.evals.tasks.by_position import (
+from titans_platform.evals import Scorer
+from titans_platform.evals.by_position import (
     BLOCKS,
     ByPosition,
     LongText,
@@ -28,7 +27,6 @@ from titans_platform.evals.tasks.by_position import (
     read_by_position,
     tokens_to_read,
 )
-from titans_platform.objectives import build_objective
 
 BYTE = load_tokenizer("byte")
 CPU = torch.device("cpu")
@@ -161,53 +159,6 @@ def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(prepa
     (whole,) = long_texts(prepared, 180, 1)
     held_out = prepared.sources[0].validation
     assert (whole.tokens == held_out.read(0, 180 * 32 + 1).tokens).all()
-
-
-def columns(lengths=(8.0,), **options):
-    return {"col": (TaskConfig(task="by_position", options=options, lengths=lengths),)}
-
-
-def test_task_gives_the_gain_and_perplexities(prepared):
-    def measured(**options):
-        config = EvalConfig(columns=columns(**options), perplexity_tokens=1024)
-        return evaluate(model, prepared, config, 32)
-
-    torch.manual_seed(0)
-    model = LanguageModel(RunConfig.model_validate({"model": RUN["model"]}).model)
-    with torch.no_grad():
-        by_hand = read_by_position(scorer(model.eval()), long_texts(prepared, 8, 1024), 32)
-    gain = measured(windows=[1, 2])
-    task, buckets = (gain[part]["col/by_position-gain@256"] for part in ("tasks", "buckets"))
-    assert (task["value"], task["stderr"]) == pytest.approx(by_hand.gain())
-    assert task["chance"] == 0
-    assert task["items"] == sum(text.counts[32:].sum() for text in long_texts(prepared, 8, 1024))
-    assert {key.partition(" ")[0].partition("-")[0] for key in buckets} == {"carried", "fresh", "window"}
-    assert buckets["fresh 129-256"] == pytest.approx(math.exp(by_hand.loss("fresh", 129, 256)[0]))
-    carried = measured(measure="carried", from_row=3, to_row=4)
-    task, buckets = (carried[part]["col/by_position-carried-3-4@256"] for part in ("tasks", "buckets"))
-    loss, stderr = by_hand.loss("carried", 65, 128)
-    assert task["value"] == pytest.approx(math.exp(loss))
-    assert task["stderr"] == pytest.approx(math.exp(loss) * stderr)
-    assert task["chance"] == BYTE.vocab_size
-    assert {key.partition(" ")[0] for key in buckets} == {"carried"}
-    assert json.loads(json.dumps(gain)) == gain
-
-
-BAD = [
-    ({"lengths": (1.0,)}, "lengths: 32 tokens are less than two training rows of 32; raise it"),
-    ({"lengths": (200.0,)}, r"lengths: 200 training rows of 32 tokens make 6,400 .* text has 5,765"),
-    ({"to_row": 9}, "to_row: 9 is beyond the 8 rows of a text; raise lengths"),
-    ({"from_row": 4, "to_row": 3}, "to_row: 3 is below from_row 4"),
-    ({"measure": "window", "windows": []}, "windows: measure window needs at least one"),
-    ({"measure": "window", "windows": [7, 8]}, "windows: 7 rows before another are all that 8 rows have"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("options", "message"), BAD)
-def test_impossible_measures_are_refused_before_training(prepared, tiny_run, options, message):
-    fields = {"data": prepared.config, "eval": EvalConfig(columns=columns(**options))}
-    with pytest.raises(UsageError, match=message):
-        build_objective(tiny_run.model_copy(update=fields)).check(prepared)
 
 
 def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, answer, refused, monkeypatch):

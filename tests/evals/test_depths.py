@@ -6,7 +6,8 @@ import torch
 
 from tests.evals.test_run import COMPACT, Oracle, config, prepared, solve_needle
 from titans_core import LanguageModel
-from titans_platform.evals import Item, evaluate
+from titans_platform.evals import evaluate
+from titans_platform.tasks import Item
 
 TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
 

@@ -16,14 +16,15 @@ import pytest
 import torch
 from torch import nn
 
-from titans_core import LanguageModel, ModelState
+from titans_core import ModelState
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import Scorer, build_generated, build_task, encode_item, evaluate
-from titans_platform.evals.items import load_prose
+from titans_platform.evals import Scorer, evaluate
 from titans_platform.evals.lm_harness import MISSING, HarnessModel
 from titans_platform.evals.scoring import encode_pair
+from titans_platform.tasks import build_generated, build_task, encode_item
+from titans_platform.tasks.items import load_prose
 
 BYTE = load_tokenizer("byte")
 PREPARED = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=None)
@@ -183,32 +184,6 @@ def test_harness_scores_continuations_and_whole_texts():
         (total,) = harness(Likes(text), length).loglikelihood_rolling(instances((text,)))
         assert total == pytest.approx(26 * a_token, rel=1e-5), length
     assert harness(Likes(text)).loglikelihood_rolling(instances(("",))) == [0.0]
-
-
-def test_harness_generates_up_to_the_first_stop():
-    model = harness(Parrot("say: hello\nworld"))
-    settings = {"until": ["\n"], "max_gen_toks": 20}
-    assert model.generate_until(instances(("say:", settings))) == [" hello"]
-    assert model.generate_until(instances(("say:", {"until": [], "max_gen_toks": 3}))) == [" he"]
-    with pytest.raises(UsageError, match="greedily"):
-        model.generate_until(instances(("say:", {"do_sample": True})))
-
-
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer"])
-def test_harness_generates_from_the_state_what_reading_everything_again_gives(variant, tiny_run):
-    torch.manual_seed(0)
-    options = {"variant": variant, "attention": {"heads": 2, "segment_size": 16}}
-    model = LanguageModel(type(tiny_run.model).model_validate(tiny_run.model.model_dump() | options)).double()
-    asked = [("a", 5), ("a longer context", 9), ("something else that is asked", 3), ("x" * 90, 4)]
-    result = harness(model).generate_until(instances(*((c, {"max_gen_toks": n}) for c, n in asked)))
-    for (context, most), text in zip(asked, result, strict=True):
-        row = [BYTE.bos, *BYTE.encode(context)[-49:]]
-        for _ in range(most):
-            token = int(model(torch.tensor([row])).logits[0, -1].argmax())
-            if token in (BYTE.bos, BYTE.pad):
-                break
-            row.append(token)
-        assert text == BYTE.decode(row[1 + min(49, len(context)) :])
 
 
 LM_EVAL = one("lm_eval", {"names": ["piqa", "arc_easy"], "metric": "acc"}, items=7)

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from titans_platform.cli import cli
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.evals import TASKS, GeneratedTask, Item, Scorer, build_generated
-from titans_platform.evals.registry import Context, Floor, Heuristic
+from titans_platform.evals import Scorer
+from titans_platform.tasks import TASKS, Context, Floor, GeneratedTask, Heuristic, Item, build_generated
 
 BYTE = load_tokenizer("byte")
 NEEDLE = {"style": "compact", "kind": "number"}

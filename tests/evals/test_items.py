@@ -8,8 +8,8 @@ import pytest
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import TASKS, Item, build_generated, build_task, encode_item, eval_version
-from titans_platform.evals.items import (
+from titans_platform.tasks import TASKS, Item, build_generated, build_task, encode_item, eval_version
+from titans_platform.tasks.items import (
     ADJECTIVES,
     NOUNS,
     VERBS,
@@ -20,7 +20,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.tasks.reasoning import PEOPLE, PLACES, THINGS
+from titans_platform.tasks.reasoning import PEOPLE, PLACES, THINGS
 
 BYTE = load_tokenizer("byte")
 
@@ -84,7 +84,7 @@ def test_a_long_row_is_filled_as_a_short_one_in_fewer_counts(monkeypatch):
 
     item, slow = fill(build, 3000, words), len(built)
     built.clear()
-    monkeypatch.setattr("titans_platform.evals.items.LONG", 3000)
+    monkeypatch.setattr("titans_platform.tasks.items.LONG", 3000)
     assert fill(build, 3000, words) == item
     assert len(built) < slow
 

@@ -8,11 +8,12 @@ from titans_core import LanguageModel
 from titans_platform.config import DataConfig, EvalConfig, TaskConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.evals import build_generated, build_task, eval_version, evaluate
+from titans_platform.evals import evaluate
+from titans_platform.tasks import build_generated, build_task, eval_version
 
 TASKS = '''
 from titans_core.config import Frozen
-from titans_platform.evals import GeneratedTask, Item
+from titans_platform.tasks import GeneratedTask, Item
 
 class SumOptions(Frozen):
     largest: int = 4
@@ -75,6 +76,6 @@ def test_equal_tasks_of_two_columns_are_measured_once(sums, data, tiny_run, monk
 @pytest.mark.usefixtures("sums")
 def test_what_is_no_task_is_refused_by_name():
     """Other mistakes in such a path: tests/kernels/test_rules.py, of the same registry."""
-    says = "^task: my_lab.tasks:not_a_task is not a subclass of titans_platform.evals"
+    says = "^task: my_lab.tasks:not_a_task is not a subclass of titans_platform.tasks"
     with pytest.raises(UsageError, match=says):
         build_task(TaskConfig(task="my_lab.tasks:not_a_task"))

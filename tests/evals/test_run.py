@@ -14,7 +14,8 @@ from torch import nn
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.evals import Request, Scorer, build_generated, evaluate
+from titans_platform.evals import Request, Scorer, evaluate
+from titans_platform.tasks import build_generated
 
 BYTE = load_tokenizer("byte")
 
@@ -302,25 +303,3 @@ def test_scores_do_not_depend_on_the_batch_and_long_continuations_are_scored_at_
         (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)
     expected, _ = by_hand(model, [BYTE.bos, *continuation[-9:]], 9)
     assert (score.tokens, score.logprob) == (9, pytest.approx(expected, abs=1e-4))
-
-
-def test_pathways_measure_the_answers_without_a_part():
-    from tests.core.small import config as small_config
-    from titans_core import LanguageModel
-    from titans_core.interventions import Intervention, intervene
-
-    torch.manual_seed(0)
-    model = LanguageModel(small_config("mag").model_copy(update={"vocab_size": 260}))
-    needle = TaskConfig(task="recall", options={"pairs": 2, "values": 2}, lengths=(1.0, 2.0))
-    columns = {"recall": (needle,), "ppl": (TaskConfig(task="perplexity"),)}
-    batch = Batch(torch.randint(97, 122, (4, 33)), torch.zeros(4, 33).bool(), torch.ones(4, 32).bool())
-    data = prepared(batches=[batch])
-    asked = EvalConfig(columns=columns, items=40, pathways=("memory", "cut"), pathway_items=30)
-    result = evaluate(model, data, asked, 32)
-    assert [(part, *values) for part, values in result["pathways"].items()] == [
-        ("memory", "recall"), ("cut", "recall"),
-    ]  # fmt: skip
-    plain = EvalConfig(columns={"recall": (needle,)}, items=30)
-    with intervene(model, Intervention(memory=False)):
-        assert result["pathways"]["memory"] == evaluate(model, data, plain, 32)["columns"]
-    assert not evaluate(model, data, plain, 32)["pathways"]

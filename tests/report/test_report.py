@@ -1,6 +1,5 @@
 """The report: a self-contained page, figures derived from a study's axes, LaTeX."""
 
-import math
 import re
 from collections import Counter
 from dataclasses import replace
@@ -13,7 +12,7 @@ from tests.report.small import Page, save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
 from titans_platform.report import export, plot
 from titans_platform.report.figure_data import figure_data
-from titans_platform.report.figures import against_position, depth_maps, pictures
+from titans_platform.report.figures import depth_maps, pictures
 from titans_platform.report.picture import DARK, LIGHT, svg
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import Links, build_report
@@ -28,7 +27,6 @@ ACC = Column(title="Reasoning", unit="%", factor=100)
 
 
 LINKS = Links("http://127.0.0.1:5000", "1")
-GAIN = Column(title="Gain", unit="nats")
 
 
 def study(rows: list[Row], **columns: Column) -> Study:
@@ -159,47 +157,6 @@ def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     assert {"LMM", "Window", "64", "128", "0-10%", "90-100%"} <= set(numbers)
 
 
-def read(root: Path, cell: Cell, length: int, buckets: dict[str, float]) -> None:
-    """Write the result of a cell that read texts of this length by position."""
-    key, config = f"gain/by_position-gain@{length}", RunConfig().model_dump(mode="json")
-    finish(root, cell, 0, (key,), buckets={key: buckets}, columns={"gain": 0.1}, config=config)
-
-
-def test_carried_and_fresh_perplexity_are_lines_over_position(tmp_path):
-    cells = cells_of("LMM", "Window")
-    length = RunConfig().data.sequence_length
-    places = [f"1-{length}", f"{length + 1}-{2 * length}", f"{2 * length + 1}-{4 * length}"]
-    for cell in cells:
-        # the carried state gains 0.1 nats in the second row and 0.2 beyond it
-        fresh = {f"fresh {place}": 10.0 + cell.seed for place in places}
-        buckets = fresh | {f"window-{cell.seed + 1} {places[0]}": 9.0}
-        for i, place in enumerate(places):
-            buckets[f"carried {place}"] = (10.0 + cell.seed) * math.exp(-i / 10)
-        # written in alphabetical order, not by position
-        read(tmp_path, cell, 4 * length, dict(sorted(buckets.items())))
-    rows = study([Row(name="LMM"), Row(name="Window")], gain=GAIN)
-    by_row, gain = against_position(figure_data(table_of(tmp_path, rows, cells)))
-    assert (by_row.key, gain.key) == ("position-gain", "gain-gain")
-    means = {line.label: list(line.means.values()) for line in by_row.legend}
-    assert means["state carried from the start"] == pytest.approx([10.5, 9.501, 8.597], abs=1e-3)
-    assert means["new state every row"] == [10.5] * 3
-    assert [line.label for line in gain.legend] == ["LMM", "Window"]
-    assert list(gain.legend[0].means.values()) == pytest.approx([0.1, 0.2])
-
-
-def test_figure_over_position_of_many_rows_shows_the_extremes(tmp_path):
-    names = [f"row {i}" for i in range(26)]
-    cells = [Cell(name, 0, RunConfig(), name.replace(" ", "")) for name in names]
-    length = RunConfig().data.sequence_length
-    for i, cell in enumerate(cells):
-        fresh = {f"fresh 1-{length}": 9.0, f"fresh {length + 1}-{2 * length}": 9.0 * math.exp(i / 100)}
-        read(tmp_path, cell, 2 * length, fresh | {key.replace("fresh", "carried"): 9.0 for key in fresh})
-    table = table_of(tmp_path, study([Row(name=name) for name in names], gain=GAIN), cells)
-    by_row, gain = against_position(figure_data(table))
-    assert len(by_row.panels) == 24
-    assert [line.label for line in gain.legend] == ["row 25", "row 24", "row 23", "row 2", "row 1", "row 0"]
-
-
 def test_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     trials = [
         {"params": {"optim.lr": 10.0**-i, "model.memory.activation": "silu"}, "steps": 9 + i % 2, "value": i}
@@ -297,22 +254,3 @@ def test_runs_are_compared_by_few_columns():
     config = RunConfig.model_validate({"model": {"variant": "transformer"}})
     transformer = params(Cell("Transformer++", 0, config), rows)
     assert columns.keys() - transformer.keys() == {"depth", "chunk_size", "conv"}
-
-
-def test_pathways_are_a_table_in_every_view(tmp_path):
-    table = measured(tmp_path, study([Row(name="MAG"), Row(name="LMM")]))
-    assert build_report(table).sections == ()
-    for row in table.rows:
-        for i, result in enumerate(row.results):
-            result.pathways["memory"] = {"acc": 0.1 + i / 10}
-            if row.row.name == "MAG":
-                result.pathways["cut"] = {"acc": 0.5}
-    report = build_report(table)
-    (section,) = report.sections
-    assert section.heads == ["row", "part", "Reasoning (%)"]
-    assert [(row, number) for row, _, number in section.lines] == [
-        ("MAG", "25.5"), ("MAG", "15.0"), ("MAG", "50.0"), ("LMM", "27.5"), ("LMM", "15.0"),
-    ]  # fmt: skip
-    assert "| MAG | memory's output off | 15.0 |" in export.markdown(report)
-    assert "MAG & memory's output off & 15.0" in export.latex(report)
-    assert "memory&#39;s output off" in report_page(report)

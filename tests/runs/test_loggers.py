@@ -10,8 +10,7 @@ from tensorboardX.proto.event_pb2 import Event
 
 from titans_platform.config import LogConfig
 from titans_platform.errors import Interrupted, UsageError
-from titans_platform.runs.loggers import Logger
-from titans_platform.runs.reporter import Reporter
+from titans_platform.runs.reporter import Logger, Reporter
 from titans_platform.runs.spec import RunSpec
 
 told: list[tuple] = []
@@ -70,7 +69,7 @@ def test_own_logger_hears_of_every_step_and_a_failing_one_is_left_out(spec, capl
 
 
 def test_tensorboard_replaces_what_came_after_the_checkpoint(spec):
-    run = spec("tensorboard")
+    run = spec("examples.loggers:TensorBoard")
     trained(run, range(1, 6))
     trained(run, range(4, 7))
     shown: dict[int, float] = {}
@@ -90,14 +89,14 @@ def test_wandb_gets_the_config_and_resumes(spec, monkeypatch):
     log = lambda values, step: logged.append((step, values["loss"]))  # noqa: E731
     run = SimpleNamespace(log=log, finish=lambda: None, summary={})
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **how: asked.update(how) or run))
-    trained(spec("wandb"), range(3, 5))
+    trained(spec("examples.loggers:WeightsAndBiases"), range(3, 5))
     assert (asked["id"], asked["resume"], asked["config"]["optim"]["steps"]) == ("run", "allow", 20)
     assert logged == [(3, 3.0), (4, 4.0)]
 
 
 @pytest.mark.parametrize(("name", "says"), [
-    ("wandb", "log.loggers: wandb: wandb is not installed; pip install wandb"),
-    ("tensorbord", "log.loggers: 'tensorbord' is not one of tensorboard, wandb; did you mean tensorboard"),
+    ("examples.loggers:WeightsAndBiases", "log.loggers: wandb: wandb is not installed; pip install wandb"),
+    ("tensorboard", "log.loggers: 'tensorboard' is not an import path; name a class of your own"),
     ("json:JSONDecoder", "log.loggers: json:JSONDecoder is not a subclass"),
 ])  # fmt: skip
 def test_what_cannot_be_logged_to_is_refused(spec, name, says, monkeypatch):

@@ -63,8 +63,8 @@ def first_tensor(output: Any) -> Tensor:
     ``last_hidden_state``.
     """
     for name in ("logits", "last_hidden_state"):
-        if isinstance(found := getattr(output, name, None), Tensor):
-            return found
+        if isinstance(output_tensor := getattr(output, name, None), Tensor):
+            return output_tensor
     if isinstance(output, tuple | list) and output:
         output = output[0]
     if not isinstance(output, Tensor):
@@ -104,8 +104,8 @@ def as_adapter(made: nn.Module | Adapter, width: int | None = None) -> Adapter:
 
 def _width(module: nn.Module) -> int | None:
     for name in WIDTHS:
-        if isinstance(found := getattr(module, name, None), int):
-            return found
+        if isinstance(width := getattr(module, name, None), int):
+            return width
     linear = next((m for m in module.modules() if isinstance(m, nn.Linear)), None)
     return linear.in_features if linear is not None else None
 

@@ -149,9 +149,9 @@ def _directions(
             for u, slope in pairs:
                 size = torch.inf
                 for step in steps:  # a smaller one where a kink is in between
-                    found = _slope(s, adapter, x, leaves[name], u, step)
-                    floor = max(abs(found), abs(slope), 1e-3 * scale, 1e-9)
-                    size = min(size, abs(found - slope) / floor)
+                    quotient = _slope(s, adapter, x, leaves[name], u, step)
+                    floor = max(abs(quotient), abs(slope), 1e-3 * scale, 1e-9)
+                    size = min(size, abs(quotient - slope) / floor)
                     if size <= tolerance:
                         break
                 yield size, Example(length, size, note=name)

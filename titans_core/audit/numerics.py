@@ -97,8 +97,8 @@ def long_inputs(s: Subject) -> Outcome:
 
 
 def _first(over: Tensor) -> int | None:
-    found = over.nonzero().flatten()
-    return int(found[0]) if len(found) else None
+    positions = over.nonzero().flatten()
+    return int(positions[0]) if len(positions) else None
 
 
 @check(

@@ -36,8 +36,8 @@ class SeenPrecisions(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Record the output's precision; single numbers do not count."""
         out = func(*args, **(kwargs or {}))
-        found = {t.dtype for t in tree_leaves(out) if isinstance(t, Tensor) and t.numel() > 1}
-        self.seen |= found | ({torch.float32} if torch.complex64 in found else set())
+        dtypes = {t.dtype for t in tree_leaves(out) if isinstance(t, Tensor) and t.numel() > 1}
+        self.seen |= dtypes | ({torch.float32} if torch.complex64 in dtypes else set())
         return out
 
 
@@ -288,10 +288,10 @@ def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = 
     tolerance.
     """
     largest, example = 0.0, None
-    for value, found in pairs:
+    for value, candidate in pairs:
         largest = max(largest, value)
         if value > tolerance and example is None:
-            example = found
+            example = candidate
     return Outcome(largest, tolerance, example, note)
 
 

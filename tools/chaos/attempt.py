@@ -33,13 +33,13 @@ def patch() -> None:
     def slow(self: Trainer, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
         time.sleep(options["seconds"])
         position = self.progress.position
-        found = step(self, batch, telemetry)
+        outcome = step(self, batch, telemetry)
         rows = [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch[0].cpu()]
         entry = {"step": self.progress.step, "position": position, "rows": rows, "time": time.time()}
         entry |= {"rank": rank(), "world": world_size()}
         with (root / f"{SAMPLES}-{rank()}-{os.getpid()}.jsonl").open("a") as file:
             file.write(json.dumps(entry) + "\n")
-        return found
+        return outcome
 
     def poison(self: Trainer, batch: Any, telemetry: bool) -> Any:
         loss, *others = backward(self, batch, telemetry)

@@ -189,7 +189,7 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int,
         most = 1 if fault in ELASTIC else min(a_run, hits - line.hits)
         line.hits += disturbed(root, fault, draw, most, made)
         line.runs += 1
-        found = samples(root)
+        samples_of_run = samples(root)
         if fault in ELASTIC:
             apart = abs(result(root)["final_train_loss"] - loss)
             worlds = result(root)["world_sizes"]
@@ -197,7 +197,7 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int,
             line.notes.append(f"loss within {TOLERANCE}: {apart:.1e}; workers by step: {worlds}")
         else:
             line.equal += weights(root) == expected
-        rows = sorted(row for _, of in found.values() for row in of)
+        rows = sorted(row for _, of in samples_of_run.values() for row in of)
         every = sorted(row for _, of in wanted.values() for row in of)
         missing = len(every) - sum((min(rows.count(row), every.count(row))) for row in set(every))
         line.lost += missing

@@ -167,9 +167,9 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int)
             server.up()
         line.hits += disturbed(root, fault, draw, min(a_run, hits - line.hits), server)
         line.runs += 1
-        found = samples(root)
-        line.equal += weights(root) == expected and found == wanted
-        places = [place for place, _ in found.values()]
+        samples_of_run = samples(root)
+        line.equal += weights(root) == expected and samples_of_run == wanted
+        places = [place for place, _ in samples_of_run.values()]
         line.lost += BATCH * len({place for place, _ in wanted.values()} - set(places))
         line.repeated += BATCH * (len(places) - len(set(places)))
         if server:

@@ -91,7 +91,7 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
     tokens = [q, k, v, *(torch.empty(B, T, H, device="meta") for _ in range(3))]
     start, base = torch.empty(B, H, size, device="meta"), torch.empty(H, size // 2, device="meta")
     rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
-    with record_launches() as found:
+    with record_launches() as recorded:
         for keep, towards in product((True, False), (None, base) if shape.depth > 1 else (None,)):
             y, after, *kept = memory_triton._init_fn(*tokens, start, towards, None, *rule, keep, True)
             memory_triton_backward._init_fn(y, after, *tokens, start, towards, None, kept, *rule)
@@ -99,19 +99,19 @@ def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
             k, eta, theta = tokens[1], *tokens[4:]
             limited = budget.forward(k, eta, theta, shape.chunk_size, None, 0)
             budget.backward([*limited, k, eta, theta, *limited], shape.chunk_size, None)
-    return found
+    return recorded
 
 
 def _delta_launches(R: int, n: int, D: int, F: int) -> list[Launch]:
     """Of the states of ``n`` blocks; float32 whatever the inputs are."""
     x, *keys = (torch.empty(R, n, BLOCK, width, device="meta") for width in (F, D, D, D))
     writes, ends = torch.empty(2, R, n, BLOCK, device="meta"), torch.empty(3, R, n, device="meta")
-    with record_launches() as found:
+    with record_launches() as recorded:
         states, written = delta.delta_states._init_fn(
             x, *keys, writes, ends, torch.empty(R, 2 * D, F, device="meta")
         )
         delta.delta_states_backward._init_fn(*keys, writes, ends, states, written)
-    return found
+    return recorded
 
 
 def source(launch: Launch) -> ASTSource:
@@ -180,10 +180,10 @@ def _resources(cubin: bytes) -> tuple[int, int]:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
         text = subprocess.run([tool, "-res-usage", path], check=True, capture_output=True, text=True).stdout
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if found is None:
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if usage is None:
         raise RuntimeError(f"cuobjdump: no register count in its output: {text}")
-    return int(found[1]), int(found[2])
+    return int(usage[1]), int(usage[2])
 
 
 def reports(
@@ -224,20 +224,20 @@ def main(
     """
     if INTERPRETED:
         raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
-    found = []
+    compiled_kernels = []
     columns = f"{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}"
     click.echo(f"{'shape':22}{'kernel':28}{columns}")
     for dtype in dtypes or ["bf16"]:
         shapes = largest(TYPES[dtype]) if edge else [SHAPES[name] for name in names or SHAPES]
         for r in reports(shapes, [dtype], targets or TARGETS, kernels or ("",)):
-            found.append(r)
+            compiled_kernels.append(r)
             click.echo(
                 f"{r.shape:22}{r.kernel:28}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
                 f"{r.tensor_core:5}"
             )
     if path:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
-        rows = [r._asdict() for r in found]
+        rows = [r._asdict() for r in compiled_kernels]
         path.write_text(json.dumps({"versions": versions, "kernels": rows}, indent=1) + "\n")
 
 

@@ -60,8 +60,8 @@ class Judge(NamedTuple):
 
     def verdict(self, call: Callable[[Inputs], Sequence[Tensor]]) -> Verdict:
         """Errors of ``call``, including all its gradients."""
-        found = results(self.inputs, call, self.inputs.tokens[0].dtype)
-        errors = {name: relative_error(found[name], right) for name, right in self.expected.items()}
+        computed = results(self.inputs, call, self.inputs.tokens[0].dtype)
+        errors = {name: relative_error(computed[name], right) for name, right in self.expected.items()}
         return Verdict(errors, self.tolerance, self.inputs.shape)
 
 
@@ -99,13 +99,13 @@ def results(
         list(outputs), inputs.leaves, [randn(x).to(dtype).to(x.dtype) for x in outputs]
     )
     states = [name for name in inputs.names if "[" in name]
-    found = dict(zip(["y", *states], (x.detach() for x in outputs), strict=True))
-    return found | dict(zip((f"d{name}" for name in inputs.names), gradients, strict=True))
+    tensors = dict(zip(["y", *states], (x.detach() for x in outputs), strict=True))
+    return tensors | dict(zip((f"d{name}" for name in inputs.names), gradients, strict=True))
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
+def relative_error(computed: Tensor, expected: Tensor) -> float:
     """RMS(found - expected) / RMS(expected) in float64; inf if anything is not finite."""
     expected = expected.double()
-    error = (found.double() - expected).norm().item()
+    error = (computed.double() - expected).norm().item()
     error = error / (expected.norm().item() or 1.0)
     return error if math.isfinite(error) else math.inf

@@ -19,7 +19,7 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
     import numpy
     import triton
 
-    found: dict[str, Any] = {
+    description: dict[str, Any] = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "commit": commit or git_commit(),
         "device": platform.processor() or platform.machine(),
@@ -31,7 +31,7 @@ def describe(device: torch.device, commit: str | None) -> dict[str, Any]:
         "cuda": torch.version.cuda,
         "peers": versions(),
     }
-    return found | _card(device) if device.type == "cuda" else found
+    return description | _card(device) if device.type == "cuda" else description
 
 
 def _card(device: torch.device) -> dict[str, Any]:

@@ -68,8 +68,8 @@ def _verify_gated_delta(judges: list[Judge]) -> list[Verdict]:
     )
     expected = [y, *torch.autograd.grad(y, exact, dy.double())]
     y = _gated_delta_rule(q, k, v, zero, 2 * theta)
-    found = [y, *torch.autograd.grad(y, leaves, dy)]
-    pairs = zip(("y", "dq", "dk", "dv"), zip(found, expected, strict=True), strict=True)
+    computed = [y, *torch.autograd.grad(y, leaves, dy)]
+    pairs = zip(("y", "dq", "dk", "dv"), zip(computed, expected, strict=True), strict=True)
     errors = {name: relative_error(a, b) for name, (a, b) in pairs}
     return [Verdict(errors, judge.tolerance, judge.inputs.shape)]
 

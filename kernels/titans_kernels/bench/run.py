@@ -127,8 +127,8 @@ class Bench:
         }
         targets = []
         for target in shape.targets:
-            found = _found(target, rows, kernels | rows)
-            targets.append({"is": str(target), "found": found, "verdict": target.verdict(found)})
+            reached = _found(target, rows, kernels | rows)
+            targets.append({"is": str(target), "found": reached, "verdict": target.verdict(reached)})
         return targets
 
 

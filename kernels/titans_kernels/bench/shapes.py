@@ -56,14 +56,14 @@ class Target(NamedTuple):
         then = "" if self.then is None else f", then {self.shown.format(self.then)}"
         return f"{self.phase} at {edge} {self.shown.format(self.value)}{then}"
 
-    def verdict(self, found: float | None) -> str:
+    def verdict(self, reached: float | None) -> str:
         """Return the measured value and its verdict as text."""
-        if found is None:
+        if reached is None:
             return "not measured"
-        meets = lambda value: found <= value if self.unit == "ns" else found >= value  # noqa: E731
+        meets = lambda value: reached <= value if self.unit == "ns" else reached >= value  # noqa: E731
         met = "met" if meets(self.value) else "MISSED"
         met = "both met" if self.then is not None and meets(self.then) else met
-        return f"{self.shown.format(found)}, {met}"
+        return f"{self.shown.format(reached)}, {met}"
 
 
 FLA_SPEED = (Target("forward", "ns", 1.6, 0.75), Target("backward", "ns", 5.4, 2.4))

@@ -51,10 +51,10 @@ def _form(name: str, note: str, backend: str, within: Within = nullcontext, **mo
 def _no_kernel(inputs: Inputs) -> str | None:
     """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
     try:
-        found = importlib.import_module("titans_kernels.memory.forms.triton.refusal")
+        module = importlib.import_module("titans_kernels.memory.forms.triton.refusal")
     except ImportError:
         return "no kernels in this version"
-    return found.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
+    return module.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
 
 
 def _one_token(inputs: Inputs) -> str | None:

@@ -55,9 +55,9 @@ def serves(*tensors: Tensor) -> bool:
 
 def compiled(x: Tensor) -> ctypes.CDLL:
     """Return the library for tensors that it `serves`."""
-    found = library(x.dtype)
-    assert found is not None
-    return found
+    compiled_library = library(x.dtype)
+    assert compiled_library is not None
+    return compiled_library
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)

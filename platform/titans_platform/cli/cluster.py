@@ -12,7 +12,7 @@ import click
 from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
 from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
-from titans_platform.clusters.steps import Step
+from titans_platform.clusters.steps import Note, Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.study.grid import Cell
@@ -46,11 +46,11 @@ def list_clusters(as_json: bool) -> None:
     rows = []
     for name, path in sorted(known_clusters().items()):
         try:
-            found = load_cluster(str(path))
+            chosen = load_cluster(str(path))
             kind, state, about = (
-                found.kind,
-                "up" if found.recorded() else "-",
-                " ".join(found.description.split()),
+                chosen.kind,
+                "up" if chosen.recorded() else "-",
+                " ".join(chosen.description.split()),
             )
         except UsageError as error:
             kind, state, about = "?", "invalid", str(error)
@@ -74,28 +74,31 @@ def up(name: str, dry_run: bool, as_json: bool) -> int | None:
     Example:
       titans cluster up nodes --dry-run
     """
-    found = load_cluster(name)
+    chosen = load_cluster(name)
     if dry_run:
-        return _show(found.up_steps(), as_json)
-    where = found.up()
+        return _show(chosen.up_steps(), as_json)
+    where = chosen.up()
     if as_json:
-        return echo_json({"name": found.name, "kind": found.kind, "where": where})
-    click.echo(f"{found.name} is up: {where}")
+        return echo_json({"name": chosen.name, "kind": chosen.kind, "where": where})
+    click.echo(f"{chosen.name} is up: {where}")
     click.echo(f"next: titans sweep run ablation --scale smoke --cluster {name}")
 
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
+@dry_run_option
 @json_option
-def status(name: str, as_json: bool) -> None:
+def status(name: str, dry_run: bool, as_json: bool) -> int | None:
     """Show the state, nodes and jobs of the cluster NAME.
 
     \b
     Example:
       titans cluster status nodes
     """
-    found = load_cluster(name)
-    report: dict[str, Any] = {"name": found.name, "kind": found.kind, **found.status()}
+    chosen = load_cluster(name)
+    if dry_run:
+        return _show_jobs(chosen, lambda jobs: [Note("then read its nodes and jobs")], as_json)
+    report: dict[str, Any] = {"name": chosen.name, "kind": chosen.kind, **chosen.status()}
     if as_json:
         return echo_json(report)
     version = f", Ray {report['ray_version']}" if "ray_version" in report else ""
@@ -128,25 +131,28 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
     """
     from titans_platform.clusters.packaging import check_reachable, titans_job
 
-    found = load_cluster(name)
-    check_reachable(found)
-    job = titans_job(found, command[1:] if command[0] == "titans" else command)
-    return _submit(found, name, job, dry_run, as_json, detach)
+    chosen = load_cluster(name)
+    check_reachable(chosen)
+    job = titans_job(chosen, command[1:] if command[0] == "titans" else command)
+    return _submit(chosen, name, job, dry_run, as_json, detach)
 
 
 @cluster.command(short_help="Print and follow a job's log.")
 @name_argument
 @job_argument
 @click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-def logs(name: str, job: str, no_follow: bool) -> int:
+@dry_run_option
+def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
     Example:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
-    found = load_cluster(name)
-    with found.connected() as jobs:
+    chosen = load_cluster(name)
+    if dry_run:
+        return _show_jobs(chosen, lambda jobs: [Note(f"then read the log of {job}")])
+    with chosen.connected() as jobs:
         log = Log(_echo)
         if not no_follow:
             return _follow(jobs, name, job, log)
@@ -166,10 +172,10 @@ def stop(name: str, job: str, dry_run: bool) -> int | None:
     Example:
       titans cluster stop nodes ablation-smoke-1f3a9c
     """
-    found = load_cluster(name)
+    chosen = load_cluster(name)
     if dry_run:
-        return _show_jobs(found, lambda jobs: jobs.stop_steps(job))
-    with found.connected() as jobs:
+        return _show_jobs(chosen, lambda jobs: jobs.stop_steps(job))
+    with chosen.connected() as jobs:
         jobs.stop(job)
     click.echo(f"stopping {job}")
 
@@ -184,52 +190,52 @@ def down(name: str, dry_run: bool) -> int | None:
     Example:
       titans cluster down nodes
     """
-    found = load_cluster(name)
+    chosen = load_cluster(name)
     if dry_run:
-        return _show(found.down_steps())
-    found.down()
-    click.echo(f"{found.name} is down")
+        return _show(chosen.down_steps())
+    chosen.down()
+    click.echo(f"{chosen.name} is down")
 
 
 def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> int:
     """Submit the `sweep run` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import check_reachable, study_job
 
-    given, found = context.params, load_cluster(name)
-    root = _root_on(found, context)
-    check_reachable(found)
+    given, chosen = context.params, load_cluster(name)
+    root = _root_on(chosen, context)
+    check_reachable(chosen)
     rows, changes = ",".join(given["rows"]), [*given["overrides"], *given["checkpoint_every"]]
     named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
     named += [("--set", change) for change in changes]
     options = [part for option, value in named if value for part in (option, str(value))]
     options += ["--rerun-stale"] * given["rerun_stale"]
-    job = study_job(found, given["study"], given["scale"], root, options, cells)
-    return _submit(found, name, job, given["dry_run"], given["as_json"])
+    job = study_job(chosen, given["study"], given["scale"], root, options, cells)
+    return _submit(chosen, name, job, given["dry_run"], given["as_json"])
 
 
 def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
     """Submit the `data prepare` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import data_job
 
-    given, found = context.params, load_cluster(name)
+    given, chosen = context.params, load_cluster(name)
     options = [part for change in given["overrides"] for part in ("--set", change)]
-    job = data_job(found, given["config"], _root_on(found, context), options, data)
-    return _submit(found, name, job, given["dry_run"], given["as_json"])
+    job = data_job(chosen, given["config"], _root_on(chosen, context), options, data)
+    return _submit(chosen, name, job, given["dry_run"], given["as_json"])
 
 
-def _root_on(found: Cluster, context: click.Context) -> Path:
+def _root_on(cluster: Cluster, context: click.Context) -> Path:
     """Return the command's --root as the cluster's nodes see it. Raises UsageError."""
     from titans_platform.clusters.packaging import root_on
 
     explicit = context.get_parameter_source("root") == click.core.ParameterSource.COMMANDLINE
-    return root_on(found, context.params["root"], explicit)
+    return root_on(cluster, context.params["root"], explicit)
 
 
-def _submit(found: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
+def _submit(cluster: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
     """Submit and follow. With ``as_json`` the log goes to stderr, the job's id and exit code to stdout."""
     if dry_run:
-        return _show_jobs(found, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
-    with found.connected() as jobs:
+        return _show_jobs(cluster, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
+    with cluster.connected() as jobs:
         job_id = jobs.submit(job)
         if detach:
             echo_json({"job": job_id}) if as_json else click.echo(job_id)
@@ -266,7 +272,7 @@ def _show(steps: Sequence[Step], as_json: bool = False) -> int:
     return 0
 
 
-def _show_jobs(found: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
+def _show_jobs(cluster: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
     """Print how a cluster's jobs are reached, and ``steps``; nothing is contacted."""
-    jobs = found.jobs()
+    jobs = cluster.jobs()
     return _show([*jobs.access_steps(), *steps(jobs)], as_json)

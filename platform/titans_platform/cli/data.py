@@ -145,16 +145,16 @@ def _text_data(objective: Objective[Any]) -> DataConfig:
 def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None:
     from titans_platform.objectives.classification import PARTS
 
-    found = objective.prepare(root)
-    counts = {part: found.class_counts(part) for part in PARTS}
-    described: dict[str, Any] = {"fingerprint": found.fingerprint, "items": counts}
+    data = objective.prepare(root)
+    counts = {part: data.class_counts(part) for part in PARTS}
+    described: dict[str, Any] = {"fingerprint": data.fingerprint, "items": counts}
     if as_json:
         return echo_json(described)
     table = Table("class", *PARTS)
-    for label in found.classes:
+    for label in data.classes:
         table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
     Console().print(table)
-    click.echo(f"fingerprint {found.fingerprint}")
+    click.echo(f"fingerprint {data.fingerprint}")
 
 
 def _show(prepared: PreparedData, as_json: bool) -> None:

@@ -17,13 +17,12 @@ from rich.table import Table
 from titans_platform import text
 from titans_platform.cli import beyond_training, echo_json, json_option, root_option, set_option
 from titans_platform.errors import UsageError
-from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED
 from titans_platform.text import plural
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
     from titans_platform.data import PreparedData
-    from titans_platform.evals.tasks.by_position import ByPosition
+    from titans_platform.evals.by_position import ByPosition
     from titans_platform.objectives import Objective
 
 ROWS = 64
@@ -35,15 +34,14 @@ Asked = tuple[str, "TaskConfig", int, Any]
 @click.command("eval")
 @click.argument("run")
 @click.option("--by-position", is_flag=True, help="Loss by position in long texts, state carried or new.")
-@click.option("--pathways", is_flag=True, help="Measure answers with memory, attention or decay off.")
 @click.option("--rows", type=int, help="Length of a --by-position text in rows  [default: at most 64]")
 @click.option("--read", "file", metavar="FILE", help="Text for --by-position: a file, folder or glob.")
 @set_option
 @root_option
 @json_option
 def evaluate(
-    run: str, by_position: bool, pathways: bool, rows: int | None, file: str | None,
-    overrides: tuple[str, ...], root: Path, as_json: bool,
+    run: str, by_position: bool, rows: int | None, file: str | None, overrides: tuple[str, ...], root: Path,
+    as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate RUN and print a table of values, chance levels and floors.
 
@@ -54,19 +52,15 @@ def evaluate(
     carried from their start, with a fresh state every row, and with a fresh state that first reads a window
     of preceding rows. Prints a table and saves a figure to the run's folder.
 
-    --pathways measures the answers to generated tasks again with the memory's output off, with attention
-    off, with attention cut at multiples of its window, and with decay off (alpha = 0).
-
     \b
     Example:
       titans eval 3f2a91c0 --set eval.items=500
       titans eval 3f2a91c0 --by-position --rows 64 --read book.txt
-      titans eval 3f2a91c0 --pathways --set eval.pathway_items=50
     """
     import torch
 
     from titans_platform import evals
-    from titans_platform.cli.live import bucket_tables, measures_table, pathway_grid
+    from titans_platform.cli.live import bucket_tables, measures_table
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.training.loop import deterministic
@@ -76,16 +70,11 @@ def evaluate(
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
         raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
     cfg = read_config(point, overrides)
-    if pathways and by_position:
-        raise UsageError("--pathways: not with --by-position, which measures texts; run it on its own")
     if by_position:
         if rows is not None and rows < 2:
             few = f"{rows} is too few: state is carried from the second row on"
             raise UsageError(f"--rows: {few}; give 2 or more")
         return _by_position(point, cfg, rows, file, root, as_json, console)
-    if pathways:
-        asked = cfg.eval.model_copy(update={"pathways": tuple(PATHWAY_TITLES)})
-        cfg = cfg.model_copy(update={"eval": asked})
     if rows is not None or file is not None:
         raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
@@ -97,9 +86,6 @@ def evaluate(
     measures = Measures.model_validate(measured)
     for table in (measures_table(measures), *bucket_tables(measures)):
         console.print(table)
-    if pathways:
-        console.print(pathway_grid(measures))
-        console.print(PATHWAYS_EXPLAINED, highlight=False)
     console.print(f"run {point.parents[1].name}, step {step:,}")
 
 
@@ -112,9 +98,8 @@ def _by_position(
 
     from titans_core import LanguageModel
     from titans_platform.cli.live import reading_display
-    from titans_platform.evals import evaluating
+    from titans_platform.evals import by_position, evaluating
     from titans_platform.evals.scoring import Scorer
-    from titans_platform.evals.tasks import by_position
     from titans_platform.report.figures import loss_picture
     from titans_platform.report.picture import save
     from titans_platform.runs.load import load_checkpoint
@@ -135,22 +120,22 @@ def _by_position(
             scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
             tokens = by_position.tokens_to_read(len(texts), rows, row)
             with evaluating(model), reading_display(tokens, console) as report:
-                found = by_position.read_by_position(scorer, texts, row, report=report)
+                losses = by_position.read_by_position(scorer, texts, row, report=report)
     # the user's text must not overwrite the figure of the validation data
     suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
-    picture = loss_picture(found, f"by-position{suffix}", f"Loss by position, run {folder.name}")
+    picture = loss_picture(losses, f"by-position{suffix}", f"Loss by position, run {folder.name}")
     figures = save(picture, folder)
     if as_json:
         paths = [str(path) for path in figures]
-        return echo_json({"cell": folder.name, "step": step, **as_numbers(found), "figures": paths})
-    console.print(position_table(found))
-    mean, stderr = found.gain()
-    whose = f"{plural(found.texts, 'text')} of {found.length:,} tokens"
-    whose += "; s.e. over 16 parts of it" if found.texts == 1 else ""
+        return echo_json({"cell": folder.name, "step": step, **as_numbers(losses), "figures": paths})
+    console.print(position_table(losses))
+    mean, stderr = losses.gain()
+    whose = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
+    whose += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
     brings = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose})"
     console.print(f"what memory brings: {brings}", highlight=False)
-    if found.length > cfg.trained_context:
-        console.print(beyond_training(found.length, cfg.trained_context), highlight=False)
+    if losses.length > cfg.trained_context:
+        console.print(beyond_training(losses.length, cfg.trained_context), highlight=False)
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
 
 
@@ -177,33 +162,33 @@ def _data(
         yield data
 
 
-def position_table(found: ByPosition) -> Table:
+def position_table(result: ByPosition) -> Table:
     """Perplexities by position; the gain with its standard error, from the second row on."""
-    window = found.best_window
+    window = result.best_window
     of = f"\n({plural(int(window.partition('-')[2]), 'row')})" if window else ""
     table = text.table("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)", left=0)
-    for first, last in found.buckets():
-        losses = [found.loss(way, first, last)[0] if way else None for way in ("carried", "fresh", window)]
+    for first, last in result.buckets():
+        losses = [result.loss(way, first, last)[0] if way else None for way in ("carried", "fresh", window)]
         ppl = ["-" if loss is None else f"{math.exp(loss):,.2f}" for loss in losses]
-        mean, stderr = found.gain(first, last)
-        gain = f"{mean:+.3f} ± {stderr:.3f}" if first > found.row else "-"
+        mean, stderr = result.gain(first, last)
+        gain = f"{mean:+.3f} ± {stderr:.3f}" if first > result.row else "-"
         table.add_row(f"{first:,}-{last:,}", *ppl, gain)
     return table
 
 
-def as_numbers(found: ByPosition) -> dict[str, Any]:
+def as_numbers(result: ByPosition) -> dict[str, Any]:
     """Return the table as a JSON value; losses in nats."""
-    ways = {way.partition("-")[0]: way for way in found.shown}
+    ways = {way.partition("-")[0]: way for way in result.shown}
     buckets = []
-    for first, last in found.buckets():
-        losses = {name: found.loss(way, first, last)[0] for name, way in ways.items()}
-        gain, stderr = found.gain(first, last)
+    for first, last in result.buckets():
+        losses = {name: result.loss(way, first, last)[0] for name, way in ways.items()}
+        gain, stderr = result.gain(first, last)
         buckets.append({"first": first, "last": last, **losses, "gain": gain, "stderr": stderr})
-    gain, stderr = found.gain()
+    gain, stderr = result.gain()
     return {
-        "gain": gain, "stderr": stderr, "texts": found.texts, "tokens": found.length, "row": found.row,
-        "best_window": found.best_window and int(found.best_window.partition("-")[2]),
-        "loss": {name: found.loss(way)[0] for name, way in ways.items()}, "positions": buckets,
+        "gain": gain, "stderr": stderr, "texts": result.texts, "tokens": result.length, "row": result.row,
+        "best_window": result.best_window and int(result.best_window.partition("-")[2]),
+        "loss": {name: result.loss(way)[0] for name, way in ways.items()}, "positions": buckets,
     }  # fmt: skip
 
 
@@ -224,25 +209,25 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
       titans tasks state_tracking
       titans tasks --task '{task: recall, options: {pairs: 8}}' --length 128
     """
-    from titans_platform.evals import build_generated
+    from titans_platform.tasks import build_generated
 
     if study and tasks:
         raise UsageError("--task: give either a study or --task")
-    found = []
+    listed = []
     for column, config, tokens, tokenizer in _of_study(study, scale) if study else _of_options(tasks, length):
         task = build_generated(config)
         floor = task.floor(tokens, tokenizer)
-        found.append({
+        listed.append({
             "task": f"{column}/{task.label}" if column else task.label,
             "options": task.options.model_dump(mode="json"), "length": tokens, "chance": task.chance,
             "heuristics": floor.scores if floor else {}, "floor": floor and floor.value,
             "heuristic": floor and floor.heuristic,
         })  # fmt: skip
     if as_json:
-        return echo_json(found)
+        return echo_json(listed)
     table = text.table("task@tokens, heuristics below it", "chance %", "floor %")
     table.columns[0].no_wrap = True
-    for task in found:
+    for task in listed:
         floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
         label = f"[bold]{task['task']}@{task['length']}"
         table.add_row(label, f"{100 * task['chance']:.1f}", f"[bold]{floor}")
@@ -255,8 +240,8 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
     """Yield the tasks given as YAML, or all whose options have defaults."""
     from titans_platform.config import TaskConfig
     from titans_platform.data import load_tokenizer
-    from titans_platform.evals import TASKS, GeneratedTask
     from titans_platform.loading import parse_yaml, validate
+    from titans_platform.tasks import TASKS, GeneratedTask
 
     configs = [validate(TaskConfig, parse_yaml(task, "--task"), "--task") for task in tasks]
     for name, kind in () if tasks else sorted(TASKS.items()):
@@ -272,8 +257,8 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
     """Each task of the study's columns once, at each of its lengths."""
     from titans_platform.data import load_tokenizer
-    from titans_platform.evals import GeneratedTask, build_task, row_length
     from titans_platform.study.grid import expand, load_study
+    from titans_platform.tasks import GeneratedTask, build_task, row_length
 
     study = load_study(name)
     scale = scale or next((known for known in study.scales if known != "smoke"), "smoke")

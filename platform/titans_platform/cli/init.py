@@ -129,7 +129,7 @@ class ConfigField(NamedTuple):
 
 def fields_of(model: type[BaseModel]) -> list[ConfigField]:
     """Return the fields of a model, in order."""
-    found, properties = [], model.model_json_schema()["properties"]
+    fields, properties = [], model.model_json_schema()["properties"]
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
@@ -138,15 +138,15 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
             about = (below.__doc__ or "").partition("\n\n")[0]
         # docstrings quote code as reStructuredText does
         about = " ".join(about.split()).replace("``", "`")
-        found.append(ConfigField(name, _values(properties[name]), default, about, below, many))
-    return found
+        fields.append(ConfigField(name, _values(properties[name]), default, about, below, many))
+    return fields
 
 
 def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation, False
-    found = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
-    return found, found is not None
+    model = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
+    return model, model is not None
 
 
 def _values(schema: Mapping[str, Any]) -> str:

@@ -27,7 +27,7 @@ from rich.progress import Progress as Bars
 from rich.table import Table
 
 from titans_platform import text
-from titans_platform.runs.folder import PATHWAY_TITLES, Result, RunFolder
+from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
 from titans_platform.text import clock, count, number
@@ -253,26 +253,14 @@ def measures_table(result: Measures) -> Table:
     return table
 
 
-def pathway_grid(result: Measures) -> Table:
-    """Return a table of generated tasks with each part switched off; a dash for a part that the model
-    lacks.
-    """
-    columns = list(next(iter(result.pathways.values()), {}))
-    table = text.table("", *columns)
-    table.add_row("all on", *(_short(result.columns[column]) for column in columns))
-    for part, title in PATHWAY_TITLES.items():
-        table.add_row(title, *(_short(result.pathways.get(part, {}).get(column)) for column in columns))
-    return table
-
-
 def bucket_tables(result: Measures) -> Iterator[Table]:
     """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
-    found: dict[str, dict[str, dict[str, float]]] = {}
+    by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")
         for bucket, value in buckets.items():
-            found.setdefault(task, {}).setdefault(bucket, {})[length] = value
-    for task, rows in found.items():
+            by_task.setdefault(task, {}).setdefault(bucket, {})[length] = value
+    for task, rows in by_task.items():
         lengths = dict.fromkeys(length for values in rows.values() for length in values)
         headings = [f"{int(length):,}" for length in lengths]
         table = text.table("position, at tokens", *headings, title=task, title_justify="left")

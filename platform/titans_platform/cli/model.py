@@ -195,14 +195,14 @@ def inspect(
     text = _read_text("--text", str(file))
     model, tokenizer, cfg = _language_model(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):
-        found = inspect_text(model, tokenizer, text, Path(run).name, tokens)
-    read = len(found.tokens)
-    message = _warn(model, read, cfg.trained_context, found.largest())
+        inspected = inspect_text(model, tokenizer, text, Path(run).name, tokens)
+    read = len(inspected.tokens)
+    message = _warn(model, read, cfg.trained_context, inspected.largest())
     if position is not None and position >= read:
         raise UsageError(f"--position: {position} is out of range: {read} tokens were read, counted from 0")
-    write_text(out, page(found, file.name, position, message))
+    write_text(out, page(inspected, file.name, position, message))
     if arrow:
-        write_arrow(found, arrow)
+        write_arrow(inspected, arrow)
     for path in filter(None, (out, arrow)):
         click.echo(f"{path}  {path.stat().st_size:,} bytes")
 

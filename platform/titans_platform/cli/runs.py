@@ -58,16 +58,20 @@ def list_runs(state: str | None, study: str | None, root: Path, as_json: bool) -
     Example:
       titans runs list --study ablation
     """
-    found = [run for run in _runs(root) if state in (None, run.state)]
+    matching = [run for run in _runs(root) if state in (None, run.state)]
     if study is not None:
-        found = [run for run in found if any(f"{label}-".startswith(f"{study}-") for label in run.studies)]
+        matching = [
+            run for run in matching if any(f"{label}-".startswith(f"{study}-") for label in run.studies)
+        ]
     if as_json:
-        return echo_json([run._asdict() for run in found])
-    for run in found:
+        return echo_json([run._asdict() for run in matching])
+    for run in matching:
         about = f"{run.variant:<16} {run.steps:>7,} {_mb(run.bytes):>11}  {' '.join(run.studies)}"
         line = f"{run.name}  {run.state:<11} {about}"
         click.echo(line.rstrip())
-    click.echo(f"{len(found)} runs, {_mb(sum(run.bytes for run in found))} under {root / 'cells'}", err=True)
+    click.echo(
+        f"{len(matching)} runs, {_mb(sum(run.bytes for run in matching))} under {root / 'cells'}", err=True
+    )
 
 
 @runs.command()
@@ -159,11 +163,11 @@ def _folders(root: Path) -> list[RunFolder]:
 
 
 def _folder(run: str, root: Path) -> RunFolder:
-    found = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
-    if len(found) != 1:
-        what = f"{len(found)} runs match this prefix; give more of the name" if found else "no such run"
+    folders = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
+    if len(folders) != 1:
+        what = f"{len(folders)} runs match this prefix; give more of the name" if folders else "no such run"
         raise UsageError(f"{run}: {what} under {root / 'cells'}; titans runs list shows them")
-    return found[0]
+    return folders[0]
 
 
 def _size(path: Path) -> int:

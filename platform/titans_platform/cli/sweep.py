@@ -133,23 +133,23 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     """
     from titans_platform.study.grid import expand, load_study
 
-    found = load_study(study)
-    cells = expand(found, scale, overrides=overrides)
-    size, configs = found.scale(scale), {cell.row: cell.config for cell in cells}
+    file = load_study(study)
+    cells = expand(file, scale, overrides=overrides)
+    size, configs = file.scale(scale), {cell.row: cell.config for cell in cells}
     if as_json:
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
-        return echo_json({"study": found.name, "scale": scale, "seeds": size.seeds, "rows": rows})
+        return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
     about, seeds = " ".join(size.about.split()), ", ".join(map(str, size.seeds))
-    console.print(f"[bold]{found.name}[/] at {scale}: {about} Seeds {seeds}.")
-    for key, column in found.columns_at(scale).items():
+    console.print(f"[bold]{file.name}[/] at {scale}: {about} Seeds {seeds}.")
+    for key, column in file.columns_at(scale).items():
         console.print(f"  {key}: {column.heading}", markup=False)
-    for row in found.rows_of(scale):
+    for row in file.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
             way = "better" if expected.better else "worse"
             console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
-    for name, axis in found.axes_at(scale).items():
+    for name, axis in file.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
             console.print(f"  {value!s:30} {_changes(sets)}", markup=False)

@@ -147,10 +147,10 @@ class Cluster(Frozen, ABC):
         """Return the record of `up`. Raises ClusterError if it was not called on this machine by this
         user.
         """
-        if (found := self.recorded()) is None:
+        if (record := self.recorded()) is None:
             start = f"run `titans cluster up {self.name}` on this machine first"
             raise ClusterError(f"cluster {self.name}: not up; {start}")
-        return found
+        return record
 
     def connected(self) -> AbstractContextManager[Jobs]:
         """Its jobs, connected for the duration of the block."""

@@ -162,34 +162,34 @@ class Nodes(Cluster):
 
     def up(self) -> str:
         """Start the nodes; if one fails to start, stop the others."""
-        found = self.recorded()
-        if found and any(find(process) for process in found["processes"]):
+        running = self.recorded()
+        if running and any(find(process) for process in running["processes"]):
             return super().up()
-        if found:
+        if running:
             # stale: the machine was restarted, or all nodes were killed
             self.down()
         try:
             return super().up()
         except BaseException:
-            if found := self.recorded():
+            if running := self.recorded():
                 # keep the logs: the error names them
-                perform(_end_steps(found))
+                perform(_end_steps(running))
                 (self.state_folder / "state.json").unlink()
             raise
 
     def down_steps(self) -> list[Step]:
-        if (found := self.recorded()) is None:
+        if (running := self.recorded()) is None:
             return [Note("nothing to stop: it is not up")]
-        return _end_steps(found, str(self.state_folder))
+        return _end_steps(running, str(self.state_folder))
 
     def where(self) -> str:
         return self.require_up()["address"]
 
     def status(self) -> dict[str, Any]:
         """Down, or what Ray reports, with the process of each node."""
-        if (found := self.recorded()) is None:
+        if (running := self.recorded()) is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
-        processes = [{**process, "alive": find(process) is not None} for process in found["processes"]]
+        processes = [{**process, "alive": find(process) is not None} for process in running["processes"]]
         if processes and processes[0]["alive"]:
             return {**super().status(), "processes": processes}
         state = "broken: the head is dead; take it down"
@@ -204,18 +204,18 @@ def _options(values: dict[str, Any]) -> list[str]:
     return [part for key, value in values.items() for part in (f"--{key}", str(value))]
 
 
-def _end_steps(found: Mapping[str, Any], *folders: str) -> list[Step]:
+def _end_steps(running: Mapping[str, Any], *folders: str) -> list[Step]:
     """Stop the recorded processes and delete their folder and ``folders``. Idempotent."""
-    alive = [process for process in found["processes"] if find(process)]
+    alive = [process for process in running["processes"] if find(process)]
     pids, roles = " ".join(str(p["pid"]) for p in alive), ", ".join(p["role"] for p in alive)
     line = f"kill {pids}  # {roles}, and their descendants" if alive else "# none of its processes is alive"
-    folders = (found["folder"], *folders)
+    folders = (running["folder"], *folders)
 
     def remove() -> None:
         for folder in folders:
             shutil.rmtree(folder, ignore_errors=True)
 
-    return [Step(line, partial(_end, found["processes"])), Step(f"rm -r {shlex.join(folders)}", remove)]
+    return [Step(line, partial(_end, running["processes"])), Step(f"rm -r {shlex.join(folders)}", remove)]
 
 
 def _psutil() -> Any:
@@ -233,20 +233,20 @@ def find(process: Mapping[str, Any]) -> Any | None:
     """Return the living process of a record, or None."""
     psutil = _psutil()
     try:
-        found = psutil.Process(process["pid"])
-        same = abs(found.create_time() - process["born"]) < 0.05
-        return found if same and found.status() != psutil.STATUS_ZOMBIE else None
+        living = psutil.Process(process["pid"])
+        same = abs(living.create_time() - process["born"]) < 0.05
+        return living if same and living.status() != psutil.STATUS_ZOMBIE else None
     except psutil.Error:
         return None
 
 
 def family(process: Mapping[str, Any]) -> list[Any]:
     """Return the living process of a record and all its descendants."""
-    if (found := find(process)) is None:
+    if (living := find(process)) is None:
         return []
     with suppress(_psutil().Error):
-        return [found, *found.children(recursive=True)]
-    return [found]
+        return [living, *living.children(recursive=True)]
+    return [living]
 
 
 def _end(processes: Sequence[Mapping[str, Any]], grace: float = 8.0) -> None:

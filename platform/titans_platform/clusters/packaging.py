@@ -188,9 +188,9 @@ def put_code(folder: Path) -> None:
                 shutil.unpack_archive(wheel, folder, "zip")
         return
     try:
-        found = importlib.metadata.distribution(DISTRIBUTION).files or []
+        files = importlib.metadata.distribution(DISTRIBUTION).files or []
     except importlib.metadata.PackageNotFoundError:
         raise UsageError(f"{DISTRIBUTION} is neither installed nor a checkout: no code to ship") from None
-    for path in found:
+    for path in files:
         if path.parts[0] != ".." and path.suffix != ".pyc":
             Write(folder / path, path.read_binary()).do()

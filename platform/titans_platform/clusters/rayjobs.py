@@ -144,8 +144,8 @@ class RayJobs(Jobs):
                 raise ClusterError(f"cluster {self.cluster}: {why}") from None
 
     def list(self) -> list[JobInfo]:
-        found = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
-        return sorted(found, key=lambda job: job.started or 0)
+        jobs = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
+        return sorted(jobs, key=lambda job: job.started or 0)
 
     def read(self, job_id: str, log: Log, follow: bool) -> None:
         async def tail() -> None:
@@ -171,8 +171,8 @@ class RayJobs(Jobs):
         """Version, nodes and jobs."""
         version = self._get("/api/version")["ray_version"]
         nodes = self._get("/api/v0/nodes")["data"]["result"]["result"]
-        found = sorted((_node(node) for node in nodes), key=lambda node: (not node["head"], node["id"]))
-        return {"ray_version": version, "nodes": found, **super().about()}
+        described = sorted((_node(node) for node in nodes), key=lambda node: (not node["head"], node["id"]))
+        return {"ray_version": version, "nodes": described, **super().about()}
 
     def _get(self, path: str) -> Any:
         try:

@@ -162,7 +162,7 @@ def task_identity(config: SourceConfig) -> list[Any]:
     """Return what determines the items of a task source, as JSON: task versions and the files that tasks
     read.
     """
-    from titans_platform.evals import build_task
+    from titans_platform.tasks import build_task
 
     identity = []
     for task in config.tasks:
@@ -177,7 +177,7 @@ def generate_items(
     config: SourceConfig, tokenizer: Tokenizer, data: DataConfig, field: str
 ) -> Iterator[Encoded]:
     """``config.rows`` items of exactly `item_tokens` each, the tasks in turn by weight."""
-    from titans_platform.evals import build_generated, encode_item
+    from titans_platform.tasks import build_generated, encode_item
 
     if not any(task.weight for task in config.tasks):
         raise UsageError(f"{field}.tasks: every weight is 0; give one a weight above 0")

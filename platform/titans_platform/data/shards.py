@@ -260,14 +260,14 @@ def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
     skip = firsts - 8 * byte
     if (skip == skip[0]).all():
         return bits[:, skip[0] : skip[0] + width].view(np.bool_)
-    found = np.empty((len(firsts), width), np.bool_)
+    rows = np.empty((len(firsts), width), np.bool_)
     for n in np.unique(skip).tolist():
-        found[skip == n] = bits[skip == n, n : n + width]
-    return found
+        rows[skip == n] = bits[skip == n, n : n + width]
+    return rows
 
 
-def _copy(found: Span, out: Span, rows: Integers) -> None:
-    out.tokens[rows], out.starts[rows], out.loss[rows] = found
+def _copy(span: Span, out: Span, rows: Integers) -> None:
+    out.tokens[rows], out.starts[rows], out.loss[rows] = span
 
 
 class Split:

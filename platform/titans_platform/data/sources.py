@@ -170,12 +170,14 @@ class FilesSource(RecordSource):
     def files(self) -> list[File]:
         """List the files at the path, sorted. Raises UsageError if there are none."""
         kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
-        found, one = self._remote() if "://" in self.path else self._local()
+        all_files, one = self._remote() if "://" in self.path else self._local()
         if one and kind_of(Path(self.path)) is None:
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
-        if not found and not os.path.isdir(os.path.expanduser(self.path)):
+        if not all_files and not os.path.isdir(os.path.expanduser(self.path)):
             raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
-        files = sorted((file for file in found if kind_of(Path(file.name))), key=lambda file: Path(file.name))
+        files = sorted(
+            (file for file in all_files if kind_of(Path(file.name))), key=lambda file: Path(file.name)
+        )
         if not files:
             raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
         return files

@@ -56,8 +56,8 @@ class LocalShards:
 
         Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
         """
-        found = {info.file: find_damage(self.path / info.file, info, verify) for info in infos}
-        return {name: problem for name, problem in found.items() if problem}
+        problems = {info.file: find_damage(self.path / info.file, info, verify) for info in infos}
+        return {name: problem for name, problem in problems.items() if problem}
 
     def __str__(self) -> str:
         return str(self.path)
@@ -223,19 +223,19 @@ class RemoteShards:
         """Compare with the manifest as `LocalShards` does, without mtimes; with ``verify`` every file is
         fetched.
         """
-        sizes, found = self.bucket.sizes(self.name), {}
+        sizes, problems = self.bucket.sizes(self.name), {}
         for info in infos:
             name = self.bucket / f"{self.name}/{info.file}"
             if (size := sizes.get(info.file)) is None:
-                found[info.file] = f"{name}: missing shard"
+                problems[info.file] = f"{name}: missing shard"
             elif size != info.bytes:
-                found[info.file] = f"{name}: truncated shard, {size} bytes of {info.bytes}"
+                problems[info.file] = f"{name}: truncated shard, {size} bytes of {info.bytes}"
             elif verify:
                 try:
                     self.local(info)
                 except UsageError as error:
-                    found[info.file] = str(error).partition(";")[0]
-        return found
+                    problems[info.file] = str(error).partition(";")[0]
+        return problems
 
     def __str__(self) -> str:
         return self.bucket / self.name
@@ -289,13 +289,13 @@ class ShardCache:
         return path
 
     def _write(self, path: Path, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> None:
-        unfinished, found = path.with_suffix(".partial"), hashlib.sha256()
+        unfinished, digest = path.with_suffix(".partial"), hashlib.sha256()
         try:
             with unfinished.open("wb") as file:
                 for chunk in chunks():
-                    found.update(chunk)
+                    digest.update(chunk)
                     file.write(chunk)
-            if found.hexdigest() != info.sha256:
+            if digest.hexdigest() != info.sha256:
                 raise UsageError(f"{name}: corrupted shard, its hash is not the manifest's; {REPAIR}")
             os.replace(unfinished, path)
         except FileNotFoundError:

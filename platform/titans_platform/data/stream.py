@@ -56,7 +56,7 @@ class SourceOrder:
 
     def at(self, drawn: Integers) -> Integers:
         """Row numbers of the samples ``drawn``, numbered from the start of the first epoch."""
-        found = np.empty_like(drawn)
+        rows = np.empty_like(drawn)
         epochs = drawn // self.rows
         for epoch in np.unique(epochs).tolist():
             there = np.flatnonzero(epochs == epoch)
@@ -65,8 +65,8 @@ class SourceOrder:
             for w in np.unique(which).tolist():
                 inside = which == w
                 first = self.windows(epoch)[w].first
-                found[there[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
-        return found
+                rows[there[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
+        return rows
 
     def window_of(self, epoch: int, positions: Integers) -> Integers:
         """Return the window of each position of an epoch."""
@@ -279,11 +279,11 @@ class RowTable:
 
 def document_starts(split: Split) -> Integers:
     """Offset of each document in the split; reads one bit per token."""
-    found = [np.zeros(1, np.int64)]
+    starts = [np.zeros(1, np.int64)]
     for number, (begin, held) in enumerate(zip(split.begins.tolist(), split.held.tolist(), strict=True)):
         bits = np.unpackbits(split.shard(number).starts, count=held, bitorder="little")
-        found.append(np.flatnonzero(bits) + begin)
-    return np.unique(np.concatenate(found))
+        starts.append(np.flatnonzero(bits) + begin)
+    return np.unique(np.concatenate(starts))
 
 
 class Streams:
@@ -349,12 +349,12 @@ class Streams:
         """[B] which streams are reset at ``step``."""
         if step < self.groups:
             return np.ones(self.batch_size, np.bool_)
-        found = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
+        random_resets = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
         rows, begins = self.rows(step), np.zeros(self.batch_size, np.bool_)
         for s, table in self.tables.items():
             here = self.source == s
             begins[here] = table.begins[rows[here]]
-        return found | begins
+        return random_resets | begins
 
     def batch(self, step: int) -> StreamBatch:
         """Return this worker's rows of ``step`` (0-based)."""

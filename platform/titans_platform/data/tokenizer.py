@@ -243,8 +243,8 @@ def train_tokenizer(texts: Iterable[str], size: int) -> str:
     model.decoder = decoders.ByteLevel()
     options: dict[str, Any] = {"initial_alphabet": alphabet, "special_tokens": special}
     model.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **options))
-    if (found := model.get_vocab_size()) < size:
-        raise UsageError(f"--size: the text gives {found} ids, not {size}; name fewer or more text")
+    if (ids := model.get_vocab_size()) < size:
+        raise UsageError(f"--size: the text gives {ids} ids, not {size}; name fewer or more text")
     return model.to_str()
 
 

@@ -1,4 +1,4 @@
-"""Evaluation: `evaluate` measures the columns of the table on a model; a registry of tasks."""
+"""Evaluation: `evaluate` measures the columns of the table on a model."""
 
 from __future__ import annotations
 
@@ -13,33 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from titans_core.interventions import Intervention, has_effect, intervene
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import Item, encode_item
-from titans_platform.evals.registry import (
-    TASKS,
-    Context,
-    GeneratedTask,
-    Measurement,
-    Task,
-    build_generated,
-    build_task,
-    eval_version,
-    register,
-)
 from titans_platform.evals.scoring import Request, Score, Scorer, sharded_modules
+from titans_platform.tasks import Context, Measurement, Task, build_task, row_length
 
-__all__ = [
-    "TASKS", "GeneratedTask", "Item", "Measurement", "Request", "Score", "Scorer", "Task", "build_generated",
-    "build_task", "encode_item", "eval_version", "evaluate", "register", "row_length",
-]  # fmt: skip
-
-PATHWAYS = {
-    "memory": Intervention(memory=False), "attention": Intervention(attention="off"),
-    "cut": Intervention(attention="cut"), "decay": Intervention(decay=False),
-}  # fmt: skip
-"""The parts that `EvalConfig.pathways` switches off."""
+__all__ = ["Request", "Score", "Scorer", "evaluate", "evaluating"]
 
 
 def evaluate(
@@ -64,8 +43,7 @@ def evaluate(
 
     Returns:
         `columns` {column: value}, `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}},
-        `tasks` {column/task@tokens: {value, stderr, chance, floor, heuristic, items}}, `pathways` {part of
-        `config.pathways` that was off: {column: value}}.
+        `tasks` {column/task@tokens: {value, stderr, chance, floor, heuristic, items}}.
 
     Raises:
         UsageError: a task, option or length is not valid, or no unseen item is left.
@@ -74,43 +52,29 @@ def evaluate(
     # data other than tokens have no tokenizer, and their tasks need none
     tokenizer: Any = getattr(prepared, "tokenizer", None)
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
-    result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}, "pathways": {}}
+    result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
     known: dict[tuple[str, int], Measurement] = {}
     with evaluating(model):
         for column, labelled in tasks.items():
             values, chances = [], []
             for label, task, asked in labelled:
-                found: list[Measurement] = []
+                measured: list[Measurement] = []
                 for length in (row_length(multiple, sequence_length) for multiple in asked.lengths):
                     # columns may share a task, as an average and its parts do
                     same = asked.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
                         known[same] = task.measure(Context(scorer, prepared, config, length))
-                    found.append(known[same])
+                    measured.append(known[same])
                     key = f"{column}/{label}@{length}"
-                    fields = asdict(found[-1]) | {"chance": _finite(found[-1].chance)}
+                    fields = asdict(measured[-1]) | {"chance": _finite(measured[-1].chance)}
                     if buckets := fields.pop("buckets"):
                         result["buckets"][key] = buckets
                     result["tasks"][key] = fields
-                values.append(fmean(m.value for m in found))
-                chances.append(fmean(m.chance for m in found))
+                values.append(fmean(m.value for m in measured))
+                chances.append(fmean(m.chance for m in measured))
             result["columns"][column] = fmean(values)
             result["chance"][column] = _finite(fmean(chances))
-    generated = [c for c, found in tasks.items() if all(isinstance(t, GeneratedTask) for _, t, _ in found)]
-    answers = {column: config.columns[column] for column in generated}
-    again = {"columns": answers, "items": config.pathway_items or config.items, "pathways": ()}
-    for part in config.pathways:
-        if has_effect(model, change := PATHWAYS[part]):
-            with intervene(model, change):
-                asked = config.model_copy(update=again)
-                measured = evaluate(model, prepared, asked, sequence_length, device=device)
-            result["pathways"][part] = measured["columns"]
     return result
-
-
-def row_length(multiple: float, sequence_length: int) -> int:
-    """Tokens of an evaluation row that is ``multiple`` training rows long."""
-    return max(2, round(multiple * sequence_length))
 
 
 def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConfig]]:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from statistics import fmean
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from pydantic import Field
 
-from titans_core import Writing
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, nearest
-from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import Request, Scorer, encode_pair
+from titans_platform.tasks import Context, Measurement, Task
 
 MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.9'"
 # bootstrap samples for standard errors without a closed form; the harness's default of 100,000 is slow
@@ -73,51 +72,9 @@ class HarnessModel:
         return [Request([], tokens[:width]), *windows]
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Greedy continuation of each `(context, {until, max_gen_toks})`, up to the first stop string.
-
-        A context that is too long is truncated on the left. Generation continues from the model's state, also
-        beyond `max_length`.
-        """
-        prompts = [self._prompt(*request.args) for request in requests]
-        texts: dict[int, str] = {}
-        for batch in self.scorer.batches([len(one.context) for one in prompts]):
-            texts.update(zip(batch, self._generate([prompts[i] for i in batch]), strict=True))
-        return [texts[i] for i in range(len(prompts))]
-
-    def _prompt(self, context: str, settings: dict[str, Any]) -> _Prompt:
-        if settings.get("do_sample") or settings.get("temperature", 0):
-            raise UsageError("task: lm_eval decodes greedily, and this task wants sampling; leave it out")
-        until, tokenizer = settings.get("until") or [], self.scorer.tokenizer
-        stops = (until,) if isinstance(until, str) else tuple(until)
-        tokens = tokenizer.encode(context)
-        kept = tokens[max(0, len(tokens) - (self.max_length - 1)) :]
-        return _Prompt([tokenizer.bos, *kept], stops, int(settings.get("max_gen_toks", 256)))
-
-    def _generate(self, batch: list[_Prompt]) -> list[str]:
-        scorer, tokenizer = self.scorer, self.scorer.tokenizer
-        made: list[list[int]] = [[] for _ in batch]
-        contexts, most = [prompt.context for prompt in batch], max(prompt.max_new_tokens for prompt in batch)
-        stop = (tokenizer.bos, tokenizer.pad)
-        writing = Writing(scorer.model, contexts, most, stop=stop, device=scorer.device)
-        for row, token in writing:
-            made[row].append(token)
-            full = len(made[row]) == batch[row].max_new_tokens
-            if full or batch[row].end(tokenizer.decode(made[row])) is not None:
-                writing.end(row)
-        texts = map(tokenizer.decode, made)
-        return [text[: prompt.end(text)] for prompt, text in zip(batch, texts, strict=True)]
-
-
-class _Prompt(NamedTuple):
-    """Prompt, stop strings, maximum new tokens."""
-
-    context: list[int]
-    stops: tuple[str, ...]
-    max_new_tokens: int
-
-    def end(self, text: str) -> int | None:
-        """Position of the first stop string; None if there is none."""
-        return min((text.find(stop) for stop in self.stops if stop in text), default=None)
+        """Raise UsageError: tasks that generate text are for an exported model."""
+        fix = "titans export RUN, then lm-eval's own --model hf on the folder"
+        raise UsageError(f"task: lm_eval scores continuations here, and this task generates text; {fix}")
 
 
 def harness_model(scorer: Scorer, max_length: int) -> Any:
@@ -174,22 +131,24 @@ class LmEval(Task):
             if name not in manager.all_tasks:
                 hint = nearest(name, manager.all_tasks, otherwise="list them with `lm-eval ls tasks`")
                 raise UsageError(f"options.names: lm_eval has no task {name!r}; {hint}")
-        found = lm_eval.simple_evaluate(
+        output = lm_eval.simple_evaluate(
             model=model, tasks=list(self.options.names), task_manager=manager,
             num_fewshot=self.options.num_fewshot, limit=context.config.items, bootstrap_iters=BOOTSTRAPS,
             random_seed=context.config.seed,
         )  # fmt: skip
-        if found is None:
+        if output is None:
             raise UsageError("task: lm_eval returns results on rank 0 only; evaluate in one process")
         values, errors = [], []
         for name in self.options.names:
             # the harness names a result `metric,filter`; a standard error may be N/A
-            result = {key.partition(",")[0]: value for key, value in reversed(found["results"][name].items())}
+            result = {
+                key.partition(",")[0]: value for key, value in reversed(output["results"][name].items())
+            }
             numbers = {key: float(value) for key, value in result.items() if isinstance(value, int | float)}
             if metric not in numbers:
                 have = ", ".join(sorted(numbers))
                 raise UsageError(f"options.metric: {name} has no {metric}; it has {have}")
             values.append(numbers[metric])
             errors.append(numbers.get(f"{metric}_stderr", 0.0))
-        documents = sum(count["effective"] for count in found["n-samples"].values())
+        documents = sum(count["effective"] for count in output["n-samples"].values())
         return Measurement(fmean(values), math.hypot(*errors) / len(errors), chance, documents)

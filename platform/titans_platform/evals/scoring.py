@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain, islice
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from titans_core import LanguageModel
 from titans_core.generation import PREFILL_TOKENS
 from titans_platform.errors import TitansError
-from titans_platform.evals.items import Tokenizer
+from titans_platform.tasks.items import Item, Tokenizer, answer_spans, encode_item
 
 LOGITS_PER_BLOCK = 2**24
 """Logits that are computed together."""
@@ -65,13 +66,13 @@ def measure_on_rank_0(model: nn.Module, measure: Callable[[], Result]) -> Result
     """
     if not dist.is_initialized():
         return measure()
-    found, error = None, None
+    result, error = None, None
     if dist.get_rank() == 0 or sharded_modules(model):
         try:
-            found = measure()
+            result = measure()
         except Exception as raised:
             error = raised
-    return _gather(found, error)[0]
+    return _gather(result, error)[0]
 
 
 def sharded_modules(model: nn.Module) -> list[Any]:
@@ -84,9 +85,9 @@ def sharded_modules(model: nn.Module) -> list[Any]:
     return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def _gather(found: Any, error: Exception | None) -> list[Any]:
-    """``found`` of every rank. Raises on all ranks if one has an error; otherwise the others would hang."""
-    outcomes: list[Any] = [(found, error and str(error))]
+def _gather(outcome: Any, error: Exception | None) -> list[Any]:
+    """Return every rank's ``outcome``. Raises on all ranks if one has an error, else others would hang."""
+    outcomes: list[Any] = [(outcome, error and str(error))]
     if dist.is_initialized():
         own, outcomes = outcomes[0], [None] * dist.get_world_size()
         dist.all_gather_object(outcomes, own)
@@ -170,15 +171,36 @@ class Scorer:
                 return self.logits(tokens_BT)[:, start:].argmax(-1).cpu()
             # logits of all tokens would be a tenth of the time
             return self.model(tokens_BT.to(self.device), start=start).logits.argmax(-1).cpu()
-        found, state, end = [], None, 0
+        pieces, state, end = [], None, 0
         for piece_BT in tokens_BT.split(max(1, PREFILL_TOKENS // len(tokens_BT)), 1):
             end += piece_BT.shape[1]
             # sharded models: every rank makes all of these passes, even if it needs few of the results
             out = self.model(piece_BT.to(self.device), state, last=end <= start)
             state = out.state
             if end > start:
-                found.append(out.logits.argmax(-1).cpu()[:, max(0, start - end + piece_BT.shape[1]) :])
-        return torch.cat(found, 1)
+                pieces.append(out.logits.argmax(-1).cpu()[:, max(0, start - end + piece_BT.shape[1]) :])
+        return torch.cat(pieces, 1)
+
+    def grade(self, items: Iterable[Item], length: int) -> Iterator[tuple[tuple[str, ...], list[bool]]]:
+        """Yield for each item, in rows of ``length`` tokens, the buckets of its answers and which are right.
+
+        Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
+        decoding from the question gives the whole answer: one forward pass does for generation. Every rank of
+        a process group calls this with the same items.
+        """
+        left, rows = iter(items), self.parallel_rows(length)
+        batches = iter(lambda: list(islice(left, rows)), [])
+        return chain.from_iterable(measure_distributed(batches, partial(self._graded, length)))
+
+    def _graded(self, length: int, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
+        rows, answers = zip(*(encode_item(item, self.tokenizer, length) for item in items), strict=True)
+        spans, tokens_BT = [list(answer_spans(row)) for row in answers], torch.tensor(rows)
+        start = min(first for row in spans for first, _ in row) - 1
+        right = (self.greedy(tokens_BT[:, :-1], start) == tokens_BT[:, start + 1 :]).tolist()
+        return [
+            (item.buckets, [all(row[first - 1 - start : end - 1 - start]) for first, end in answers])
+            for item, row, answers in zip(items, right, spans, strict=True)
+        ]
 
     def score(self, requests: Sequence[Request], max_length: int) -> list[Score]:
         """Scores in the order of `requests`; contexts are truncated on the left to fit `max_length` tokens.
@@ -192,8 +214,8 @@ class Scorer:
             kept = [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
             rows.append(_Row(kept, max(0, len(kept) - 1 - len(continuation))))
         batches = self.batches([len(row.tokens) for row in rows])
-        found = measure_distributed(batches, lambda batch: self._scores([rows[i] for i in batch]))
-        scores = dict(zip(chain(*batches), chain(*found), strict=True))
+        measured = measure_distributed(batches, lambda batch: self._scores([rows[i] for i in batch]))
+        scores = dict(zip(chain(*batches), chain(*measured), strict=True))
         return [scores[i] for i in range(len(requests))]
 
     def _scores(self, rows: Sequence[_Row]) -> list[Score]:

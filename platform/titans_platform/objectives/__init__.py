@@ -1,6 +1,5 @@
 """Training objectives. To add one, write a file and its line in `OBJECTIVES` of `objectives.base`."""
 
-from titans_platform.evals import TASKS
 from titans_platform.objectives.base import (
     OBJECTIVES,
     Data,
@@ -12,6 +11,7 @@ from titans_platform.objectives.base import (
     reject_data,
     run_name,
 )
+from titans_platform.tasks import TASKS
 
 __all__ = [
     "OBJECTIVES", "Data", "Objective", "build_objective", "build_small", "check_vocabulary", "register",

@@ -16,9 +16,8 @@ from titans_kernels import Registry
 from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import build_task, eval_version, row_length
-from titans_platform.evals.registry import NoOptions
 from titans_platform.loading import validate
+from titans_platform.tasks import NoOptions, build_task, eval_version, row_length
 from titans_platform.training.loop import Stream
 from titans_platform.training.optim import check_windows
 
@@ -177,5 +176,5 @@ def build_objective(cfg: RunConfig) -> Objective[Any]:
     Raises:
         UsageError: the objective or an option does not exist, or an option's value is invalid.
     """
-    found = OBJECTIVES.find(cfg.objective.kind)
-    return found(cfg, validate(found.Options, cfg.objective.options, "objective.options"))
+    kind = OBJECTIVES.find(cfg.objective.kind)
+    return kind(cfg, validate(kind.Options, cfg.objective.options, "objective.options"))

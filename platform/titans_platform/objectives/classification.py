@@ -31,11 +31,10 @@ from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Objective, Report, check_vocabulary, reject_data
 from titans_platform.objectives.files import ItemStream, load_copy, read_table, save_copy
+from titans_platform.tasks import Context, Measurement, Task
 
 OPTIONS = "objective.options"
 GENOMIC_BENCHMARKS = (
@@ -114,8 +113,8 @@ class LabelledData:
 
     def class_counts(self, part: str) -> dict[str, int]:
         """Count the items of each class in a split."""
-        found = Counter(self.split[part].labels)
-        return {label: found[label] for label in self.classes}
+        counts = Counter(self.split[part].labels)
+        return {label: counts[label] for label in self.classes}
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
@@ -316,8 +315,8 @@ class Classification(Objective[LabelledData]):
             raise UsageError(f"{OPTIONS}.pretrain_steps: {left}")
         check_vocabulary(self.cfg, self.tokenizer())
         if data is not None and (n := len(data.classes)) != options.classes:
-            found = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
-            raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {found}; set it to {n}")
+            present = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
+            raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {present}; set it to {n}")
         super().check(data)
 
     def _read(self, root: Path) -> Split:

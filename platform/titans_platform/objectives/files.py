@@ -111,12 +111,12 @@ def load_copy(
         raise NotPrepared("objective.options: the data are not prepared; run titans train on them first")
     path = index.with_name(f"{noted['content']}{suffix}")
     try:
-        found = read(path, noted)
+        value = read(path, noted)
     except (OSError, ValueError) as error:
         raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
-    if content_of(found) != noted["content"]:
+    if content_of(value) != noted["content"]:
         raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
-    return found
+    return value
 
 
 class Table(NamedTuple):
@@ -212,14 +212,14 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     if (path := next((place for place in places if place.is_file()), None)) is None:
         raise UsageError(f"{FOLDER}: no {known.file} (or .gz, .xz) in {folder}; it is from {known.source}")
     if known.sha256:
-        found = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
-        if found != known.sha256:
-            why = f"{path} is not the standard file: its sha256 is {found}, not {known.sha256}"
+        checksum = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
+        if checksum != known.sha256:
+            why = f"{path} is not the standard file: its sha256 is {checksum}, not {known.sha256}"
             fix = f"get it from {known.source}, or name it as objective.options.path"
             raise UsageError(f"{FOLDER}: {why}; {fix}")
     table = read_series(str(path), columns, FOLDER)
     steps, channels = table.values_NC.shape
     if (steps, channels) != (known.steps, len(columns) or known.channels):
-        found, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
-        raise UsageError(f"{FOLDER}: {path} has {found}, {name} has {right}; get it from {known.source}")
+        size, right = f"{steps} steps of {channels} channels", f"{known.steps} of {known.channels}"
+        raise UsageError(f"{FOLDER}: {path} has {size}, {name} has {right}; get it from {known.source}")
     return table

@@ -13,9 +13,9 @@ from titans_platform.config import VOCABULARIES
 from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
 from titans_platform.data.sources import FilesSource
 from titans_platform.errors import UsageError, within
-from titans_platform.evals import build_generated, build_task
-from titans_platform.evals.tasks.perplexity import Perplexity
+from titans_platform.evals.perplexity import Perplexity
 from titans_platform.objectives.base import Objective, Report, build_small, check_vocabulary
+from titans_platform.tasks import build_generated, build_task
 from titans_platform.training.loop import CrossEntropy
 
 

@@ -24,8 +24,6 @@ from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import Fraction, digest
 from titans_platform.errors import UsageError, nearest, within
-from titans_platform.evals import Measurement, Task
-from titans_platform.evals.registry import Context
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
 from titans_platform.objectives.base import Objective, Report, reject_data
@@ -40,6 +38,7 @@ from titans_platform.objectives.files import (
     save_series,
     sines,
 )
+from titans_platform.tasks import Context, Measurement, Task
 
 PATH = "objective.options.path"
 FORECASTER = "objective.options.forecaster"
@@ -226,15 +225,15 @@ class Regression(Objective[SeriesData]):
             with within("model", ValueError):
                 return SeriesModel(model, options.width, options.horizon, options.patch)
         try:
-            found = FORECASTERS.find(options.forecaster, FORECASTER)
+            kind = FORECASTERS.find(options.forecaster, FORECASTER)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        own = validate(found.Options, options.forecaster_options, at)
+        own = validate(kind.Options, options.forecaster_options, at)
         try:
-            return found(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
+            return kind(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
         except ValueError as error:
             # the message starts with the field
-            known = str(error).partition(":")[0] in found.Options.model_fields
+            known = str(error).partition(":")[0] in kind.Options.model_fields
             raise UsageError(f"{at if known else 'model'}.{error}") from None
 
     def least_activations(self, rows: int) -> int:

@@ -60,7 +60,7 @@ class Series:
     @property
     def means(self) -> dict[str, float]:
         """The mean over seeds of every measure that has numbers."""
-        return {key: statistics.fmean(found) for key, found in self.values.items() if found}
+        return {key: statistics.fmean(values) for key, values in self.values.items() if values}
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension,
 
 def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[float, tuple[float, ...]]:
     """Return a column's value at each length: the mean of its tasks that were measured at several lengths."""
-    found: dict[float, list[float]] = {}
+    by_length: dict[float, list[float]] = {}
     for result in results:
         by_task: dict[str, dict[float, float]] = {}
         for key, measured in result.tasks.items():
@@ -143,5 +143,5 @@ def _by_length(column: str, factor: float, results: Iterable[Result]) -> dict[fl
         several = [values for values in by_task.values() if len(values) > 1]
         for length in set.intersection(*map(set, several)) if several else ():
             mean = statistics.fmean(values[length] for values in several)
-            found.setdefault(length, []).append(factor * mean)
-    return {length: tuple(values) for length, values in sorted(found.items())}
+            by_length.setdefault(length, []).append(factor * mean)
+    return {length: tuple(values) for length, values in sorted(by_length.items())}

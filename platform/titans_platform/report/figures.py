@@ -14,7 +14,7 @@ from functools import partial
 
 from matplotlib.axes import Axes
 
-from titans_platform.evals.tasks.by_position import CARRIED, FRESH, WINDOW, ByPosition
+from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report import plot
 from titans_platform.report.figure_data import (
     THROUGHPUT,
@@ -62,8 +62,6 @@ GAIN = (
     "Loss on a new state every row less loss on the carried state, from the second row on: above 0 what the "
     "state holds of earlier rows helps, below 0 it harms."
 )
-Places = Mapping[str, Mapping[float, tuple[float, ...]]]
-"""By way of reading (carried, fresh, window) and position: a number for each seed."""
 
 
 def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
@@ -188,75 +186,19 @@ def depths(row: TableRow) -> dict[str, dict[tuple[float, str], list[float]]]:
     return by_task
 
 
-def against_position(data: FigureData) -> Iterator[Picture]:
-    """For each column with the task `by_position`: perplexity, a panel a row, and what memory brings."""
-    for key, column in data.table.columns.items():
-        measured = [(row, places) for row in data.table.rows if (places := perplexities(row, key))]
-        # without a second way of reading there is nothing to compare
-        if not any(len(places) > 1 for _, places in measured):
-            continue
-        panels, gains, legend = [], [], []
-        for row, places in measured:
-            length = int(row.results[0].config["data"]["sequence_length"])
-            lines = ways(places)
-            legend = max(legend, lines, key=len)
-            panels.append(
-                panel(row.row.name, plot.by_position, POSITION, "perplexity", shown=lines, row=length)
-            )
-            if FRESH in places:
-                pairs = {x: zip(places[FRESH][x], places[CARRIED][x], strict=True) for x in places[CARRIED]}
-                gain = {x: tuple(math.log(f / c) for f, c in pairs[x]) for x in sorted(pairs) if x > length}
-                gains.append(Line(row.row.name, gain))
-        caption, title = f"{READ} Mean over seeds.", f"{column.title}: by position"
-        yield Picture(f"position-{key}", title, caption, panels[:ROWS], NARROW, legend)
-        if gains:
-            shown, grey = coloured(gains)
-            drawn = panel("", plot.by_position, POSITION, "nats a token", shown=shown, grey=grey)
-            caption = f"{GAIN} Mean over seeds; bars: one standard deviation{GREY}"
-            yield Picture(f"gain-{key}", "What memory brings, by position", caption, [drawn], ALONE, shown)
-
-
-def perplexities(row: TableRow, column: str) -> Places:
-    """Return the perplexities of a row by way of reading and position, from the longest texts of the
-    column.
-    """
-    by_length: dict[int, dict[str, dict[float, tuple[float, ...]]]] = {}
-    for result in row.results:
-        for key, buckets in result.buckets.items():
-            owner, task, length = task_of(key)
-            if owner != column or not task.startswith("by_position"):
-                continue
-            for name, value in buckets.items():
-                way, _, place = name.partition(" ")
-                at = by_length.setdefault(length or 0, {}).setdefault(way.partition("-")[0], {})
-                x = middle(*map(int, place.split("-")))
-                at[x] = (*at.get(x, ()), float(value))
-    return by_length[max(by_length)] if by_length else {}
-
-
-def middle(first: int, last: int) -> float:
-    """Centre of a bucket of positions on a logarithmic scale."""
-    return math.sqrt(first * last)
-
-
-def ways(places: Places) -> list[Line]:
-    """Return a line for each way of reading, without bars: seeds differ more than the ways do."""
-    return [
-        Line(label, places[way], c, m, spread=False) for way, (label, c, m) in LOOKS.items() if way in places
-    ]
-
-
-def loss_picture(found: ByPosition, key: str, title: str) -> Picture:
-    """Loss by position of one run, and the gain of its carried state."""
-    buckets = {middle(*bucket): bucket for bucket in found.buckets()}
-    places = {}
-    for way in found.shown:
-        places[way.partition("-")[0]] = {x: (found.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
-    gain = Line("gain", {x: (found.gain(*bucket)[0],) for x, bucket in buckets.items() if x > found.row})
-    lines, unit = ways(places), "nats a token"
+def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
+    """Draw the loss by position of one run, a line for each way of reading, and the gain of its state."""
+    # each bucket at its centre on a logarithmic scale
+    buckets = {math.sqrt(first * last): (first, last) for first, last in result.buckets()}
+    lines = []
+    for way in result.shown:
+        label, colour, marker = LOOKS[way.partition("-")[0]]
+        points = {x: (result.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
+        lines.append(Line(label, points, colour, marker, spread=False))
+    gain = Line("gain", {x: (result.gain(*bucket)[0],) for x, bucket in buckets.items() if x > result.row})
     panels = [
-        panel("Loss", plot.by_position, POSITION, unit, shown=lines, row=found.row),
-        panel("What memory brings", plot.by_position, POSITION, unit, shown=[gain]),
+        panel("Loss", plot.by_position, POSITION, "nats a token", shown=lines, row=result.row),
+        panel("What memory brings", plot.by_position, POSITION, "nats a token", shown=[gain]),
     ]
     return Picture(key, title, f"{READ} {GAIN}", panels, ALONE, lines)
 
@@ -313,7 +255,6 @@ RULES = (
     against_a_field,
     against_measured_length,
     depth_maps,
-    against_position,
     trials_of_a_search,
     learning_curves,
 )

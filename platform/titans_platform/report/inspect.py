@@ -103,12 +103,17 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
     return [*texts[:-1], texts[-1] + stream.end()]
 
 
-def as_frame(found: Inspected) -> DataFrame:
+def as_frame(inspected: Inspected) -> DataFrame:
     """Return a row for each memory, token and head, in this order; NaN for an unknown number."""
     parts = []
-    for trace in found.traces:
+    for trace in inspected.traces:
         T, H = trace.surprise.shape
-        by_token = {"position": range(T), "token": found.tokens, "text": found.texts, "loss": found.loss}
+        by_token = {
+            "position": range(T),
+            "token": inspected.tokens,
+            "text": inspected.texts,
+            "loss": inspected.loss,
+        }
         columns: dict[str, Any] = {key: np.repeat(np.asarray(x), H) for key, x in by_token.items()}
         columns |= {"memory": trace.name, "head": np.tile(np.arange(H), T)}
         columns |= {name: getattr(trace, name).flatten().numpy() for name in MEASURED}
@@ -119,10 +124,10 @@ def as_frame(found: Inspected) -> DataFrame:
     return concat(parts, ignore_index=True)
 
 
-def write_arrow(found: Inspected, path: Path) -> None:
+def write_arrow(inspected: Inspected, path: Path) -> None:
     """Write the table as an Arrow IPC file, which `pandas.read_feather` and pyarrow read."""
     out = io.BytesIO()
-    as_frame(found).to_feather(out)
+    as_frame(inspected).to_feather(out)
     write_bytes(path, out.getvalue())
 
 
@@ -157,26 +162,30 @@ class Read(NamedTuple):
     near: list[list[tuple[int, float, float | None]]]
 
 
-def page(found: Inspected, source: str, position: int | None = None, warning: str = "") -> str:
+def page(inspected: Inspected, source: str, position: int | None = None, warning: str = "") -> str:
     """Render the page, which needs no other file.
 
     Args:
-        found: The text that was read.
+        inspected: The text that was read.
         source: Name of the file.
         position: The token whose reads are shown first; None: the last.
         warning: Printed at the top, e.g. that the memory's norms are out of range.
     """
-    chosen, reads = len(found.tokens) - 1 if position is None else position, list(all_reads(found.traces))
-    kept = kept_shares(found.traces).tolist()
+    chosen, reads = (
+        len(inspected.tokens) - 1 if position is None else position,
+        list(all_reads(inspected.traces)),
+    )
+    kept = kept_shares(inspected.traces).tolist()
     shares, found_reads = [round(x, 2) for x in kept], [read._asdict() for read in reads]
-    figures = zip(*(map(figure, charts(i, trace)) for i, trace in enumerate(found.traces)), strict=True)
+    figures = zip(*(map(figure, charts(i, trace)) for i, trace in enumerate(inspected.traces)), strict=True)
     gates, errors = map(list, figures)
     return html(
-        "inspect.html", found=found, source=source, warning=warning, shades=shades(found), chosen=chosen,
-        around=lambda i: (found.texts[max(0, i - AROUND) : i], found.texts[i + 1 : i + 1 + AROUND]),
-        reads=reads, kept=kept, summary=[summary(trace) for trace in found.traces],
+        "inspect.html", inspected=inspected, source=source, warning=warning, shades=shades(inspected),
+        chosen=chosen,
+        around=lambda i: (inspected.texts[max(0, i - AROUND) : i], inspected.texts[i + 1 : i + 1 + AROUND]),
+        reads=reads, kept=kept, summary=[summary(trace) for trace in inspected.traces],
         gates=gates, errors=errors,
-        data={"texts": found.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
+        data={"texts": inspected.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
     )  # fmt: skip
 
 
@@ -186,13 +195,13 @@ def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
     return torch.cat([share.clamp(0, 1) for share in shares], 1).mean(1)
 
 
-def shades(found: Inspected) -> list[Shade]:
+def shades(inspected: Inspected) -> list[Shade]:
     """Return the quantities to colour by; the page opens with the first."""
-    surprise = torch.cat([trace.surprise for trace in found.traces], 1).mean(1)
+    surprise = torch.cat([trace.surprise for trace in inspected.traces], 1).mean(1)
     error = "squared error of the memory's prediction before the token is written, mean over heads"
     lost = "share of the surprise that the memory at the end of the text no longer has"
-    memory = [_shade("surprise", error, surprise), _shade("kept", lost, kept_shares(found.traces))]
-    return [*memory, _shade("loss", "loss of the whole model in nats", found.loss)]
+    memory = [_shade("surprise", error, surprise), _shade("kept", lost, kept_shares(inspected.traces))]
+    return [*memory, _shade("loss", "loss of the whole model in nats", inspected.loss)]
 
 
 def _shade(key: str, about: str, values: Tensor) -> Shade:

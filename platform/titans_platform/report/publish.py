@@ -144,8 +144,8 @@ def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tup
     MLflow lacks it, as for a copied root.
     """
     runs = _runs(table)
-    found = store.curves(runs) if store else {}
-    return {run: found.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
+    logged = store.curves(runs) if store else {}
+    return {run: logged.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
 
 
 def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:

@@ -6,14 +6,12 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
 from typing import Any
 
 from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
 from titans_platform.report.picture import Picture
 from titans_platform.report.table import Comparison, Table, best_rows, cell, compare, method, tally
-from titans_platform.runs.folder import PATHWAY_TITLES, PATHWAYS_EXPLAINED
 from titans_platform.text import commit, number, plural
 
 DAGGERS = "†‡§¶"
@@ -73,7 +71,7 @@ class StudyReport:
     """Signs of the commits, other than the present one, that made some of the cells."""
     comparisons: tuple[Comparison, ...]
     sections: tuple[Section, ...]
-    """The verdict, and which part of a model its answers came from, where they were measured."""
+    """The verdict, if there is one."""
     pictures: tuple[Picture, ...]
     commands: tuple[str, ...]
     """Commands that were run on the study."""
@@ -114,7 +112,7 @@ def build_report(
     """
     search = search or {}
     seeds = plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
-    found = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
+    search_notes = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
     made = {result.commit for result in table.results}
     only = made.pop() if len(made) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
@@ -128,9 +126,9 @@ def build_report(
         best={key: best_rows(table, key) for key in table.columns},
         chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
         bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
-        notes=(*_notes(table, marks, only), *filter(None, found)), marks=marks,
+        notes=(*_notes(table, marks, only), *filter(None, search_notes)), marks=marks,
         comparisons=tuple(comparisons),
-        sections=tuple(filter(None, (verdict(comparisons, table), pathways(table)))),
+        sections=tuple(filter(None, [verdict(comparisons, table)])),
         commands=tuple(commands), facts=_facts(table), links=links,
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
     )  # fmt: skip
@@ -138,40 +136,19 @@ def build_report(
 
 def verdict(comparisons: Sequence[Comparison], table: Table) -> Section | None:
     """Tabulate the comparisons; None if nothing has an expected direction, or no row has two seeds."""
-    found = [each for each in comparisons if each.better is not None]
-    if not any(len(each.ours.pairs) > 1 for each in found):
+    directed = [each for each in comparisons if each.better is not None]
+    if not any(len(each.ours.pairs) > 1 for each in directed):
         return None
-    base, by_place = found[0].baseline, {(each.row, each.column): each for each in found}
-    columns = {key: c for key, c in table.columns.items() if any(each.column == key for each in found)}
+    base, by_place = directed[0].baseline, {(each.row, each.column): each for each in directed}
+    columns = {key: c for key, c in table.columns.items() if any(each.column == key for each in directed)}
     lines = [
         [row, *(cell(by_place.get((row, key)), c.decimals) for key, c in columns.items())]
-        for row in dict.fromkeys(each.row for each in found)
+        for row in dict.fromkeys(each.row for each in directed)
     ]
     heads = [f"minus {base}, better is +", *(column.titled() for column in columns.values())]
-    whose = "the paper's" if any(each.paper for each in found) else "the study file's"
-    text = f"Against {base}, beside {whose} direction: {tally(found)}. {method(found)}"
+    whose = "the paper's" if any(each.paper for each in directed) else "the study file's"
+    text = f"Against {base}, beside {whose} direction: {tally(directed)}. {method(directed)}"
     return Section("The paper's directions, here", text, heads, lines)
-
-
-def pathways(table: Table) -> Section | None:
-    """Tabulate means over the seeds that measured pathways; None if no cell did."""
-    measured = {row.row.name: [r for r in row.results if r.pathways] for row in table.rows}
-    parts = [part for results in measured.values() for r in results for part in r.pathways.values()]
-    columns = {key: column for key, column in table.columns.items() if any(key in part for part in parts)}
-    lines = []
-    for name, results in measured.items():
-        of = {"all on": [result.columns for result in results]}
-        for part, title in PATHWAY_TITLES.items():
-            of[title] = [result.pathways[part] for result in results if part in result.pathways]
-        for part, cells in ((part, cells) for part, cells in of.items() if cells):
-            line = [name, part]
-            for key, column in columns.items():
-                values = [cell[key] for cell in cells if key in cell]
-                line.append(number(column.factor * fmean(values) if values else None, column.decimals))
-            lines.append(line)
-    heads = ["row", "part", *(column.titled() for column in columns.values())]
-    title = "Which part the answers came from"
-    return Section(title, PATHWAYS_EXPLAINED, heads, lines) if lines else None
 
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
@@ -207,16 +184,16 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
 def _facts(table: Table) -> dict[str, str]:
     """Describe the settings and versions of the cells; if they differ, with the number of cells of each."""
     results = table.results
-    found = {
+    facts = {
         "commit": _counted(result.commit for result in results),
         "data fingerprint": _counted(result.data_fingerprint for result in results),
         "version of the evaluation": _counted(result.eval_version for result in results),
     }
     made = [result.environment for result in results]
-    found |= {name: _counted(each.get(name) for each in made) for each in made for name in each}
+    facts |= {name: _counted(each.get(name) for each in made) for each in made for name in each}
     tokens = sum(result.tokens for result in results)
     trained, measured = (sum(getattr(r, key) for r in results) for key in ("train_seconds", "eval_seconds"))
-    return found | {
+    return facts | {
         "cells": f"{len(results)} of {len(results) + table.missing} done",
         "training": f"{tokens:,.0f} tokens in {trained / 3600:.2f} hours, summed over the cells",
         "measuring": f"{measured / 3600:.2f} hours",

@@ -188,7 +188,7 @@ def build_table(run: StudyRun) -> Table:
         description=" ".join(study.description.split()), note=" ".join(scale.note.split()),
         comparable=scale.comparable, axes=study.axes, columns=columns, rows=tuple(rows),
         # cells of one row may have different levels
-        chance={key: columns[key].factor * statistics.fmean(found) for key, found in levels.items() if found},
+        chance={key: columns[key].factor * statistics.fmean(level) for key, level in levels.items() if level},
         side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
         command=f"titans sweep run {study.name} --scale {run.scale_name} "
         f"--seeds {','.join(map(str, seeds))}{changed}",
@@ -314,7 +314,7 @@ class Comparison:
 
 def compare(table: Table) -> list[Comparison]:
     """Every row and column that has numbers against the table's first row; reference rows are left out."""
-    rows, found = [row for row in table.rows if not row.row.reference], []
+    rows, comparisons = [row for row in table.rows if not row.row.reference], []
     for key, column in table.columns.items() if rows else ():
         first, sign = rows[0], 1 if column.higher_is_better else -1
         base = by_seed(first, key, column.factor)
@@ -323,8 +323,8 @@ def compare(table: Table) -> list[Comparison]:
                 paper, reference = row.entries[key].paper, first.entries[key].paper
                 theirs = None if paper is None or reference is None else sign * (paper - reference)
                 expected = row.row.expected.get(key)
-                found.append(Comparison(row.row.name, key, first.row.name, theirs, ours, expected))
-    return adjust(found)
+                comparisons.append(Comparison(row.row.name, key, first.row.name, theirs, ours, expected))
+    return adjust(comparisons)
 
 
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
@@ -339,11 +339,11 @@ def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int =
     return Difference(pairs) if pairs else None
 
 
-def adjust(found: Sequence[Comparison]) -> list[Comparison]:
+def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Add Holm-adjusted p values to the comparisons; the family has a direction and at least two seeds."""
-    family = [i for i, each in enumerate(found) if each.better is not None and each.ours.p is not None]
-    adjusted = dict(zip(family, holm([found[i].ours.p or 0.0 for i in family]), strict=True))
-    return [replace(each, p=adjusted.get(i)) for i, each in enumerate(found)]
+    family = [i for i, each in enumerate(comparisons) if each.better is not None and each.ours.p is not None]
+    adjusted = dict(zip(family, holm([comparisons[i].ours.p or 0.0 for i in family]), strict=True))
+    return [replace(each, p=adjusted.get(i)) for i, each in enumerate(comparisons)]
 
 
 def holm(ps: Sequence[float]) -> list[float]:
@@ -355,37 +355,37 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def count_outcomes(found: Sequence[Comparison]) -> dict[str, int]:
+def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
     """Count the comparisons of each outcome, without the ones that have no expected direction."""
-    counts = Counter(each.outcome for each in found)
+    counts = Counter(each.outcome for each in comparisons)
     return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED)}
 
 
-def tally(found: Sequence[Comparison]) -> str:
+def tally(comparisons: Sequence[Comparison]) -> str:
     """Describe the counts in words."""
-    agree, disagree, unresolved, single = count_outcomes(found).values()
+    agree, disagree, unresolved, single = count_outcomes(comparisons).values()
     given = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
     return f"{text}, {single} have one seed" if single else text
 
 
-def method(found: Sequence[Comparison]) -> str:
+def method(comparisons: Sequence[Comparison]) -> str:
     """Describe the numbers of a verdict in one sentence."""
-    given = plural(sum(each.p is not None for each in found), "comparison")
+    given = plural(sum(each.p is not None for each in comparisons), "comparison")
     return (
         "Each number is the mean difference paired by seed (better is +), with its 95% Student interval and "
         f"the p value of the paired t test, Holm-adjusted over the {given}; it is resolved where p < {ALPHA}."
     )
 
 
-def cell(found: Comparison | None, decimals: int) -> str:
+def cell(comparison: Comparison | None, decimals: int) -> str:
     """`+0.35 [+0.24, +0.46] p=0.004 agrees`; a dash where nothing was compared."""
-    if found is None:
+    if comparison is None:
         return NONE
-    signed, ours = f"+.{decimals}f", found.ours
+    signed, ours = f"+.{decimals}f", comparison.ours
     ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval else ""
-    p = "" if found.p is None else "p<0.001" if found.p < 0.001 else f"p={found.p:.3f}"
-    return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, found.outcome) if part)
+    p = "" if comparison.p is None else "p<0.001" if comparison.p < 0.001 else f"p={comparison.p:.3f}"
+    return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, comparison.outcome) if part)
 
 
 def best_rows(table: Table, key: str) -> set[str]:

@@ -24,8 +24,8 @@ from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, within
 from titans_platform.objectives import build_objective, build_small, run_name
 from titans_platform.provenance import commit
-from titans_platform.runs.loggers import LOGGERS
 from titans_platform.runs.ray_session import available
+from titans_platform.runs.reporter import LOGGERS
 from titans_platform.runs.spec import Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
 from titans_platform.training.loop import Trainer, deterministic
@@ -185,22 +185,22 @@ def plan(cfg: RunConfig, root: Path, resources: Resources) -> dict[str, Any]:
     Raises what the run itself would raise before it trains.
     """
     objective = build_objective(cfg)
-    found: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
+    planned: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
     try:
         objective.check(data := objective.open(root))
     except NotPrepared:
         objective.check_sources()
-        found |= {"data": "to be prepared", "state": "missing"}
+        planned |= {"data": "to be prepared", "state": "missing"}
     else:
         spec = spec_for(cfg, root, resources)
-        found |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
-    found |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
-    found["worker_bytes"] = sum(least_memory(cfg, resources).values())
+        planned |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
+    planned |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    planned["worker_bytes"] = sum(least_memory(cfg, resources).values())
     if (flops := training_flops(cfg)) is not None:
-        found["flops_per_token"] = flops / cfg.row_tokens
+        planned["flops_per_token"] = flops / cfg.row_tokens
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
-        found["seconds"] = each * cfg.tokens
-    return found
+        planned["seconds"] = each * cfg.tokens
+    return planned
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:

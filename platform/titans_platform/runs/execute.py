@@ -22,7 +22,7 @@ import torch
 from titans_kernels import forms_used
 from titans_platform.config import TaskConfig
 from titans_platform.errors import Interrupted, TitansError
-from titans_platform.evals import eval_version, evaluate
+from titans_platform.evals import evaluate
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import training_flops
@@ -31,6 +31,7 @@ from titans_platform.runs.preemption import PreemptionGuard, interruptible, torc
 from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
+from titans_platform.tasks import eval_version
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Phases, Stream, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch

@@ -27,20 +27,6 @@ from titans_platform.files import file_lock, is_locked, read_json, write_json
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """NaN where the file has null."""
 
-PATHWAY_TITLES = {
-    "memory": "memory's output off",
-    "attention": "attention off",
-    "cut": "attention cut at its window",
-    "decay": "decay off",
-}
-"""The part that each of `EvalConfig.pathways` switches off."""
-PATHWAYS_EXPLAINED = (
-    "The trained model, measured again with a part of it off. What is lost without the memory's output, the "
-    "memory carried; what is left, attention answered. Cut, attention does not cross multiples of its "
-    "window, so that several layers reach no further than one window. With decay off (alpha = 0) nothing is "
-    "forgotten."
-)
-
 
 class _Record(BaseModel):
     """Immutable. Unknown keys are ignored: another version may have written the file."""
@@ -72,8 +58,6 @@ class Measures(_Record):
     """Chance level of each column."""
     buckets: dict[str, dict[str, Number]] = Field(default_factory=dict)
     """By ``column/task@tokens``, the value in each bucket: a needle's depth, a position."""
-    pathways: dict[str, dict[str, Number]] = Field(default_factory=dict)
-    """By part of the model that was switched off, the columns of generated tasks without it."""
 
 
 class Result(Measures):

@@ -100,6 +100,9 @@ def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read the config of the run in ``folder``. Raises UsageError."""
     if not (config := RunFolder(folder.parents[1], folder.name).record().get("config")):
         raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
+    for gone in ("pathways", "pathway_items"):
+        # of earlier versions
+        config.get("eval", {}).pop(gone, None)
     return config_from(config, overrides)
 
 

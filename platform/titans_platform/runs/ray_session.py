@@ -13,7 +13,6 @@ import logging
 import os
 import platform
 import secrets
-import shutil
 import signal
 import sys
 import threading
@@ -24,7 +23,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from titans_platform.errors import ClusterError, UsageError
+from titans_platform.errors import ClusterError, UsageError, one_line
+from titans_platform.files import write_text
 from titans_platform.runs.spec import Machine, Resources, this_machine
 
 ADDRESS = "TITANS_RAY_ADDRESS"
@@ -210,69 +210,40 @@ def _nodes() -> list[dict[str, Any]]:
 
 
 def check_reach(root: Path) -> None:
-    """Check on every node that it can read and write the storage at ``root`` and reach MLflow.
+    """Check on every node that it sees and can write the storage at ``root``, and reaches MLflow.
 
-    Raises UsageError for an SQLite store with workers on several machines, ClusterError if a node fails a
-    check.
+    Raises UsageError for an SQLite store with workers on several machines, ClusterError if a node fails.
     """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     from titans_platform.tracking import store_uri
 
-    nodes, uri = _nodes(), store_uri(root)
+    nodes, uri, mark = _nodes(), store_uri(root), root / f".reach-{secrets.token_hex(4)}"
     hosts = {node["NodeManagerAddress"] for node in nodes}
     if uri.startswith("sqlite:") and len(hosts) > 1:
         raise UsageError(
             f"mlflow: {uri} is a file, and there are workers on {len(hosts)} machines; start `mlflow server` "
             "where all of them reach it and write its http:// address into the cluster file"
         )
-    folder = root / f".reach-{secrets.token_hex(4)}"
+    write_text(mark, "head")
+    check = ray.remote(num_cpus=0, max_retries=0)(_check_node)
+    pinned = (NodeAffinitySchedulingStrategy(node["NodeID"], soft=False) for node in nodes)
     try:
-        folder.mkdir(parents=True)
-        (folder / "driver").write_text("here")
-        faults = _ask_each(nodes, str(folder), uri)
-        for node, fault in faults.items():
-            if not fault and not (folder / node).is_file():
-                faults[node] = f"what it writes to {root} is not seen by the head"
-    except OSError as error:
-        raise ClusterError(f"storage {root}: cannot be written on the head node: {error.strerror}") from None
+        ray.get([check.options(scheduling_strategy=node).remote(mark, uri) for node in pinned], timeout=120)
+    except Exception as error:
+        raise ClusterError(
+            f"a node cannot work on the study: {one_line(getattr(error, 'cause', error))}"
+        ) from None
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
-    if wrong := {node: fault for node, fault in faults.items() if fault}:
-        named = {fault: ", ".join(n[:8] for n in wrong if wrong[n] == fault) for fault in wrong.values()}
-        text = "; ".join(f"{fault} (nodes {nodes})" for fault, nodes in named.items())
-        raise ClusterError(f"{len(wrong)} of {len(faults)} nodes cannot work on the study: {text}")
+        mark.unlink(missing_ok=True)
 
 
-def _ask_each(nodes: list[dict[str, Any]], folder: str, uri: str) -> dict[str, str]:
-    """Run `_look` on every node. Returns the fault by node id, "" for a healthy node."""
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    look = ray.remote(num_cpus=0, max_retries=0)(_look)
-    pending, faults = {}, {}
-    for node in (node["NodeID"] for node in nodes):
-        there = NodeAffinitySchedulingStrategy(node, soft=False)
-        pending[node] = look.options(scheduling_strategy=there).remote(folder, node, uri)
-    for node, answer in pending.items():
-        try:
-            faults[node] = ray.get(answer, timeout=120)
-        except Exception as error:
-            faults[node] = " ".join(str(error).split())[:200] or type(error).__name__
-    return faults
-
-
-def _look(folder: str, node: str, uri: str) -> str:
-    """Check the node this runs on. Returns what is wrong, or an empty string."""
-    try:
-        if (Path(folder) / "driver").read_text() != "here":
-            return f"another folder at the storage's path {folder}"
-        (Path(folder) / node).write_text("here")
-    except OSError as error:
-        return f"storage {Path(folder).parent}: {error.strerror}"
+def _check_node(mark: Path, uri: str) -> None:
+    """Raise TitansError if this node does not see what the head wrote, or cannot do its work."""
     from titans_platform.tracking import check_server
 
-    try:
-        if uri.startswith("http"):
-            check_server(uri)
-    except UsageError as error:
-        return str(error)
-    return ""
+    if not mark.is_file() or not os.access(mark.parent, os.W_OK):
+        raise ClusterError(f"{platform.node()}: cannot read and write the head's storage {mark.parent}")
+    if uri.startswith("http"):
+        check_server(uri)

@@ -20,10 +20,10 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from titans_platform.errors import Interrupted, StorageError, TitansError, one_line
+from titans_kernels import Registry
+from titans_platform.errors import Interrupted, StorageError, TitansError, UsageError, one_line
 from titans_platform.files import write_error, write_text
 from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
-from titans_platform.runs.loggers import Logger, open_loggers
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
@@ -48,6 +48,34 @@ _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
 
+class Logger:
+    """Receives a run's metrics on rank 0, beside MLflow. A subclass overrides what it needs.
+
+    A run that resumes calls `start` with the step of its checkpoint; what was logged after that step before
+    the interruption is logged again, and a logger replaces it.
+    """
+
+    def __init__(self, spec: RunSpec):
+        """``spec`` is the run: its config, name, folder and labels. Raises UsageError."""
+        self.spec = spec
+
+    def start(self, step: int) -> None:
+        """Training starts, or resumes after ``step`` optimiser steps."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the metrics of an optimiser step: loss, tokens_per_second, lr, the memory's telemetry."""
+
+    def finish(self, step: int, columns: Mapping[str, float]) -> None:
+        """Log the measures ``columns`` after the run's evaluation."""
+
+    def close(self) -> None:
+        """Close the log at the end of the run, also after an error."""
+
+
+LOGGERS = Registry("log.loggers", Logger, {}, UsageError)
+"""Loggers by the names of ``log.loggers``, which are import paths unless a process registers others."""
+
+
 class Reporter:
     """Writes the files of a run and its MLflow run. On rank 0 only."""
 
@@ -57,7 +85,7 @@ class Reporter:
         self._rate = self._seconds_a_step = 0.0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
-        self._loggers = open_loggers(spec)
+        self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
         self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:

@@ -192,8 +192,8 @@ def find_study(name: str) -> Path:
         return folder / EXPERIMENT
     if path := file_at(name, "study"):
         return path
-    found = known_studies()
-    return found[pick(name, found, "study", "sweeps")]
+    studies = known_studies()
+    return studies[pick(name, studies, "study", "sweeps")]
 
 
 def known_studies() -> dict[str, Path]:
@@ -328,9 +328,9 @@ def _names(text: str, known: Collection[str]) -> Iterator[str]:
 def _matching(name: str, known: list[str], where: str) -> list[str]:
     if not any(sign in name for sign in "*?["):
         return [pick(name, known, "row", where)]
-    if not (found := [row for row in known if fnmatchcase(row.casefold(), name.casefold())]):
+    if not (matching := [row for row in known if fnmatchcase(row.casefold(), name.casefold())]):
         raise UsageError(f"{where}: no row matches {name!r}; {nearest(name.strip('*'), known)}")
-    return found
+    return matching
 
 
 def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = ()) -> RunConfig:

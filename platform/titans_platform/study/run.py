@@ -205,13 +205,13 @@ def _measure(spec: RunSpec, rung: Rung) -> float | None:
     if folder.was_stopped():
         return None
     try:
-        found = execute(spec) if last else execute(spec, rung)
+        outcome = execute(spec) if last else execute(spec, rung)
     except Exception as error:
         if isinstance(error, TitansError) and not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
             folder.stop(str(error))
         return None
-    return (found.columns if isinstance(found, Result) else found)[rung.column]
+    return (outcome.columns if isinstance(outcome, Result) else outcome)[rung.column]
 
 
 def _run_trials(

@@ -388,8 +388,8 @@ def printed(
     numbers: dict[str, float | None] = {}
     for table in tables:
         numbers |= read_paper().tables[table].numbers(row, size)
-    found: dict[str, float | None] = {}
+    averages: dict[str, float | None] = {}
     for key, names in columns.items():
         if values := [value for name in names if (value := numbers.get(name)) is not None]:
-            found[key] = round(fmean(values), 3) if len(values) == len(names) else None
-    return found
+            averages[key] = round(fmean(values), 3) if len(values) == len(names) else None
+    return averages

@@ -64,8 +64,8 @@ def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
 
 def counts(statuses: Sequence[CellStatus]) -> dict[str, int]:
     """Count the cells by state."""
-    found = Counter(item.state for item in statuses)
-    return {state: found[state] for state in ("done", "running", "failed", "interrupted", "missing")}
+    by_state = Counter(item.state for item in statuses)
+    return {state: by_state[state] for state in ("done", "running", "failed", "interrupted", "missing")}
 
 
 def counted(counts: Mapping[str, int]) -> str:
@@ -194,8 +194,8 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
     for name, each in read_paper().items.items():
         by_study.setdefault(each.study, []).append((name, each))
     items = []
-    for name, found in by_study.items():
-        names, printed = zip(*found, strict=True)
+    for name, printed_items in by_study.items():
+        names, printed = zip(*printed_items, strict=True)
         study, ran = studies.get(name), {}
         for scale in study.scales if study else ():
             if record := read_json(root / STUDIES / f"{name}-{scale}" / RECORD):

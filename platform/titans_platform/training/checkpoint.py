@@ -325,7 +325,7 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
         saved: dict[str, Any] = {}
         for writer in wanted:
             prefix = f"{name}.rank{writer}.tensors."
-            own = {key.removeprefix(prefix): found for key, found in there.items() if key.startswith(prefix)}
+            own = {key.removeprefix(prefix): entry for key, entry in there.items() if key.startswith(prefix)}
             tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
         _read({name: saved}, path)
@@ -378,10 +378,12 @@ def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Te
     kept = {key.removeprefix("model."): entry for key, entry in there.items() if key.startswith("model.")}
     for name in [*weights, *kept]:
         here = tuple(weights[name].shape) if name in weights else "missing"
-        found = tuple(kept[name].size) if name in kept else "missing"
-        if here != found:
+        saved_shape = tuple(kept[name].size) if name in kept else "missing"
+        if here != saved_shape:
             fix = "give the config the checkpoint was made with, or another folder"
-            raise UsageError(f"{path}: {name} is {found} in the checkpoint and {here} in the model; {fix}")
+            raise UsageError(
+                f"{path}: {name} is {saved_shape} in the checkpoint and {here} in the model; {fix}"
+            )
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -129,13 +129,13 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
     """
     if device.type != "cuda":
         return {}
-    found = {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+    metrics = {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
     if flops_per_second is not None:
-        found["tflops"] = flops_per_second / 1e12
+        metrics["tflops"] = flops_per_second / 1e12
         name = torch.cuda.get_device_name(device)
         if peak := next((peak for part, peak in PEAK_FLOPS.items() if part in name), None):
-            found["mfu"] = flops_per_second / peak
-    return found
+            metrics["mfu"] = flops_per_second / peak
+    return metrics
 
 
 @contextmanager

@@ -205,11 +205,11 @@ def document_borders(cu_seqlens: Tensor, length: int) -> tuple[int, ...]:
     Raises:
         ValueError: the values do not rise from 0 to ``length``.
     """
-    found = _known(cu_seqlens).borders
-    rising = all(a <= b for a, b in pairwise(found))
-    if len(found) < 2 or found[0] != 0 or found[-1] != length or not rising:
+    borders = _known(cu_seqlens).borders
+    rising = all(a <= b for a, b in pairwise(borders))
+    if len(borders) < 2 or borders[0] != 0 or borders[-1] != length or not rising:
         raise ValueError(f"cu_seqlens: must rise from 0 to T = {length}; documents may be empty")
-    return found
+    return borders
 
 
 def packed_layout(cu_seqlens: Tensor, chunk_size: int, device: torch.device) -> Packed:

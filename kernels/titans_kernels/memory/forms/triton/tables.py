@@ -51,8 +51,8 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
     most = chunk_count(length, document_count(1, cu_seqlens), b, True)
     if _unreadable():
         return Tables(most, 0, *_make(cu_seqlens.to(device), b, most))
-    found = _on_host(document_borders(cu_seqlens, length), b, most)
-    return Tables(most, 0, *(x.to(device) for x in found))
+    columns = _on_host(document_borders(cu_seqlens, length), b, most)
+    return Tables(most, 0, *(x.to(device) for x in columns))
 
 
 def _unreadable() -> bool:

@@ -24,9 +24,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
-from titans_platform.evals.items import Item, Piece, Tokenizer, fill, make_item, scatter
-from titans_platform.evals.registry import GeneratedTask, Heuristic
-from titans_platform.evals.tasks.story import commonest
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import Item, Piece, Tokenizer, fill, make_item, scatter
+from titans_platform.tasks.story import commonest
 
 BLANK = "."
 NOISE = ".,;:-+*/"

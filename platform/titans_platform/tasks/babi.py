@@ -21,7 +21,8 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError, one_line
-from titans_platform.evals.items import (
+from titans_platform.tasks import FLOOR_ITEMS, GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     Item,
     Piece,
     Tokenizer,
@@ -32,7 +33,6 @@ from titans_platform.evals.items import (
     make_item,
     scatter,
 )
-from titans_platform.evals.registry import FLOOR_ITEMS, GeneratedTask, Heuristic
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10
@@ -127,10 +127,10 @@ def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
         texts = [(name, raw.decode()) for name, raw in files]
     except (OSError, UnicodeDecodeError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UsageError(f"options.path: cannot read {path}: {error}") from None
-    found = tuple(item for name, text in texts for item in _parse_babi(text, name))
-    if not found:
+    questions = tuple(item for name, text in texts for item in _parse_babi(text, name))
+    if not questions:
         raise UsageError(f"options.kind: no {kind}_*{split}*.txt with questions in {path}")
-    return found
+    return questions
 
 
 def _babi_files(path: Path, wanted: Callable[[Path | str], bool]) -> Iterator[tuple[str, bytes]]:
@@ -218,11 +218,11 @@ class Babilong(Babi):
         return fill(build, length, tokenizer) if text else build(0)
 
     def _questions(self) -> tuple[Item, ...]:
-        found = super()._questions()
-        border = len(found) - len(found) // HELD_OUT
-        parts = {"all": found, "first": found[:border], "last": found[border:]}
+        questions = super()._questions()
+        border = len(questions) - len(questions) // HELD_OUT
+        parts = {"all": questions, "first": questions[:border], "last": questions[border:]}
         if not parts[self.options.part]:
-            raise UsageError(f"options.part: {len(found)} questions make no held-out part; use part: all")
+            raise UsageError(f"options.part: {len(questions)} questions make no held-out part; use part: all")
         return parts[self.options.part]
 
     def _book(self) -> str | None:
@@ -271,11 +271,11 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
 
     try:
         records: list[Any] = list(datasets.load_dataset(dataset, length, split=kind, revision=revision))
-        found = [(record["input"], record["question"], record["target"]) for record in records]
+        triples = [(record["input"], record["question"], record["target"]) for record in records]
     except Exception as error:  # errors of HTTP, Arrow, JSON and datasets have no common base class
         reason = f"{type(error).__name__} {one_line(error, 160)}"
         raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
-    rows = ([(f"{text}{_asked(asked)}", False), (f" {said}", True)] for text, asked, said in found)
+    rows = ([(f"{text}{_asked(asked)}", False), (f" {said}", True)] for text, asked, said in triples)
     return tuple(map(make_item, rows))
 
 
@@ -289,27 +289,27 @@ def split_question(item: Item) -> tuple[list[str], str, str]:
 @lru_cache(maxsize=8)
 def previous_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ...]]:
     """For each question, the earlier questions of its story; their facts are a prefix of its own."""
-    found: dict[Item, tuple[Item, ...]] = {}
+    earlier: dict[Item, tuple[Item, ...]] = {}
     story: tuple[Item, ...] = ()
     for item in questions:
         facts = split_question(item)[0]
         if story and facts[: len(told := split_question(story[-1])[0])] != told:
             story = ()
-        found[item], story = story, (*story, item)
-    return found
+        earlier[item], story = story, (*story, item)
+    return earlier
 
 
 def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[Piece]]:
     """Pieces in reading order: the facts, and each question after the facts that it is about."""
-    found: list[list[Piece]] = []
+    pieces: list[list[Piece]] = []
     read = 0
     for asked in (*earlier, item):
         facts, question, answer = split_question(asked)
-        found += [[(f"{fact} ", False)] for fact in facts[read:]]
+        pieces += [[(f"{fact} ", False)] for fact in facts[read:]]
         end = [] if asked is item else [("\n", False)]
-        found.append([(_asked(question), False), (f" {answer}", True), *end])
+        pieces.append([(_asked(question), False), (f" {answer}", True), *end])
         read = len(facts)
-    return found
+    return pieces
 
 
 def _tokens(told: list[list[Piece]], tokenizer: Tokenizer) -> int:

@@ -17,18 +17,15 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise, product
-from typing import Any, Literal, NamedTuple
+from itertools import pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from pydantic import model_validator
 from torch import Tensor
 
-from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
-from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import Scorer, measure_distributed
 
 Floats = NDArray[np.floating]
@@ -40,29 +37,6 @@ BLOCKS = 16
 
 SEARCH = 2**20
 """Tokens within which to look for the start of a document."""
-
-
-class ByPositionOptions(Frozen):
-    """The measure, and the positions that count."""
-
-    measure: Literal["gain", "carried", "fresh", "window"] = "gain"
-    """gain: fresh less carried loss, nats a token. The others: perplexity with the state carried, with a new
-    one every row, with the best window."""
-    from_row: PositiveInt = 2
-    """First row whose tokens count, from 1; in row 1 carried and fresh are equal."""
-    to_row: PositiveInt | None = None
-    """Last row whose tokens count; None: the last row of the text."""
-    windows: tuple[PositiveInt, ...] = WINDOWS
-    """Rows that are read again before each row, one window each; the best has the lowest loss beyond the
-    first row. A window of w takes w + 1 times what fresh does. `carried` and `fresh` read none."""
-
-    @model_validator(mode="after")
-    def _possible(self) -> ByPositionOptions:
-        if self.to_row is not None and self.to_row < self.from_row:
-            raise ValueError(f"to_row: {self.to_row} is below from_row {self.from_row}")
-        if self.measure == WINDOW and not self.windows:
-            raise ValueError("windows: measure window needs at least one; give e.g. [1, 2, 4, 8]")
-        return self
 
 
 @dataclass(frozen=True)
@@ -142,83 +116,6 @@ def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
     return mean, math.sqrt(clusters / (clusters - 1) * squares) / count
 
 
-class ByPositionTask(Task):
-    """Gain of a state carried through long held-out texts, or the perplexity with and without it.
-
-    The texts are of `lengths` training rows each, as many as `eval.perplexity_tokens` allows, and two where
-    there are two.
-    """
-
-    name = "by_position"
-    Options = ByPositionOptions
-
-    @property
-    def label(self) -> str:
-        """Name and measure, with the rows if they are not all but the first: `by_position-gain`."""
-        first, last = self.options.from_row, self.options.to_row
-        name = f"{self.name}-{self.options.measure}"
-        if last is None:
-            # MLflow takes no plus sign
-            return name if first == 2 else f"{name}-from-{first}"
-        return f"{name}-{first}-{last}"
-
-    @property
-    def chance(self) -> float:
-        """0 for a gain: without memory there is none. For a perplexity `measure` gives it."""
-        return 0.0 if self.options.measure == "gain" else math.inf
-
-    def measure(self, context: Context) -> Measurement:
-        """Measure over rows of texts of `context.length` tokens; buckets hold perplexities.
-
-        A standard error takes texts as independent; of a single text, its 16 parts.
-
-        Raises:
-            UsageError: the held-out text is shorter than one text, or a text than `from_row` or `to_row`.
-        """
-        texts = self.texts(context.prepared, context.length, context.config.perplexity_tokens)
-        row, wanted = context.prepared.config.sequence_length, self.options.measure
-        ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(wanted, (wanted,))
-        windows = self.options.windows if wanted in ("gain", WINDOW) else ()
-        found = read_by_position(context.scorer, texts, row, ways, windows)
-        first = row * (self.options.from_row - 1) + 1
-        last = self.options.to_row and row * self.options.to_row
-        items = found.tokens(first, last)
-        buckets = {
-            f"{name} {begin}-{end}": math.exp(found.loss(name, begin, end)[0])
-            for name, (begin, end) in product(found.shown, found.buckets())
-        }
-        if wanted == "gain":
-            return Measurement(*found.gain(first, last), 0.0, items, buckets)
-        way = found.best_window if wanted == WINDOW else wanted
-        assert way is not None
-        loss, stderr = found.loss(way, first, last)
-        chance = float(context.scorer.tokenizer.vocab_size)
-        return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
-
-    def check(self, objective: Any, length: int, data: Any) -> None:
-        """Also read a text of that length."""
-        if data is not None:
-            self.texts(data, length)
-
-    def texts(self, prepared: Any, length: int, budget: int = 1) -> list[LongText]:
-        """Texts of ``length`` tokens; called before training, so that errors come early.
-
-        Raises:
-            UsageError: as `measure`.
-        """
-        row, options = prepared.config.sequence_length, self.options
-        rows = length // row
-        if rows < 2:
-            raise UsageError(f"lengths: {length} tokens are less than two training rows of {row}; raise it")
-        for field, given in (("from_row", options.from_row), ("to_row", options.to_row)):
-            if given and given > rows:
-                raise UsageError(f"{field}: {given} is beyond the {rows} rows of a text; raise lengths")
-        if options.measure == WINDOW and (least := min(options.windows)) > rows - 2:
-            here = f"{least} rows before another are all that {rows} rows have"
-            raise UsageError(f"windows: {here}; raise lengths")
-        return long_texts(prepared, rows, budget)
-
-
 def read_by_position(
     scorer: Scorer, texts: Sequence[LongText], row: int, ways: Sequence[str] = (CARRIED, FRESH),
     windows: Sequence[int] = WINDOWS, report: Callable[[int], None] = lambda tokens: None,
@@ -232,8 +129,8 @@ def read_by_position(
     length = len(texts[0].counts)
     before, at_once = _rows_before(length // row, ways, windows), scorer.parallel_rows(length)
     batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
-    found = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
-    losses = {way: np.concatenate([batch[way] for batch in found]) for way in before}
+    measured = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
+    losses = {way: np.concatenate([batch[way] for batch in measured]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
 
@@ -245,8 +142,8 @@ def tokens_to_read(texts: int, rows: int, row: int, windows: Sequence[int] = WIN
 
 def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
     """For each way, the number of rows read before each row; None: all."""
-    found = {way: None if way == CARRIED else 0 for way in ways}
-    return found | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
+    rows_before = {way: None if way == CARRIED else 0 for way in ways}
+    return rows_before | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
 
 @dataclass(frozen=True)
@@ -271,17 +168,17 @@ class _Reader:
             return self._losses(tokens_BL, 0, self.at_once)
         width = (before + 1) * self.row
         # the first rows have fewer rows before them; one reading covers these
-        found = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
+        losses_of_rows = [self._losses(tokens_BL[:, : width + 1], 0, self.at_once)]
         later = tokens_BL[:, self.row :].unfold(1, width + 1, self.row)
         rows = max(1, self.scorer.batch_tokens // (self.at_once * width))
         for part in later.split(rows, 1):
             losses = self._losses(part.flatten(0, 1), before * self.row, self.at_once * rows)
-            found.append(losses.view(len(tokens_BL), -1))
-        return torch.cat(found, 1)
+            losses_of_rows.append(losses.view(len(tokens_BL), -1))
+        return torch.cat(losses_of_rows, 1)
 
     def _losses(self, tokens_BL: Tensor, context: int, at_once: int) -> Tensor:
         """[B, L - context] losses on one state from the first token on; the first ``context`` have none."""
-        model, state, found = self.scorer.model, None, []
+        model, state, losses = self.scorer.model, None, []
         piece = max(1, self.scorer.batch_tokens // at_once)
         piece -= piece % self.row if piece > self.row else 0
         for part in tokens_BL[:, :context].split(piece, 1) if context else ():
@@ -291,9 +188,9 @@ class _Reader:
         for part, after in zip(inputs.split(piece, 1), targets.split(piece, 1), strict=True):
             out = model(part, state, targets_BT=after)
             state = out.state
-            found.append(out.losses.cpu())
+            losses.append(out.losses.cpu())
             self.report(part.numel())
-        return torch.cat(found, 1)
+        return torch.cat(losses, 1)
 
 
 class LongText(NamedTuple):

@@ -20,7 +20,8 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen
-from titans_platform.evals.items import (
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     ADJECTIVES,
     NOUNS,
     Item,
@@ -33,7 +34,6 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, Heuristic
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again.\n"
 COMPACT_NOISE = "grass is green sky is blue sun is yellow "

@@ -20,7 +20,8 @@ from pydantic import Field
 
 from titans_core.config import Frozen
 from titans_platform.errors import UsageError
-from titans_platform.evals.items import (
+from titans_platform.tasks import GeneratedTask, Heuristic
+from titans_platform.tasks.items import (
     Item,
     Piece,
     Tokenizer,
@@ -30,8 +31,7 @@ from titans_platform.evals.items import (
     prose,
     scatter,
 )
-from titans_platform.evals.registry import GeneratedTask, Heuristic
-from titans_platform.evals.tasks.story import (
+from titans_platform.tasks.story import (
     HEURISTICS,
     MARKS,
     NUMBERS,
@@ -234,11 +234,11 @@ class Reasoning(GeneratedTask):
 
         Each place comes with both answers, so the place alone says nothing about the answer.
         """
-        found, places = [], world.place_of.items()
+        questions, places = [], world.place_of.items()
         for person, here in places:
             for other in (who for who, there in places if there != here and here in world.been[who]):
-                found += [Question(person, here, "Y"), Question(other, here, "N")]
-        return found
+                questions += [Question(person, here, "Y"), Question(other, here, "N")]
+        return questions
 
     def _tell(self, rng: random.Random, story: Story, asks: list[int]) -> Iterator[list[Piece]]:
         """Sentences and questions of the story in order, as pieces."""

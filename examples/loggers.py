@@ -1,7 +1,6 @@
-"""Loggers beside MLflow: TensorBoard, Weights & Biases, or a class of your own.
+"""Loggers beside MLflow, TensorBoard and Weights & Biases, from a clone or a copy of this file:
 
-A run that resumes calls `Logger.start` with the step of its checkpoint; what was logged after that step
-before the interruption is logged again, and a logger replaces it.
+titans train run.yaml --set log.loggers=[examples.loggers:TensorBoard]
 """
 
 from __future__ import annotations
@@ -10,33 +9,11 @@ import importlib
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from titans_kernels import Registry
 from titans_platform.errors import UsageError
-
-if TYPE_CHECKING:
-    from titans_platform.runs.spec import RunSpec
-
-
-class Logger:
-    """Receives a run's metrics on rank 0. A subclass overrides what it needs."""
-
-    def __init__(self, spec: RunSpec):
-        """``spec`` is the run: its config, name, folder and labels. Raises UsageError."""
-        self.spec = spec
-
-    def start(self, step: int) -> None:
-        """Training starts, or resumes after ``step`` optimiser steps."""
-
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the metrics of an optimiser step: loss, tokens_per_second, lr, the memory's telemetry."""
-
-    def finish(self, step: int, columns: Mapping[str, float]) -> None:
-        """Log the measures ``columns`` after the run's evaluation."""
-
-    def close(self) -> None:
-        """Close the log at the end of the run, also after an error."""
+from titans_platform.runs.reporter import Logger
+from titans_platform.runs.spec import RunSpec
 
 
 class TensorBoard(Logger):
@@ -94,23 +71,6 @@ class WeightsAndBiases(Logger):
     def close(self) -> None:
         if self._run is not None:
             self._run.finish()
-
-
-LOGGERS = Registry(
-    "log.loggers",
-    Logger,
-    {
-        "tensorboard": "titans_platform.runs.loggers:TensorBoard",
-        "wandb": "titans_platform.runs.loggers:WeightsAndBiases",
-    },
-    UsageError,
-)
-"""Built-in loggers by the name used in ``log.loggers``."""
-
-
-def open_loggers(spec: RunSpec) -> list[Logger]:
-    """Open the loggers of a run's config. Raises UsageError: unknown, or not installed."""
-    return [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
 
 
 def _import(module: str, logger: str) -> Any:

@@ -1,4 +1,8 @@
-"""The registry of tasks; base classes of tasks and of tasks that generate items; floors."""
+"""Tasks: their registry, the base classes of tasks and of tasks that generate items, floors.
+
+A task outside this package is named by its import path, `task: my_lab.tasks:MyTask`, and needs no line here.
+`titans_platform.evals` measures models on tasks, `titans_platform.data` trains on their items.
+"""
 
 from __future__ import annotations
 
@@ -7,20 +11,21 @@ import re
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
-from itertools import chain, islice
+from functools import lru_cache
 from statistics import fmean, pvariance
 from typing import Any, ClassVar, NamedTuple, TypeVar
-
-import torch
 
 from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError, nearest
-from titans_platform.evals.items import Item, Tokenizer, answer_spans, encode_item
-from titans_platform.evals.scoring import Scorer, measure_distributed
 from titans_platform.loading import validate
+from titans_platform.tasks.items import Item, Tokenizer, encode_item
+
+__all__ = [
+    "TASKS", "Context", "GeneratedTask", "Item", "Measurement", "Task", "build_generated", "build_task",
+    "encode_item", "eval_version", "register", "row_length",
+]  # fmt: skip
 
 # consecutive items that were seen before, after which a task has no more new items
 PATIENCE = 1000
@@ -59,7 +64,8 @@ class Measurement:
 class Context:
     """Inputs of a measurement: the scorer (model, tokenizer, device), the data, the evaluation config."""
 
-    scorer: Scorer
+    scorer: Any
+    """A `titans_platform.evals.Scorer`."""
     prepared: Any
     config: EvalConfig
     length: int
@@ -166,11 +172,9 @@ class GeneratedTask(Task):
         The standard error takes the item, not the answer, as what is drawn independently; with one answer
         an item it is sqrt(p (1 - p) / n).
         """
-        rows, items = context.scorer.parallel_rows(context.length), iter(self._fresh_items(context))
-        measured = measure_distributed(iter(lambda: list(islice(items, rows)), []), partial(_graded, context))
         shares: list[float] = []
         buckets: dict[str, list[bool]] = {}
-        for names, right in chain.from_iterable(measured):
+        for names, right in context.scorer.grade(self._fresh_items(context), context.length):
             shares.append(fmean(right))
             for bucket, one in zip(names, right, strict=False):
                 buckets.setdefault(bucket, []).append(one)
@@ -220,26 +224,6 @@ def _natural(name: str) -> tuple[int, str]:
     return int(digits[0]) if digits else 0, name
 
 
-def _graded(context: Context, items: list[Item]) -> list[tuple[tuple[str, ...], list[bool]]]:
-    """For each item, the buckets of its answers and whether each answer is correct.
-
-    Given the right tokens before it, each token of an answer is the greedy choice if and only if greedy
-    decoding from the question gives the whole answer: one forward pass does for generation.
-    """
-    rows, spans = [], []
-    for item in items:
-        row, is_answer = encode_item(item, context.scorer.tokenizer, context.length)
-        rows.append(torch.tensor(row))
-        spans.append(list(answer_spans(is_answer)))
-    tokens = torch.stack(rows)
-    start = min(first for row in spans for first, _ in row) - 1
-    right = (context.scorer.greedy(tokens[:, :-1], start) == tokens[:, start + 1 :]).tolist()
-    return [
-        (item.buckets, [all(row[first - 1 - start : end - 1 - start]) for first, end in answers])
-        for item, row, answers in zip(items, right, spans, strict=True)
-    ]
-
-
 @lru_cache(maxsize=256)
 def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Tokenizer) -> Floor:
     task = kind(options)
@@ -265,17 +249,16 @@ TASKS = Registry(
     "task",
     Task,
     {
-        "babi": "titans_platform.evals.tasks.babi:Babi",
-        "babilong": "titans_platform.evals.tasks.babi:Babilong",
-        "babilong_hub": "titans_platform.evals.tasks.babi:BabilongHub",
-        "by_position": "titans_platform.evals.tasks.by_position:ByPositionTask",
+        "babi": "titans_platform.tasks.babi:Babi",
+        "babilong": "titans_platform.tasks.babi:Babilong",
+        "babilong_hub": "titans_platform.tasks.babi:BabilongHub",
         "lm_eval": "titans_platform.evals.lm_harness:LmEval",
-        "loss": "titans_platform.evals.tasks.perplexity:HeldOutLoss",
-        "needle": "titans_platform.evals.tasks.needle:Needle",
-        "perplexity": "titans_platform.evals.tasks.perplexity:Perplexity",
-        "reasoning": "titans_platform.evals.tasks.reasoning:Reasoning",
-        "recall": "titans_platform.evals.tasks.recall:Recall",
-        "throughput": "titans_platform.evals.tasks.perplexity:Throughput",
+        "loss": "titans_platform.evals.perplexity:HeldOutLoss",
+        "needle": "titans_platform.tasks.needle:Needle",
+        "perplexity": "titans_platform.evals.perplexity:Perplexity",
+        "reasoning": "titans_platform.tasks.reasoning:Reasoning",
+        "recall": "titans_platform.tasks.recall:Recall",
+        "throughput": "titans_platform.evals.perplexity:Throughput",
     },
     UsageError,
 )
@@ -312,6 +295,11 @@ def build_generated(config: TaskConfig) -> GeneratedTask:
         able = sorted(name for name, kind in TASKS.items() if issubclass(kind, GeneratedTask))
         raise UsageError(f"task: {config.task} generates no items to train on; use one of {', '.join(able)}")
     return task
+
+
+def row_length(multiple: float, sequence_length: int) -> int:
+    """Tokens of an evaluation row that is ``multiple`` training rows long."""
+    return max(2, round(multiple * sequence_length))
 
 
 def eval_version(config: EvalConfig) -> str:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, NamedTuple
 
-from titans_platform.evals.items import WORDS
+from titans_platform.tasks.items import WORDS
 
 Action = Literal["move", "get", "drop"]
 Kind = Literal["one_fact", "two_facts", "three_facts", "yes_no", "counting"]
@@ -154,15 +154,15 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     """Facts and question of the text before an answer; the facts are applied to a new ``world``."""
     if compact:
         text, question = before.rsplit("?", 1)
-        found = re.findall(r"([A-M])([+-]?)([a-z])\.", re.sub(r"\?[^.]*\.", "", text))
+        matches = re.findall(r"([A-M])([+-]?)([a-z])\.", re.sub(r"\?[^.]*\.", "", text))
         names = tuple(name for name in question if name.isalpha())
         words = {"yes": "Y", "no": "N"} | {str(n): str(n) for n in range(len(NUMBERS))}
     else:
         text, question = before.rsplit("\n", 1)
-        found = PROSE_FACT.findall(text + "\n")
+        matches = PROSE_FACT.findall(text + "\n")
         names = tuple(re.findall("|".join(PEOPLE + PLACES + THINGS), question))
         words = {"yes": "yes", "no": "no"} | {str(n): name for n, name in enumerate(NUMBERS)}
-    facts = [Fact(ACTIONS[word], person, target) for person, word, target in found]
+    facts = [Fact(ACTIONS[word], person, target) for person, word, target in matches]
     for fact in facts:
         world.apply(fact)
     return Told(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)

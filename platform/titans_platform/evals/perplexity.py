@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from titans_core.config import Frozen, PositiveInt
 from titans_kernels.bench.timing import Clock
 from titans_platform.errors import UsageError
-from titans_platform.evals.registry import Context, Measurement, Task
 from titans_platform.evals.scoring import measure_distributed, measure_on_rank_0, sharded_modules
+from titans_platform.tasks import Context, Measurement, Task
 
 
 class _Row(NamedTuple):
@@ -63,9 +63,9 @@ class HeldOutLoss(Perplexity):
 
     def measure(self, context: Context) -> Measurement:
         """Mean negative log-likelihood per token, on the rows of `Perplexity`."""
-        found = super().measure(context)
-        chance = math.log(found.chance)
-        return Measurement(math.log(found.value), found.stderr / found.value, chance, found.items)
+        base = super().measure(context)
+        chance = math.log(base.chance)
+        return Measurement(math.log(base.value), base.stderr / base.value, chance, base.items)
 
 
 def _batches(context: Context) -> Iterator[Any]:
