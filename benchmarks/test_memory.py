@@ -19,7 +19,7 @@ from titans_platform.errors import TitansError, UsageError
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_prints_json_of_every_length(answer):
+def test_command_prints_json_of_every_length(answer):
     result = answer("bench", "memory", "--quick", "--pairs", "2", "--threads", "1")
     assert [row["length"] for row in result["rows"]] == [32, 64]
     for row in result["rows"]:
@@ -32,7 +32,7 @@ def test_the_command_prints_json_of_every_length(answer):
     assert result["peer"] is None
 
 
-def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
+def test_wrong_operator_is_not_timed(monkeypatch, capsys):
     right = chunked.coefficients
     wrong = lambda *gates: (gates_ := right(*gates))._replace(C=gates_.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
@@ -44,7 +44,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
     assert "not timed" in error
 
 
-def test_a_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, refused):
+def test_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, refused):
     monkeypatch.setattr(memory, "versions", dict)
     with pytest.raises(UsageError, match=f"pip install {memory.PEER_REQUIREMENT}$"):
         memory.run([32], 1, 1, against=PEER)
@@ -113,7 +113,7 @@ def test_ratios_are_of_one_round_and_long_rows_are_compared_with_our_own():
 
 
 @pytest.mark.usefixtures("fake_workers")
-def test_a_peer_that_dies_is_a_result(monkeypatch):
+def test_peer_that_dies_is_a_result(monkeypatch):
     monkeypatch.setattr(FakeWorker, "dies", True)
     result = memory.run([1024], 3, 1, against=PEER)
     (row,) = result["rows"]
@@ -133,14 +133,14 @@ def test_one_of_ours_that_fails_fails_the_command(monkeypatch):
         memory.run([1024], 3, 1)
 
 
-def test_a_process_that_fails_says_why():
+def test_process_that_fails_says_why():
     missing = Worker("benchmarks.memory:nobody", {}, 1, "nobody at T = 16")
     with missing, pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
         missing.turn()
 
 
 @pytest.mark.parametrize("kind", ["layer", "operator"])
-def test_a_case_runs_forward_and_backward(kind):
+def test_case_runs_forward_and_backward(kind):
     shape = replace(QUICK, length=24)
     op = getattr(memory, kind)(**memory._sizes(shape))
     y = op.forward()

@@ -14,7 +14,7 @@ TREE = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-def test_a_row_is_timed_beside_another_checkout(capsys):
+def test_row_is_timed_beside_another_checkout(capsys):
     command = ["bench", "step", "ablation", *QUICK, "--rows", "LMM", "--against", str(TREE), "--json"]
     assert run(command) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -34,7 +34,7 @@ def test_other_losses_of_one_config_are_refused_and_of_a_newer_one_said(monkeypa
     assert step._compare(ours, ours | {"config": {}})["same_losses"]
 
 
-def test_a_refused_row_is_printed_and_the_command_fails(monkeypatch, capsys):
+def test_refused_row_is_printed_and_the_command_fails(monkeypatch, capsys):
     result = {"study": "s", "scale": "smoke", "threads": 1, "rounds": 1, "against": "x"}
     refused = {"row": "LMM", "refused": "same config, but its losses differ by 1.0e-02"}
     monkeypatch.setattr(step, "run", lambda *args, **options: result | {"rows": [refused]})

@@ -16,7 +16,7 @@ def test_every_planted_fault_is_registered():
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name):
+def test_planted_fault_is_found(name):
     fault = FAULTS[name]
     report = audit(lambda: fault.adapt(fault.layer()), width=8, length=LENGTH, only=[fault.check])
     result = report[fault.check]

@@ -14,12 +14,12 @@ def test_there_are_enough_kinds_and_periods():
 
 
 @pytest.mark.parametrize("name", MUTANTS)
-def test_a_mutant_fails_the_check_that_is_meant_to_see_it(name):
+def test_mutant_fails_the_check_that_is_meant_to_see_it(name):
     check, layer = MUTANTS[name]
     assert audit(lambda: adapt(layer()), width=D, only=[check])[check].verdict == "fail"
 
 
-def test_the_layer_without_a_fault_passes_every_check():
+def test_layer_without_a_fault_passes_every_check():
     report = audit(lambda: adapt(Ema()), width=D)
     assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
 

@@ -85,7 +85,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, refused):
     assert message in refused("audit", *arguments)
 
 
-def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
+def test_checks_are_tests_in_a_repository_of_its_own(tmp_path):
     (tmp_path / "test_layers.py").write_text(TESTS)
     root = Path(__file__).parents[2]
     paths = f"import sys; sys.path[:0] = {[str(root), str(root / 'kernels')]}; import pytest; "
@@ -97,7 +97,7 @@ def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
     assert "causal_gradient: 2 tokens, output 0, input 1" in done.stdout
 
 
-def test_a_new_check_is_one_function(monkeypatch):
+def test_new_check_is_one_function(monkeypatch):
     monkeypatch.setattr(report, "CHECKS", kept := list(report.CHECKS))
     monkeypatch.setattr("titans_core.audit.CHECKS", kept)
 
@@ -136,7 +136,7 @@ def test_layers_that_cannot_be_called_or_cast_are_handled():
 
 
 @pytest.mark.parametrize("name", ["lmm", "mac", "mamba2"])
-def test_a_variant_passes_what_is_quick(name):
+def test_variant_passes_what_is_quick(name):
     skip = ["impossible_retrieval", "time_growth", "state_growth", "finite_differences", "long_inputs"]
     report = audit(variant_factory(name, 16), length=40, skip=skip)
     assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []

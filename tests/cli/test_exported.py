@@ -65,7 +65,7 @@ def one_step(model, tokenizer, micro, accumulated, ragged, tmp_path, **options):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
 @pytest.mark.parametrize("make", [load, llama])
-def test_a_step_of_trainer_does_not_depend_on_how_its_rows_are_divided(
+def test_step_of_trainer_does_not_depend_on_how_its_rows_are_divided(
     make, ragged, folder, tokenizer, tmp_path
 ):
     pytest.importorskip("accelerate", reason="Trainer needs accelerate")
@@ -113,7 +113,7 @@ def test_pipeline_writes_the_same_for_a_batch_as_for_each_text(folder, tokenizer
     assert [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ours] == alone
 
 
-def test_the_harness_scores_and_writes_as_each_text_alone(folder, tokenizer):
+def test_harness_scores_and_writes_as_each_text_alone(folder, tokenizer):
     harness = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval")
     instance = pytest.importorskip("lm_eval.api.instance").Instance
     lm = harness.HFLM(pretrained=load(folder), tokenizer=tokenizer, batch_size=3)

@@ -44,7 +44,7 @@ def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
     assert load(tmp_path, "model: {preset: 170M}\ndata: {tokenizer: a.json}").model.vocab_size == 32_000
 
 
-def test_a_preset_is_written_out_below_what_is_given_beside_it(tmp_path):
+def test_preset_is_written_out_below_what_is_given_beside_it(tmp_path):
     text = "model: {preset: laptop, variant: mac, memory: {depth: 3}}"
     expected = preset("laptop", variant="mac").model_dump()
     expected["memory"]["depth"] = 3
@@ -83,7 +83,7 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
     ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
     ("- 1", "{path}: should hold a mapping of keys to values, found a list"),
 ])  # fmt: skip
-def test_a_mistake_is_one_line(tmp_path, text, line):
+def test_mistake_is_one_line(tmp_path, text, line):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, text)
     assert str(caught.value) == line.replace("{path}", str(tmp_path / "run.yaml"))
@@ -100,7 +100,7 @@ def test_a_mistake_is_one_line(tmp_path, text, line):
     ("eval.columns.0.task=x", "--set eval.columns.0.task: the config file has no list at eval.columns"),
     ("seed=[1", "--set seed: line 1 not valid YAML"),
 ])  # fmt: skip
-def test_a_wrong_override_is_one_line(tmp_path, override, line):
+def test_wrong_override_is_one_line(tmp_path, override, line):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, "seed: 1\n" + CORPUS, override)
     assert line in str(caught.value)

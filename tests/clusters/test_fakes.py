@@ -62,7 +62,7 @@ def slurm(fake, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
+def test_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert run(["cluster", "submit", slurm, "--", "sweep", "list"]) == 0
     out = capfd.readouterr().out
     assert "ablation: Table 5" in out
@@ -84,7 +84,7 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
+def test_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
     assert run(["cluster", "submit", slurm, "sweep", "show", "nothing"]) == 2
     assert "no study 'nothing'" in capfd.readouterr().out
     (job,) = (tmp_path / "shared" / "slurm" / "hpc").iterdir()
@@ -181,7 +181,7 @@ def gateway(fake, tmp_path, monkeypatch):
     return f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
 
 
-def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
+def test_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
     path = tmp_path / "gate.yaml"
     path.write_text(gateway)
     assert run(["cluster", "status", str(path), "--json"]) == 0
@@ -207,7 +207,7 @@ def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd
      "does not define down_steps, jobs, up_steps, where, which a cluster"),
     ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
 ])  # fmt: skip
-def test_a_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
+def test_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
     path = tmp_path / "gate.yaml"
     path.write_text(gateway.replace(cut, put))
     assert run(["cluster", "status", str(path)]) == 2

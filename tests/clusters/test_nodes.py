@@ -86,7 +86,7 @@ def driver_of(state: Path) -> int | None:
 
 
 @pytest.mark.nightly
-def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes, tmp_path):
+def test_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "tiny.yaml").write_text(json.dumps(STUDY))

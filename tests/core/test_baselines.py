@@ -40,7 +40,7 @@ def perturbed(variant: str, options: dict | None = None) -> Block:
     ("variant", "options"),
     [(v, None) for v in BASELINES] + [(v, {"heads": 2, "conv_kernel": 4}) for v in CONVOLVED],
 )
-def test_the_parallel_form_is_the_recurrence_token_by_token(variant, options):
+def test_parallel_form_is_the_recurrence_token_by_token(variant, options):
     block = perturbed(variant, options)
     for T in (1, 17, 67):  # 67 and 17 end inside a chunk
         x = torch.randn(2, T, 16, generator=torch.Generator().manual_seed(T), dtype=torch.float64)
@@ -61,7 +61,7 @@ def test_the_parallel_form_is_the_recurrence_token_by_token(variant, options):
 
 
 @pytest.mark.parametrize("variant", CONVOLVED)
-def test_a_short_convolution_is_that_of_torch_after_the_projections(variant):
+def test_short_convolution_is_that_of_torch_after_the_projections(variant):
     block = perturbed(variant, {"heads": 2, "conv_kernel": 4})
     x = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     z, positions = block.norm(x), Positions(torch.arange(19)[None])
@@ -96,7 +96,7 @@ def test_mamba2_starts_from_steps_and_decays_drawn_independently(variant):
 
 
 @pytest.mark.parametrize(("variant", "decays"), [("deltanet", False), ("gated_deltanet", True)])
-def test_the_delta_rules_are_the_published_recurrences(variant, decays):
+def test_delta_rules_are_the_published_recurrences(variant, decays):
     memory = perturbed(variant).memory
     x = torch.randn(1, 23, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, writes, _ = memory._project_tokens(x, memory.start(1).conv_state)
@@ -113,7 +113,7 @@ def test_the_delta_rules_are_the_published_recurrences(variant, decays):
 
 
 @pytest.mark.parametrize("variant", BASELINES)
-def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
+def test_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
     baseline = count_parameters(presets.preset("laptop", "transformer"))
     # the three feed-forward layers of a hybrid are each as wide as a multiple of 16
     share = 0.04 if variant in ("based", "gated_deltanet_h2") else 0.03
@@ -121,7 +121,7 @@ def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
 
 
 @pytest.mark.parametrize(("variant", "layers"), [("samba", 2), ("gated_deltanet_h2", 3)])
-def test_a_hybrid_has_the_depth_of_its_size_in_layers(variant, layers):
+def test_hybrid_has_the_depth_of_its_size_in_layers(variant, layers):
     for size in ("400M", "760M"):
         c, depth = presets.preset(size, variant), presets.preset(size, "transformer").n_layers
         assert abs(c.n_layers * layers - depth) <= 1
@@ -229,7 +229,7 @@ def test_mamba_and_mamba2_equal_transformers(variant, options):
     compare(layer, LanguageModel(c).blocks[0], SSM_NAMES[variant])
 
 
-def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):
+def test_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     u, past = (torch.randn(2, T, 3, generator=generator, dtype=torch.float64) for T in (75, 40))
     h = torch.randn(115, 3, generator=generator, dtype=torch.float64)
@@ -245,7 +245,7 @@ def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_pas
         torch.testing.assert_close(grad[0, : t + 1], h[: t + 1].flip(0), rtol=1e-10, atol=1e-10)
 
 
-def test_the_filter_of_a_float64_hyena_has_frequencies_of_float64():
+def test_filter_of_a_float64_hyena_has_frequencies_of_float64():
     block, t = model("hyena").blocks[0].double(), torch.arange(50, dtype=torch.float64)[:, None]
     layer, length, bands = block.filter, block.options.length, block.options.bands
     frequencies = 1e-4 + (bands - 1 - 1e-4) * torch.arange(bands).double() / (bands - 1)

@@ -12,7 +12,7 @@ EMPTY = [(0, 5), (2, 0), (0, 0)]
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_call_without_rows_or_tokens_is_refused(variant):
+def test_call_without_rows_or_tokens_is_refused(variant):
     m = model(variant)
     for rows, length in EMPTY:
         x, says = tokens(rows, length), NOTHING.format(rows, length)

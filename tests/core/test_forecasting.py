@@ -72,7 +72,7 @@ def test_crossformer_halves_its_segments_and_timesnet_finds_periods():
 
 
 @pytest.mark.parametrize("name", sorted(FORECASTERS.keys() - {"dlinear", "crossformer"}))
-def test_a_window_in_other_units_has_its_forecast_in_these_units(name):
+def test_window_in_other_units_has_its_forecast_in_these_units(name):
     model, x = forecaster(name).eval(), values()
     expected = 7 * model(x).prediction - 2
     torch.testing.assert_close(model(7 * x - 2).prediction, expected, rtol=1e-3, atol=1e-3)

@@ -51,7 +51,7 @@ def alone(m: LanguageModel, known: list[int], n: int) -> list[int]:
     return known[len(known) - n :]
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_any_pieces_and_steps_are_one_reading(variant, seed):
     m, rng = drawn(variant, seed)
@@ -68,7 +68,7 @@ def test_any_pieces_and_steps_are_one_reading(variant, seed):
     torch.testing.assert_close(after(m, reading, probe), expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts_of_different_lengths_are_each_as_if_alone(variant, seed):
     m, rng = drawn(variant, seed)

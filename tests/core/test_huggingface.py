@@ -95,7 +95,7 @@ def test_masked_tokens_are_not_read_and_labels_after_padding_no_targets():
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @each_variant
-def test_a_padded_batch_continues_from_its_states(variant, side):
+def test_padded_batch_continues_from_its_states(variant, side):
     net, batch, more = titans(variant), padded(rows(), side), tokens(len(LENGTHS), 7, 99)
     first = net(batch["input_ids"], batch["attention_mask"])
     mask, state = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1), first.past_key_values
@@ -208,14 +208,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_argument_that_cannot_be_honoured_is_refused_in_one_line(name):
+def test_argument_that_cannot_be_honoured_is_refused_in_one_line(name):
     arguments, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message) as caught:
         titans()(**{**BATCH, **arguments})
     assert "\n" not in str(caught.value)
 
 
-def test_a_state_that_does_not_fit_the_mask_or_positions_is_refused():
+def test_state_that_does_not_fit_the_mask_or_positions_is_refused():
     net, x = titans(), tokens(2, 6)
     past = net(x, use_cache=True).past_key_values
     mask = torch.ones(2, 12)

@@ -64,7 +64,7 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
 
 
 @pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)
-def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
+def test_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
     """A linear memory's content is the sum over tokens of their share times the gradient's error."""
     memory, _, said, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
     with watch(memory) as seen, torch.no_grad():
@@ -87,7 +87,7 @@ def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(swit
 
 
 @pytest.mark.parametrize("variant", MEMORY_VARIANTS)
-def test_a_text_in_pieces_says_the_same(variant):
+def test_text_in_pieces_says_the_same(variant):
     net, row = model(variant), tokens(1, 37)
     whole, pieces = traces(net, row), traces(net, row, 1, 5, 16, 30)
     assert [trace.name for trace in whole] == ["blocks.0.memory", "blocks.1.memory"]

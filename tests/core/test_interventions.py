@@ -37,7 +37,7 @@ def without_output(net: LanguageModel, kind: type) -> LanguageModel:
     *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
     *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
 ])  # fmt: skip
-def test_a_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
+def test_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
     x = tokens(2, 45)
     off, without = logits(model(variant), x, OFF[part]), without_output(model(variant), kind)
     torch.testing.assert_close(off, logits(without, x), rtol=1e-9, atol=1e-12)
@@ -107,14 +107,14 @@ def test_exact_under_cuts_and_packing(variant, name):
 
 
 @pytest.mark.parametrize("variant", HYBRIDS)
-def test_a_shorter_window_is_that_of_a_model_built_with_it(variant):
+def test_shorter_window_is_that_of_a_model_built_with_it(variant):
     net, x = model(variant), tokens(2, 45)
     other = model(variant, window=8, segment=8)
     other.load_state_dict(net.state_dict())
     assert torch.equal(logits(net, x, Intervention(window=8)), logits(other, x))
 
 
-def test_a_state_is_carried_across_windows():
+def test_state_is_carried_across_windows():
     """The cache keeps the keys of the model's own window, so the window may grow again."""
     net, x = model("mag"), tokens(2, 40)
     with torch.no_grad():
@@ -126,7 +126,7 @@ def test_a_state_is_carried_across_windows():
 
 
 @pytest.mark.parametrize("read", [12, 16, 20])
-def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
+def test_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
     """In one call, exchanged, and token by token; the model's own segments are of 32 tokens."""
     net, x = model("mac", segment=32), tokens(1, 45)
 

@@ -17,7 +17,7 @@ TEXT = tokens(1, 45)[0].tolist()
 
 @pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its boundary, on a segment's
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_saved_state_continues_bit_for_bit(variant, length, tmp_path):
+def test_saved_state_continues_bit_for_bit(variant, length, tmp_path):
     m, path = model(variant), tmp_path / "a.memory"
     reading = m.read(TEXT[:length])
     assert save_memory(path, reading, m) == path.stat().st_size
@@ -55,7 +55,7 @@ def test_copies_of_a_file_and_the_format_without_a_checksum_are_read(tmp_path):
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
-def test_a_memory_is_as_large_after_more_text(variant, tmp_path):
+def test_memory_is_as_large_after_more_text(variant, tmp_path):
     m, sizes = model(variant), []
     for length in (68, 644):  # both three tokens into a chunk and a segment
         sizes.append(save_memory(tmp_path / "a", m.read(tokens(1, length)[0].tolist()), m))
@@ -101,7 +101,7 @@ def older(content: bytes, **about: str) -> bytes:
     return rewritten(content, version="2", checksum=None, **about)
 
 
-def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
+def test_flipped_bit_never_loads_as_another_memory(tmp_path):
     m, path = model("mac"), tmp_path / "a.memory"
     save_memory(path, m.read(TEXT), m)
     content, rng = path.read_bytes(), random.Random(0)

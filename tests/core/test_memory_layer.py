@@ -53,7 +53,7 @@ def test_packed_documents_start_from_one_state_on_a_chunk_border():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initial_weights(depth):
+def test_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initial_weights(depth):
     x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for forget_to in ("zero", "initial"):
         memory = model(forget_to=forget_to, depth=depth, momentum=False, conv=False).blocks[0].memory
@@ -68,7 +68,7 @@ def test_a_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initia
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
+def test_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
     x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     memory = model(forget_to="initial", depth=depth).blocks[0].memory
     with torch.no_grad():
@@ -79,7 +79,7 @@ def test_a_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
 
 
 @pytest.mark.parametrize("forget_to", ["zero", "initial"])
-def test_a_memory_that_overshoots_is_named(forget_to):
+def test_memory_that_overshoots_is_named(forget_to):
     repeated = torch.zeros(1, 400, dtype=torch.long)
     for limits, wrong in (({"surprise_bound": None}, True), ({"write_budget": 1.0}, False)):
         net = model(max_theta=1.0, theta_bias=2.0, chunk_size=16, forget_to=forget_to, **limits)

@@ -25,7 +25,7 @@ def values(steps: int, rows: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", BLOCKS)
-def test_a_series_cut_between_calls_gives_the_same_prediction(variant):
+def test_series_cut_between_calls_gives_the_same_prediction(variant):
     m, x = series_model(variant), values(22)
     whole = m(x)
     assert whole.prediction.shape == (2, HORIZON, CHANNELS)

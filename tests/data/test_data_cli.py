@@ -55,7 +55,7 @@ def test_bad_config_and_info_before_prepare_are_one_line_and_exit_2(config_file,
     assert "run titans data prepare" in refused("data", "info", config_file, "--root", tmp_path / "runs")
 
 
-def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
+def test_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("the cat sat on the mat and the rat sat on the cat\n" * 20)
     made = []
     for name in ("a.json", "b.json"):
@@ -75,7 +75,7 @@ def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys)
     (9000, "t.json", "--size: the text gives"),
     (300, "t.model", "--out: t.model should end in .json"),
 ])  # fmt: skip
-def test_a_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, refused, monkeypatch):
+def test_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("the cat sat on the mat")
     assert says in refused("data", "tokenizer", "book.txt", "--size", size, "--out", out)

@@ -95,7 +95,7 @@ def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limi
         assert not (cut.sources[0].files.path / "00001").exists()
 
 
-def test_a_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
+def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     import datasets
 
     asked: list[str | None] = []
@@ -162,7 +162,7 @@ def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(damaged, tmp
 
 
 @pytest.mark.parametrize("error", [UsageError("data.sources.0: bad"), StorageError("no space left")])
-def test_an_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
+def test_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
     def fails(job):
         raise error
 

@@ -149,6 +149,7 @@ def test_bucket_without_the_data_or_an_answer_is_one_error(prepared, tmp_path, m
     with pytest.raises(UsageError, match=r"^data\.store: nothing://x cannot be opened"):
         open_prepared(prepared.model_copy(update={"store": "nothing://x"}), tmp_path)
     monkeypatch.setattr(store, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(store, "FIRST_BACKOFF", 0.01)
     stream = open_prepared(prepared, tmp_path).train_stream(4, 0)
     monkeypatch.setattr(Proxy, "every", 1)
     monkeypatch.setattr(Proxy, "ways", repeat("500"))

@@ -140,7 +140,7 @@ def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypat
     assert pieces[:2] == ["one two", " three"]
 
 
-def test_the_corpus_is_the_same_everywhere(tmp_path):
+def test_corpus_is_the_same_everywhere(tmp_path):
     """Neither the machine nor the version of Python is part of what cells are named by."""
     data = config({"kind": "corpus", "max_tokens": 200_000}, length=64)
     prepared = prepare(data, tmp_path / "a")
@@ -153,7 +153,7 @@ def test_the_corpus_is_the_same_everywhere(tmp_path):
     assert prose.labels == ["corpus:prose"]
 
 
-def test_the_corpus_says_what_every_document_is():
+def test_corpus_says_what_every_document_is():
     records = [json.loads(line) for line in lzma.decompress(CORPUS.read_bytes()).splitlines()]
     notices = CORPUS.with_name("LICENCES.txt").read_text()
     assert len({record["id"] for record in records}) == len(records) > 300
@@ -166,7 +166,7 @@ def test_the_corpus_says_what_every_document_is():
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_a_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
+def test_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
     whole, path = CORPUS.read_bytes(), tmp_path / "corpus.jsonl.xz"
     path.write_bytes(whole[:-100] if damage == "cut" else lzma.compress(lzma.decompress(whole)[:-1]))
     monkeypatch.setattr(sources, "CORPUS", path)

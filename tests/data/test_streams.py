@@ -35,7 +35,7 @@ DOCUMENTS = [chr(97 + i) * n for i, n in enumerate((30, 7, 8, 41, 1, 90, 16, 23)
 
 
 @pytest.mark.parametrize(("packing", "groups"), [("borders", 1), ("plain", 1), ("borders", 3), ("plain", 2)])
-def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
+def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing=packing)
     streams = Streams(data.sources, 3, 8, seed=1, groups=groups)
     table, count = streams.tables[0], 3 * groups

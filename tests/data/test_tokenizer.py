@@ -75,7 +75,7 @@ def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
     assert before + "".join(streamed(tokenizer, "memory after chunk", first)) == "memory after chunk"
 
 
-def test_a_letter_of_several_tokens_is_waited_for_but_not_for_ever():
+def test_letter_of_several_tokens_is_waited_for_but_not_for_ever():
     assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
     stream = TextStream(load_tokenizer("byte"))
     assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
@@ -83,7 +83,7 @@ def test_a_letter_of_several_tokens_is_waited_for_but_not_for_ever():
 
 
 @pytest.mark.parametrize("kind", ["byte", "plain", "special"])
-def test_a_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
+def test_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     special = ("<s>", "<pad>") if kind == "special" else ()
     spec = "byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special))
     own = load_tokenizer(spec)

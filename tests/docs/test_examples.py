@@ -39,7 +39,7 @@ def test_train_minimal_stays_minimal_and_refuses_a_wrong_text(monkeypatch, tmp_p
     assert "titans_platform" not in source
 
 
-def test_a_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys):
+def test_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys):
     run(monkeypatch, "memory_in_your_model.py")
     carried, new = re.findall(r"(\d+)%(?: of the questions| \(chance)", capsys.readouterr().out)
     assert int(carried) > 80
@@ -47,7 +47,7 @@ def test_a_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_the_notebook_shows_what_the_memory_retrieves(monkeypatch, capsys):
+def test_notebook_shows_what_the_memory_retrieves(monkeypatch, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot

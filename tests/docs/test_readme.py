@@ -139,7 +139,7 @@ def test_links_between_pages_exist():
             assert not anchor or anchor in slugs, f"{page}: {target}"
 
 
-def test_the_tree_is_as_it_says():
+def test_tree_is_as_it_says():
     pages = (README.read_text("utf-8"), (TOP / "docs/architecture.md").read_text("utf-8"))
     sections = "".join(page.partition("\n## Where things live\n")[2].partition("\n## ")[0] for page in pages)
     named = re.findall(r"^\| (`.*?`) \|", sections, re.MULTILINE)

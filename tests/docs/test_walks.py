@@ -179,7 +179,7 @@ def applied(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", CHECKS)
-def test_a_walk_touches_two_files_at_most_and_what_it_adds_works(walk, applied):
+def test_walk_touches_two_files_at_most_and_what_it_adds_works(walk, applied):
     files = [name for name, _, _ in walks()[walk]]
     assert 1 <= len(files) <= 2
     assert len(set(files)) == len(files)

@@ -68,7 +68,7 @@ def test_depth_is_uniform(style):
     assert max(depths) > 0.99
 
 
-def test_a_haystack_can_be_read_from_a_file(tmp_path):
+def test_haystack_can_be_read_from_a_file(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("It rained.  The ship\nsailed at dawn! Nobody waved. " * 20)
     for item in items("needle", 600, 20, kind="number", path=str(path)):
@@ -182,7 +182,7 @@ def test_nobody_picks_up_what_is_elsewhere(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_commonest_answer_gets_no_more_than_chance(kind):
+def test_commonest_answer_gets_no_more_than_chance(kind):
     made = build_generated(TaskConfig(task="reasoning", options={"kind": kind, "style": "compact"}))
     drawn = items("reasoning", 128, 1500, kind=kind, style="compact")
     spread = (made.chance * (1 - made.chance) / len(drawn)) ** 0.5
@@ -191,7 +191,7 @@ def test_the_commonest_answer_gets_no_more_than_chance(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_story_leaves_its_answer_open(kind):
+def test_story_leaves_its_answer_open(kind):
     """Who knows all that can be asked after the story, but not the question, gets one over the answers."""
     wanted = {"one_fact": 4, "two_facts": 3, "three_facts": 4, "yes_no": 2, "counting": 3}[kind]
     enough = 0

@@ -56,7 +56,7 @@ def solved(before: str) -> str | None:
 
 
 @pytest.mark.parametrize("shots", [0, 3])
-def test_the_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
+def test_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
     task, told = made(files, shots=shots), {split_question(item)[1:] for item in made(files)._questions()}
     stories = {tuple(split_question(item)[0]) for item in made(files)._questions()}
     for seed in range(30):
@@ -75,7 +75,7 @@ def test_the_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
         assert (re.search(r"Question: (.*)\nAnswer:$", before)[1], answer.strip()) in told
 
 
-def test_the_earlier_questions_of_a_story_are_asked_where_they_can_be_answered(files):
+def test_earlier_questions_of_a_story_are_asked_where_they_can_be_answered(files):
     task, asked = made(files, asked="all"), Counter()
     for seed in range(30):
         item = task.item(random.Random(seed), 900, BYTE)
@@ -132,7 +132,7 @@ def measured(files, answer, items, **options):
     return result
 
 
-def test_an_oracle_is_right_every_time_a_guesser_at_chance_heuristics_as_their_scores(files):
+def test_oracle_is_right_every_time_a_guesser_at_chance_heuristics_as_their_scores(files):
     assert measured(files, solved, 40)["value"] == 1.0
     rng = random.Random(0)
     guess = measured(files, lambda before: rng.choice(PLACES), 300)
@@ -184,7 +184,7 @@ def published(folder):
     return {"path": str(folder), "length": "1k"}
 
 
-def test_the_hubs_files_are_asked_as_they_are(tmp_path, monkeypatch):
+def test_hubs_files_are_asked_as_they_are(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     task = build_task(TaskConfig(task="babilong_hub", options=published(tmp_path)))
     assert (task.label, task.chance) == ("babilong_hub-qa1-1k", 1 / 2)

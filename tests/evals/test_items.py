@@ -75,7 +75,7 @@ def test_fill_reaches_the_length_or_the_last_word_before_it(length):
     assert tokens.count(words.pad) <= 1
 
 
-def test_a_long_row_is_filled_as_a_short_one_in_fewer_counts(monkeypatch):
+def test_long_row_is_filled_as_a_short_one_in_fewer_counts(monkeypatch):
     words, built = WordTokenizer(), []
 
     def build(characters):

@@ -147,7 +147,7 @@ EDGES = {
 
 
 @pytest.mark.parametrize("dtype", EDGES)
-def test_the_largest_that_is_served_fits_a_multiprocessor(dtype, tmp_path):
+def test_largest_that_is_served_fits_a_multiprocessor(dtype, tmp_path):
     kernels = (f"--kernel={kernel}" for kernel in EDGES[dtype])
     result = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
     assert {row["kernel"] for row in result} >= set(EDGES[dtype])

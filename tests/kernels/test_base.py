@@ -20,13 +20,13 @@ class Case(cases.Case):
 
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta"])
-def test_the_online_form_of_a_linear_memory(rule):
+def test_online_form_of_a_linear_memory(rule):
     Case(37, 1).check("online", chunk_size=1, rule=rule)
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: the kernels run on it")
 @pytest.mark.parametrize("kind", ["none", "input"])
-def test_the_kernels_of_a_linear_memory_in_the_interpreter(kind):
+def test_kernels_of_a_linear_memory_in_the_interpreter(kind):
     case = Case(20, 1, kind=kind)
     wide = lambda x, *sizes: F.pad(x.detach().float(), sizes).requires_grad_()  # noqa: E731
     case.tokens = [wide(x, 0, 12) for x in case.tokens[:3]] + [wide(x) for x in case.tokens[3:]]
@@ -62,7 +62,7 @@ def test_where_nothing_is_forgotten_the_base_is_one_with_the_weights():
 
 @needs_compiler
 @pytest.mark.parametrize("used", ["base", "tokens"])
-def test_a_gradient_of_some_inputs_alone(used):
+def test_gradient_of_some_inputs_alone(used):
     case, grads = Case(20), []
     leaves = case.base if used == "base" else case.tokens
     fixed = [x for x in case.leaves if all(x is not leaf for leaf in leaves)]

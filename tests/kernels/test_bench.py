@@ -48,7 +48,7 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_the_work_is_what_was_planned_for(name):
+def test_work_is_what_was_planned_for(name):
     counted = flops(SHAPES[name].pairs, 64)
     assert (counted["forward"] / 1e3, counted["backward"] / 1e3) == pytest.approx(PLANNED[name], rel=0.015)
 
@@ -121,7 +121,7 @@ def slightly_wrong(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("slightly_wrong")
-def test_a_wrong_op_is_reported_and_not_timed(tiny, monkeypatch):
+def test_wrong_op_is_reported_and_not_timed(tiny, monkeypatch):
     monkeypatch.setattr(timing.Runner, "turn", None)
     result = run("--shape", "tiny", "--backend", "chunked")
     assert result.return_value == 1
@@ -168,7 +168,7 @@ def test_what_cannot_run_is_a_row_and_of_ours_an_error(tiny):
     assert "broken            failed: RuntimeError: no such kernel" in text
 
 
-def test_an_op_that_fails_midway_drops_out(tiny):
+def test_op_that_fails_midway_drops_out(tiny):
     steps = []
 
     def forward():

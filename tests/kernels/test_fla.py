@@ -76,7 +76,7 @@ def test_decays_of_channels_and_heads_and_the_scan_are_gla_retention_and_hgrn():
 
 @pytest.mark.parametrize("backend", ["reference", "auto", "online"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
+def test_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
     keys = (B, T, H, E)
     given = q, k, v, write, keep, state = leaves(keys, keys, (B, T, H, V), keys[:3], keys[:3], (B, H, E, V))
     if not gated:
@@ -150,7 +150,7 @@ def overflowing(test: Callable[..., None]) -> Callable[..., None]:
 
 @overflowing
 @pytest.mark.parametrize("channels", [1, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
+def test_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
     given = q, k, v, gate, state = recurrent(70, 16, 32, channels)
     for decay in (-1e6, -torch.inf):
         log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, 41]), decay)
@@ -180,7 +180,7 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
 @overflowing
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["retnet", "gla", "hgrn2", "mamba2"])
-def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
+def test_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
     # the kernels' tests are collected with torch alone
     from titans_core import LanguageModel, presets
 

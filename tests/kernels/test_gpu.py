@@ -94,7 +94,7 @@ def test_states_of_single_tokens_are_right_at_real_sizes():
 @on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["l1-d128", "l2-d64-h64", "l2-d64-h256"])
-def test_a_result_does_not_move(name, dtype):
+def test_result_does_not_move(name, dtype):
     served(SHAPES[name], dtype)
     judge = judges(SHAPES[name], dtype, torch.device("cuda"))[0]
     first, *more = (TRITON.verify([judge])[0] for _ in range(5))
@@ -140,7 +140,7 @@ def test_no_access_is_out_of_bounds(name):
 
 
 @on_gpu
-def test_the_benchmark_times_them(tmp_path):
+def test_benchmark_times_them(tmp_path):
     path = tmp_path / "out.json"
     line = "--small --shape l1-d128 --shape l2-d64-h64 --repeats 3 --json"
     done = bench(*line.split(), str(path))
@@ -243,7 +243,7 @@ class Packed:
 
 
 @on_gpu
-def test_a_stream_does_not_wait_for_the_tables_of_another():
+def test_stream_does_not_wait_for_the_tables_of_another():
     call = Packed()
     borders, streams = call.borders(), [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
@@ -292,7 +292,7 @@ def test_in_a_graph_it_gives_the_same_again_and_again():
 
 
 @pytest.mark.slow
-def test_the_marked_tests_are_collected_with_torch_alone(tmp_path):
+def test_marked_tests_are_collected_with_torch_alone(tmp_path):
     blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml", "mlflow", "pyarrow"]
     files = sorted(map(str, Path(__file__).parent.glob("test_*.py")))
     code = (

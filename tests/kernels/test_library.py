@@ -33,7 +33,7 @@ def operands(case: Case, borders: list[int] | None) -> tuple:
     ({"batch": 2}, None), ({"documents": 3}, BORDERS),
     ({"documents": 3, "kind": "norm", "base": True}, BORDERS),
 ])  # fmt: skip
-def test_the_operators_keep_the_rules_of_the_library(given, borders):
+def test_operators_keep_the_rules_of_the_library(given, borders):
     case = Case(20, 3, **given)
     torch.library.opcheck(memory_chunked, operands(case, borders))
     for x in case.leaves:
@@ -61,7 +61,7 @@ def test_compiled_is_eager_and_so_is_every_gradient(borders):
 
 
 @pytest.mark.slow
-def test_the_compiler_is_not_imported_before_it_is_used():
+def test_compiler_is_not_imported_before_it_is_used():
     code = "import sys, titans_kernels; assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -118,7 +118,7 @@ def test_borders_are_read_once_for_each_tensor(reads):
         case.whole(**options)
 
 
-def test_a_change_of_the_borders_through_numpy_is_seen():
+def test_change_of_the_borders_through_numpy_is_seen():
     """It shares the tensor's memory, and torch counts no change of it."""
     for mode, backend in product((torch.enable_grad, torch.inference_mode), ("auto", "reference")):
         with mode():

@@ -50,7 +50,7 @@ def test_chunks_give_the_recurrence(T, channels, packed):
 @pytest.mark.parametrize("T", [1, 7, 16, 17, 41])
 @pytest.mark.parametrize("threads", [1, 2])
 @needs_compiler
-def test_the_compiled_form_is_the_recurrence(T, packed, threads, torch_threads):
+def test_compiled_form_is_the_recurrence(T, packed, threads, torch_threads):
     torch_threads(threads)
     x = inputs(T, 4)
     index = documents(T) if packed else None
@@ -81,7 +81,7 @@ def by_token(dt, x, b, c, rate, h, index=None):
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("T", [1, 16, 17, 41])
-def test_the_selective_scan_is_mambas_recurrence(T, packed, native, monkeypatch):
+def test_selective_scan_is_mambas_recurrence(T, packed, native, monkeypatch):
     if not native:
         monkeypatch.setattr(recurrence, "serves", lambda *_: False)
     x = scanned(T)
@@ -97,7 +97,7 @@ def test_few_rows_are_shared_out_by_channels(torch_threads):
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_a_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(channels):
+def test_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(channels):
     x = [y.float().detach().requires_grad_() for y in inputs(41, channels, strongest=400.0)]
     y, state = linear_attention(*x)
     expected, end = recurrent_linear_attention(*x)
@@ -108,7 +108,7 @@ def test_a_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(cha
 
 @pytest.mark.parametrize("chunk_size", [8, 64])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
-def test_a_scan_of_chunks_gives_the_recurrence(T, chunk_size):
+def test_scan_of_chunks_gives_the_recurrence(T, chunk_size):
     g = torch.Generator().manual_seed(T)
     a, b = (torch.rand(2, T, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
     a[0, T // 2] = 0  # where a document begins
@@ -129,7 +129,7 @@ def test_without_rows_or_tokens_the_result_is_empty(rows, T):
 
 
 @pytest.mark.slow
-def test_a_compiled_scan_takes_rows_of_any_length():
+def test_compiled_scan_takes_rows_of_any_length():
     torch._dynamo.reset()
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
     for T in (40, 50, 600):

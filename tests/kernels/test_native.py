@@ -69,7 +69,7 @@ def test_denormals_are_flushed_in_the_kernels_and_not_after_them():
 
 
 @needs_compiler
-def test_an_unused_state_and_an_unused_read_have_their_gradients():
+def test_unused_state_and_an_unused_read_have_their_gradients():
     case = Case(20, 2)
     for part in (0, 1):
         grads = []

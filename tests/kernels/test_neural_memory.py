@@ -104,7 +104,7 @@ def test_long_sequences_keep_only_every_few_states(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
-def test_a_cut_at_a_chunk_border_changes_nothing(backend):
+def test_cut_at_a_chunk_border_changes_nothing(backend):
     case = Case(50, 3)
     options = {"chunk_size": 16, "surprise_bound": 0.5, "backend": backend}
     state, reads = case.state, []

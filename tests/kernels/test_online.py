@@ -76,7 +76,7 @@ class OnAGPU(Tensor):
 @pytest.mark.parametrize(("options", "reason"), [
     ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
 ])  # fmt: skip
-def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
+def test_call_that_it_does_not_serve_is_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
         made(8).whole(backend="online", **options)
 
@@ -115,7 +115,7 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
-def test_the_kernels_are_operators_of_torch():
+def test_kernels_are_operators_of_torch():
     """torch.compile and torch.export rely on it: shapes without data, no changed inputs, gradients."""
     R, n, b, D, F = 2, 3, 16, 16, 32
     sizes = [(R, n, b, F), *[(R, n, b, D)] * 3, (2, R, n, b), (3, R, n), (R, 2 * D, F)]

@@ -93,7 +93,7 @@ class Drawn(Call):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_memory_is_the_recurrence(forms, seed):
+def test_memory_is_the_recurrence(forms, seed):
     call = Drawn(seed)
     expected = call.run("reference")
     forms_used(forget=True)
@@ -110,7 +110,7 @@ HERE = {form.name: form for form in op.FORMS if form.tolerance and form.name != 
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_form_computes_what_its_row_of_the_table_says(name):
+def test_form_computes_what_its_row_of_the_table_says(name):
     """Each call that a form does not refuse is within its tolerance of the reference."""
     form, computed = HERE[name], 0
     for seed in range(60):
@@ -134,7 +134,7 @@ def test_a_form_computes_what_its_row_of_the_table_says(name):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_write_budget_is_its_definition(forms, seed):
+def test_write_budget_is_its_definition(forms, seed):
     call = Drawn(seed)
     k, eta, theta = leaves = [call.tokens[i] for i in (1, 4, 5)]
     options = {"chunk_size": call.options["chunk_size"], "cu_seqlens": call.borders, "budget": 0.5}
@@ -187,7 +187,7 @@ def float32_errors(backend: str, **options) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("backend", ["generic", "auto"])
-def test_a_surprise_bound_keeps_float32_near_float64(forms, backend):
+def test_surprise_bound_keeps_float32_near_float64(forms, backend):
     """Without one an unbounded deep memory magnifies rounding ten thousand times, in every form."""
     assert max(float32_errors(backend)) > 1e-3
     assert max(float32_errors(backend, surprise_bound=1.0)) < 1e-5

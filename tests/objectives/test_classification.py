@@ -70,7 +70,7 @@ def run_name(cfg: RunConfig) -> str:
     return objectives.run_name(cfg, objective.prepare(Path("runs")).fingerprint)
 
 
-def test_a_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint():
+def test_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint():
     cfg = config(pretrain_steps=10, path="motif.csv")
     objective = build_objective(cfg)
     objective.check(objective.prepare(Path("runs")))

@@ -121,7 +121,7 @@ def test_benchmark_is_found_by_name_and_checked(tiny):
     refused(tiny, "has 61 steps of 2 channels, Tiny has 60 of 2")
 
 
-def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
+def test_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
     cfg = config(tiny)
     objective = build_objective(cfg)
     data = objective.prepare(tiny / "root")
@@ -131,7 +131,7 @@ def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
     assert result.columns["mse"] != pytest.approx(result.best_validation_loss)
 
 
-def test_a_forecaster_decides_the_name_and_the_folder_does_not(tiny):
+def test_forecaster_decides_the_name_and_the_folder_does_not(tiny):
     (tiny / "moved").mkdir()
     (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
 
@@ -160,7 +160,7 @@ class Last(Forecaster):
 """
 
 
-def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
+def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     (tiny / "own_forecaster.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tiny))
     objective = build_objective(config(tiny, forecaster="own_forecaster:Last", forecaster_options={}))

@@ -58,7 +58,7 @@ def train(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_a_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
+def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     assert train("--json") == 0
     first = json.loads(capsys.readouterr().out)
     assert first["columns"]["mse"] < 0.8 * first["chance"]["mse"]
@@ -198,7 +198,7 @@ class Huber(Regression):
 '''
 
 
-def test_an_objective_of_ones_own_file(run_yaml, refused):
+def test_objective_of_ones_own_file(run_yaml, refused):
     Path("own_objective.py").write_text(OWN)
     sets = ["objective.kind=own_objective:Huber", "objective.options.delta=0.5", "optim.steps=8"]
     cfg, root = load_config(run_yaml, sets), Path("runs")

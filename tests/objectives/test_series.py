@@ -90,7 +90,7 @@ def test_unreadable_series_is_one_line(tmp_path, name, content, columns, says):
         read_series(str(tmp_path / name), columns, "f")
 
 
-def test_a_kept_series_is_read_again_and_checked(tmp_path):
+def test_kept_series_is_read_again_and_checked(tmp_path):
     index, table = tmp_path / "series" / "x.json", sines(50, 2, seed=0)
     with pytest.raises(NotPrepared):
         load_series(index)

@@ -59,7 +59,7 @@ def test_page_is_valid_without_links_and_escapes_the_text(inspected, variant):
     assert html.index("memory out of range") < html.index("<main>")
 
 
-def test_the_page_holds_the_reads_of_every_token(inspected):
+def test_page_holds_the_reads_of_every_token(inspected):
     text = Page(page(inspected["mac"], "f")).text
     (data,) = [t for tag, t in text if tag == "script" and t.startswith("{")]
     data, trace = json.loads(data), inspected["mac"].traces[1]
@@ -91,7 +91,7 @@ def test_colours_stand_a_burst_of_surprise_and_an_overshoot(inspected):
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_the_table_has_a_row_for_each_memory_token_and_head(inspected, variant):
+def test_table_has_a_row_for_each_memory_token_and_head(inspected, variant):
     seen = inspected[variant]
     rows, T = as_frame(seen).to_dict("records"), len(seen.tokens)
     assert len(rows) == 2 * T * 2
@@ -138,7 +138,7 @@ def cell(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("root"), **ONE_STEP)
 
 
-def test_the_command_is_deterministic(cell, tmp_path, capsys):
+def test_command_is_deterministic(cell, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out, arrow = tmp_path / "sub" / "page.html", tmp_path / "numbers.arrow"

@@ -45,7 +45,7 @@ def study_run(root, store) -> StudyRun:
 
 
 @pytest.mark.slow
-def test_a_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_run, store):
+def test_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_run, store):
     report = build_report(build_table(study_run))
     log_report(store, report, write_report(report, study_run.path))
     parent = log_report(store, report, write_report(report, study_run.path))
@@ -57,7 +57,7 @@ def test_a_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_ru
     assert store.client.get_run(parent).data.metrics == {}
 
 
-def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
+def test_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
     journal = study_run.cells[0].folder(root).path / "metrics.jsonl"
     journal.write_text('{"step": 1, "time": 0, "values": {"loss": 3.0}}\n')

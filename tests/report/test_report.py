@@ -169,7 +169,7 @@ def test_trials_of_a_search_are_drawn_against_each_field(tmp_path):
     assert svg(picture).count("<use") >= 3
 
 
-def test_a_grid_has_a_tile_for_every_cell_and_marks_missing_ones(tmp_path):
+def test_grid_has_a_tile_for_every_cell_and_marks_missing_ones(tmp_path):
     table = measured(tmp_path, study(grid(VARIANT, DEPTH, CHUNK)), skip={("mac 2 64", 0), ("mac 2 64", 1)})
     text = page(table)
     figure = next(part for part in re.findall(r"<figure.*?</figure>", text, re.S) if "grid-ppl" in part)

@@ -195,7 +195,7 @@ def test_numbers_timed_beside_other_cells_are_marked(root):
     assert not timed(cells()[1], "b", 5, 19)
 
 
-def test_an_empty_table_has_a_report(root):
+def test_empty_table_has_a_report(root):
     empty = table(root)
     paths = write_report(build_report(empty), root / "views")
     assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())

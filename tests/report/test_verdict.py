@@ -67,7 +67,7 @@ def test_difference_is_paired_by_seed():
     assert paired({0: 31.1, 1: 11.0, 2: 21.0}, base).p > 0.9
 
 
-def test_the_interval_and_p_of_an_example_worked_by_hand():
+def test_interval_and_p_of_an_example_worked_by_hand():
     # mean 2, sd 1, standard error 1/sqrt(3), t = 2 sqrt(3) = 3.4641 with 2 degrees of freedom
     worked = paired({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
     # t's 97.5% quantile with 2 degrees of freedom is 4.30265

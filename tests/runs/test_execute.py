@@ -45,7 +45,7 @@ def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
     return hashlib.sha256(b"".join(tensors)).hexdigest()
 
 
-def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
+def test_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     result = run(tiny_run, tmp_path, labels={"row": "lmm"})
     folder = spec_for(tiny_run, tmp_path).folder
@@ -114,7 +114,7 @@ def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
+def test_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "fails"))

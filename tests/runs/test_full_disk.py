@@ -98,7 +98,7 @@ def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path,
     assert [record.message for record in caplog.records] == ["No space left on device"] * 2
 
 
-def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
+def test_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
     log, ended = Journal(RunFolder(tmp_path, "run"), lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
     monkeypatch.setattr(Journal, "keep", full)
     monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))
@@ -108,7 +108,7 @@ def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_ends_the_same(tiny_run, disk, tmp_path):
+def test_full_disk_ends_a_run_with_a_line_and_with_room_it_ends_the_same(tiny_run, disk, tmp_path):
     cfg = changed(tiny_run, optim={"steps": 40}, checkpoint={"every": 7})
     prepare(cfg.data, tmp_path)
     straight = run(cfg, tmp_path)

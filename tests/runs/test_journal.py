@@ -163,7 +163,7 @@ def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_p
     assert curve(tmp_path / "cells/run", "validation_loss") == [(333, 2.0)]
 
 
-def test_a_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
+def test_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
     first = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     for step in (1, 2, 3):
         first.metrics(step, {"loss": 1.0})
@@ -194,7 +194,7 @@ def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch):
     over.set()
 
 
-def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
+def test_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
     log = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     log.metrics(1, {"loss": 1.0})
     whole = (tmp_path / "cells/run/metrics.jsonl").read_bytes()
@@ -215,7 +215,7 @@ def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
+def test_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     server = Server()
     # down for the whole run
@@ -237,7 +237,7 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
     assert (len(waited), waited) == (20, sorted(waited))
 
 
-def test_a_server_that_comes_and_goes_gets_every_point_once(tmp_path):
+def test_server_that_comes_and_goes_gets_every_point_once(tmp_path):
     from titans_platform.tracking import open_store
 
     server = Server()

@@ -21,7 +21,7 @@ SERIES = {
 }
 
 
-def test_a_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
+def test_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
     folder = trained(tmp_path)
     model, tokenizer, config = load_run(folder.name[:6], tmp_path)
     assert config == tiny_run
@@ -56,7 +56,7 @@ def test_importing_the_package_imports_nothing_heavy():
     assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(result.split())
 
 
-def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys, refused):
+def test_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys, refused):
     folder = trained(tmp_path)
     older, newest = sorted((folder / "checkpoints").glob("step-*"))[-2:]
     damaged = next(path for path in sorted(newest.rglob("*.distcp")) if path.stat().st_size > 100)

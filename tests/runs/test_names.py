@@ -66,7 +66,7 @@ def test_name_depends_on_several_workers_but_not_on_checkpoints_or_elastic_count
     assert names.isdisjoint(name(run(), workers=Resources(workers=w).hashed_workers) for w in (1, 2, (4, 4)))
 
 
-def test_a_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):
+def test_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / "named_blocks.py"
     text = "from titans_core.blocks import LMM\n\nclass Mine(LMM):\n    pass\n"

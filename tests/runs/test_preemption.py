@@ -58,8 +58,8 @@ def started(cfg: RunConfig, root: Path, *more: str) -> tuple[subprocess.Popen, R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_path, sent):
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
+def test_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_path, sent):
     process, _ = started(cfg, tmp_path)
     folder = spec_for(cfg, tmp_path).folder
     until(lambda: steps_of(folder) > 2)
@@ -78,7 +78,7 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
     assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(tmp_path, "straight"))
 
 
-def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
+def test_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
     look = preemption.PreemptionGuard.poll
@@ -98,7 +98,7 @@ def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monk
     assert execute(spec).cell == spec.name
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
+def test_second_signal_ends_at_once(tmp_path):
     folder = RunFolder(tmp_path, "run")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), interruptible(folder):

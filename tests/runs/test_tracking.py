@@ -46,7 +46,7 @@ def test_store_is_made_without_a_cache_and_found_again(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.slow
-def test_a_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
+def test_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
     """MLflow's migrations of a new file take seconds: they are run once for a user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     open_store(tmp_path / "first").cell_run("abc", "lmm")
@@ -103,7 +103,7 @@ def test_steps_are_logged_once_across_a_restart(store):
     assert store.client.get_run(run_id).info.status == "FINISHED"
 
 
-def test_a_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
+def test_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
     log, answers = store.run(store.cell_run("lost", "lost")), store.client.log_batch
 
     def lost(*arguments, **options):
@@ -134,7 +134,7 @@ def test_summary_leaves_out_what_is_not_finite_and_adds_no_point_to_a_curve(stor
     assert store.client.get_run(log.run_id).data.metrics["loss"] == 9.0
 
 
-def test_a_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
+def test_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     store = open_store(tmp_path)
     parent = store.study_run("tiny-small")
     run_id = store.cell_run("abc", "lmm", parent=parent)
@@ -178,7 +178,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
+def test_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
     root = tmp_path / "runs"
     root.mkdir()
     UNREADABLE[kind](root / "mlflow.db")

@@ -74,7 +74,7 @@ def pages_asked_for() -> int:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @GLIBC
-def test_a_worker_keeps_its_large_blocks():
+def test_worker_keeps_its_large_blocks():
     import ray
 
     assert ray.get(ray.remote(pages_asked_for).remote()) < 20_000
@@ -100,7 +100,7 @@ print(pages_asked_for())
     ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
     ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
 ])  # fmt: skip
-def test_a_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
+def test_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
     assert (int(printed(QUIETED, **told)) < 20_000) == kept
 
 
@@ -119,7 +119,7 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
+def test_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
     ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 130, ended.stderr
 
@@ -171,7 +171,7 @@ print(json.dumps(peaks))
 
 @GLIBC
 @pytest.mark.slow
-def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
+def test_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
     # rows end within a chunk of 64
     cfg = RUN | {
         "model": {"variant": "lmm", "vocab_size": 260, "d_model": 64, "n_layers": 2, "memory": {"heads": 2}},

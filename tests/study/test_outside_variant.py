@@ -126,7 +126,7 @@ def test_it_is_a_row_of_a_study(lab):
     (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
     ("x = 1 +", "cannot be imported: SyntaxError"),
 ])  # fmt: skip
-def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line):
+def test_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line):
     (lab / "my_lab" / "blocks.py").write_text(source)
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
     for arguments in ([], ["--dry-run"]):

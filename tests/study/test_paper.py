@@ -55,7 +55,7 @@ def test_tables_and_figures_are_all_there_and_rows_the_paper_lacks_are_left_out(
         assert {row.name for row in study.rows_at(size)} == set(rows)
 
 
-def test_the_numbers_of_one_table_follow_from_those_of_another():
+def test_numbers_of_one_table_follow_from_those_of_another():
     """Table 5 at 400M: the mean of two perplexities, the average, the mean of Table 2's twelve cells."""
     rows = {row.name: row.paper for row in load_study("language").rows_at("laptop")}
     names = {"LMM": "LMM"} | {f"+ Attn ({name})": name for name in ("MAC", "MAG", "MAL")}
@@ -75,7 +75,7 @@ def test_rows_at_small_scales_have_the_same_parameters():
     assert max(counts) < 1.05 * min(counts)
 
 
-def test_a_number_of_columns_that_differs_is_an_error(tmp_path):
+def test_number_of_columns_that_differs_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="A has 1 numbers for 2 columns"):
         validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "rows": {"A": [1.0]}})
     path = tmp_path / "s.yaml"

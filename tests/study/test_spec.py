@@ -98,7 +98,7 @@ def test_invalid_study_is_a_one_line_error(tmp_path, changes, words):
     assert all(word in str(error.value) for word in words), error.value
 
 
-def test_a_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
+def test_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
     tasks = {
         "a": {"eval.columns.first": [{"task": "recall"}], "optim.steps": 7},
         "b": {"eval.columns.second": [{"task": "recall"}]},
@@ -124,7 +124,7 @@ def test_a_line_of_several_runs_measures_each_column_in_one_of_them(tmp_path):
         expand(load_study(write(tmp_path, **changes)), "small")
 
 
-def test_a_study_like_another_has_only_the_differences(tmp_path):
+def test_study_like_another_has_only_the_differences(tmp_path):
     write(tmp_path)
     other = tmp_path / "rates.yaml"
     axis = {"field": "optim.lr", "values": [0.1, 0.2], "label": "at {}"}
@@ -213,7 +213,7 @@ class TestAblation:
         }
 
     @pytest.mark.parametrize("scale", SCALES)
-    def test_the_linear_control_has_the_deep_memorys_state_and_parameters(self, ablation, scale):
+    def test_linear_control_has_the_deep_memorys_state_and_parameters(self, ablation, scale):
         configs = {cell.row: cell.config for cell in expand(ablation, scale)}
         rows = [configs[name].model.model_copy(update={"n_layers": 1}) for name in (FIRST, EQUAL)]
         with torch.device("meta"):
@@ -222,7 +222,7 @@ class TestAblation:
         assert linear.state_bytes(length) == pytest.approx(deep.state_bytes(length), rel=0.01)
         assert linear.num_parameters() == pytest.approx(deep.num_parameters(), rel=0.01)
 
-    def test_a_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):
+    def test_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):
         from titans_core.presets import preset
 
         models = {cell.row: cell.config.model for cell in expand(ablation, "340M")}

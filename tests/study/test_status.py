@@ -18,7 +18,7 @@ NOW = 2_000_000_000.0
 SPANS = {"abc": (104, 114), "abd": (105, 115), "abe": (115, 125)}
 
 
-def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
+def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     cell = Cell("LMM", 0, RunConfig(), "abc")
     columns = {"acc": Column(title="Reasoning", unit="%", factor=100), "ppl": Column(title="LM", decimals=2)}
     measured = {"acc": 0.25, "ppl": 5.125, "speed": None}
@@ -43,7 +43,7 @@ def cells(tmp_path, monkeypatch):
     return collected
 
 
-def test_the_parts_add_up_to_the_overhead(cells, tmp_path):
+def test_parts_add_up_to_the_overhead(cells, tmp_path):
     record = timings(NOW + 90, cells, tmp_path, slots=2)
     assert record["own_seconds"] == pytest.approx(21)
     assert record["overhead_seconds_a_cell"] == pytest.approx((40 * 2 - 21) / 3)

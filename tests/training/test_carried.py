@@ -85,7 +85,7 @@ def loss_of(model: LanguageModel, batch: StreamBatch, state: ModelState | None) 
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
-def test_the_gradient_stops_where_the_step_began(variant):
+def test_gradient_stops_where_the_step_began(variant):
     """By finite differences: the gradient of the step's loss with the incoming state held fixed."""
     torch.manual_seed(0)
     model = LanguageModel(config(variant)).double()
@@ -110,7 +110,7 @@ def test_the_gradient_stops_where_the_step_began(variant):
     assert whole != pytest.approx(held, rel=1e-3)
 
 
-def test_a_row_that_is_reset_trains_the_initial_memory():
+def test_row_that_is_reset_trains_the_initial_memory():
     t = trainer()
     t.step()
     grads = []
@@ -124,7 +124,7 @@ def test_a_row_that_is_reset_trains_the_initial_memory():
 
 
 @pytest.mark.parametrize(("variant", "groups"), [("lmm", 1), ("mac", 3), ("mag", 1), ("samba", 2)])
-def test_a_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
+def test_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
     """Bitwise equal after restarts at random steps; a lost or swapped state would be detected."""
     new = partial(trainer, variant, stream_groups=groups)
     straight, draw = new(), random.Random(variant)
@@ -153,7 +153,7 @@ def test_a_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, Tensor))
 
 
-def test_a_step_that_diverged_leaves_the_state_as_it_was():
+def test_step_that_diverged_leaves_the_state_as_it_was():
     t = trainer(on_divergence="skip")
     t.step()
     before = t.states[0]

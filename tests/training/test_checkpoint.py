@@ -158,7 +158,7 @@ class Disk:
         monkeypatch.setattr("time.sleep", sleep)
 
 
-def test_a_disk_that_stays_full_is_one_line_and_its_own_exit_code(tmp_path, monkeypatch):
+def test_disk_that_stays_full_is_one_line_and_its_own_exit_code(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, math.inf)
     with pytest.raises(StorageError, match=r"step-00000003: cannot be written: .*No space left") as raised:
         interrupted(tmp_path, 3)
@@ -179,7 +179,7 @@ def test_training_goes_on_while_the_disk_is_full_for_a_while(tmp_path, monkeypat
     assert "the next checkpoint tries again" in caplog.text
 
 
-def test_a_full_disk_is_borne_for_so_long(tmp_path, monkeypatch):
+def test_full_disk_is_borne_for_so_long(tmp_path, monkeypatch):
     t = trainer(5)
     with Saver(tmp_path, t) as saver:
         saver.save()
@@ -252,7 +252,7 @@ def test_save_waits_for_the_one_before(tmp_path, disk):
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
 
 
-def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):
+def test_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):
     t = trainer()
     t.step()
     seen: list[list[str]] = []

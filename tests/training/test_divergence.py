@@ -64,7 +64,7 @@ def train(t: Trainer, folder: Path, until: int | None = None, **more) -> Trainer
     return t
 
 
-def test_a_spike_is_measured_by_the_median_of_what_was():
+def test_spike_is_measured_by_the_median_of_what_was():
     usual = [2.0] * 20
     assert judge(5.9, 1.0, usual, 3.0) is None
     assert "loss 6.1 after a median of 2" in (judge(6.1, 1.0, usual, 3.0) or "")
@@ -74,7 +74,7 @@ def test_a_spike_is_measured_by_the_median_of_what_was():
     assert judge(2.0, math.inf, [], None)
 
 
-def test_the_batch_at_fault_is_kept_and_named(tmp_path):
+def test_batch_at_fault_is_kept_and_named(tmp_path):
     t = sick(6)
     with pytest.raises(Diverged, match=r"step 7: loss nan.*surprise_bound.*max_theta.*07-rank0") as raised:
         train(t, tmp_path)

@@ -148,7 +148,7 @@ def test_batches_come_in_the_order_of_the_steps_and_draw_no_random_numbers():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_error_of_the_stream_reaches_its_step_and_ends_the_thread():
+def test_error_of_the_stream_reaches_its_step_and_ends_the_thread():
     class Broken(Rows):
         def batch(self, step: int) -> Batch:
             if step == 3:

@@ -122,7 +122,7 @@ def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tm
         assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
 
 
-def test_an_error_of_one_worker_ends_the_evaluation_of_all(both):
+def test_error_of_one_worker_ends_the_evaluation_of_all(both):
     _, (first, second) = both
     assert second["failed"] == "ValueError: out of memory"
     assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
@@ -196,7 +196,7 @@ def test_three_workers_resume_the_streams_of_one(tmp_path, carried, workers):
 @QUIET
 @pytest.mark.usefixtures("front_end")
 @pytest.mark.parametrize("field", ["recompute", "micro_batch_size", "compile"])
-def test_the_same_state_is_carried_however_a_step_is_computed(workers, carried, field):
+def test_same_state_is_carried_however_a_step_is_computed(workers, carried, field):
     options = {field: None if field == "micro_batch_size" else True}
     with deterministic(0, threads=1):
         of = workers.trainer("ddp", stream=workers.CarriedStream, **options)

@@ -36,7 +36,7 @@ def test_windows_are_drawn_from_seed_and_step():
     assert drawn_window(OptimConfig(), 0, 5) is None
 
 
-def test_a_step_is_trained_with_its_window():
+def test_step_is_trained_with_its_window():
     cfg = OptimConfig(windows=(8, 16))
     seed, window = next(s for s in range(20) if drawn_window(cfg, s, 0) == 8), 8
     t = trainer(seed=seed, windows=(8, 16))

@@ -64,7 +64,7 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
     assert (t._speed(tokens_per_second=8.0), given) == ({"tokens_per_second": 8.0}, [200.0])
 
 
-def test_a_trace_is_of_three_steps(tmp_path):
+def test_trace_is_of_three_steps(tmp_path):
     path = tmp_path / "profile" / "worker-0.json.gz"
     with parallel.profiled(path) as stepped:
         trainer(steps=10).run(Hooks(on_step=lambda step, metrics: stepped()))
