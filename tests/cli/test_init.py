@@ -23,7 +23,7 @@ def book(tmp_path) -> Path:
     return path
 
 
-def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys, answer):
+def test_file_is_a_run_that_train_accepts_also_without_a_text(book, tmp_path, capsys, answer):
     path = tmp_path / "run.yaml"
     assert run(["init", str(path), "--data", str(book), "--preset", "smoke"]) == 0
     capsys.readouterr()
@@ -33,6 +33,8 @@ def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys, answer):
     (source,) = answer("data", "prepare", path, "--root", str(tmp_path / "root"))["sources"].values()
     assert source["validation_rows"] > 0
     assert answer("train", path, "--root", str(tmp_path / "root"), "--dry-run")["parameters"] < 100_000
+    path = tmp_path / "run.yaml"
+    assert (run(["init", str(path)]), load_config(path).data.sources[0].kind) == (0, "corpus")
 
 
 def test_every_field_stands_in_it_with_its_default(book, tmp_path):
@@ -53,11 +55,6 @@ def test_every_field_stands_in_it_with_its_default(book, tmp_path):
     path.write_text(text[:start] + on + text[end:])
     assert len(yaml.safe_load(path.read_text())["model"]["memory"]) == len(MemoryConfig.model_fields)
     assert load_config(path) == before
-
-
-def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
-    path = tmp_path / "run.yaml"
-    assert (run(["init", str(path)]), load_config(path).data.sources[0].kind) == (0, "corpus")
 
 
 @pytest.mark.parametrize(("arguments", "says"), [

@@ -18,7 +18,7 @@ def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def test_file_then_overrides_then_defaults(tmp_path):
+def test_file_overrides_and_presets_precede_defaults(tmp_path):
     cfg = load(
         tmp_path, "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + CORPUS, "model.memory.depth=1",
         "model.memory.momentum=false", "data.sources.0.weight=0.5", "data.sources.0.max_tokens=7",
@@ -30,6 +30,13 @@ def test_file_then_overrides_then_defaults(tmp_path):
     assert (cfg.data.sources[0].weight, cfg.data.sources[0].max_tokens) == (0.5, 7)
     assert cfg.eval.columns["x"][0].lengths == (1, 2)
     assert cfg.optim.steps == RunConfig().optim.steps
+    text = "model: {preset: laptop, variant: mac, memory: {depth: 3}}"
+    expected = preset("laptop", variant="mac").model_dump()
+    expected["memory"]["depth"] = 3
+    assert load(tmp_path, text).model == ModelConfig(**expected)
+    assert load(tmp_path, text, "model.preset=smoke").model.d_model == preset("smoke").d_model
+    with pytest.raises(UsageError, match=r"^model\.preset: no preset 'labtop'; did you mean laptop\?$"):
+        load(tmp_path, "model: {preset: labtop}")
 
 
 def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
@@ -42,16 +49,6 @@ def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
     assert load(tmp_path, "model: {vocab_size: 512}").model.vocab_size == 512
     assert load(tmp_path, "data: {tokenizer: some.model}").model == RunConfig().model
     assert load(tmp_path, "model: {preset: 170M}\ndata: {tokenizer: a.json}").model.vocab_size == 32_000
-
-
-def test_preset_is_written_out_below_what_is_given_beside_it(tmp_path):
-    text = "model: {preset: laptop, variant: mac, memory: {depth: 3}}"
-    expected = preset("laptop", variant="mac").model_dump()
-    expected["memory"]["depth"] = 3
-    assert load(tmp_path, text).model == ModelConfig(**expected)
-    assert load(tmp_path, text, "model.preset=smoke").model.d_model == preset("smoke").d_model
-    with pytest.raises(UsageError, match=r"^model\.preset: no preset 'labtop'; did you mean laptop\?$"):
-        load(tmp_path, "model: {preset: labtop}")
 
 
 @pytest.mark.parametrize("text", ["model: {preset: smoke", "model: [1]", "data: 3\nmodel: {preset: smoke}"])

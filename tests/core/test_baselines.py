@@ -245,7 +245,7 @@ def test_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(
         torch.testing.assert_close(grad[0, : t + 1], h[: t + 1].flip(0), rtol=1e-10, atol=1e-10)
 
 
-def test_filter_of_a_float64_hyena_has_frequencies_of_float64():
+def test_filters_of_hyena_and_attention_of_based_are_their_definitions():
     block, t = model("hyena").blocks[0].double(), torch.arange(50, dtype=torch.float64)[:, None]
     layer, length, bands = block.filter, block.options.length, block.options.bands
     frequencies = 1e-4 + (bands - 1 - 1e-4) * torch.arange(bands).double() / (bands - 1)
@@ -257,9 +257,6 @@ def test_filter_of_a_float64_hyena_has_frequencies_of_float64():
     rate = slow + (fast - slow) * torch.arange(16).double() / 15
     expected = h @ layer.last * torch.exp(math.log(layer.LEFT) * rate * t / (length - 1))
     torch.testing.assert_close(layer(50), expected, rtol=1e-13, atol=1e-13)
-
-
-def test_based_attends_by_the_taylor_series_of_exp():
     layer = perturbed("based").stack[1]
     z = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     projected = [w(z) for w in (layer.w_q, layer.w_k, layer.w_v)]

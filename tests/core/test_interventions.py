@@ -114,7 +114,7 @@ def test_shorter_window_is_that_of_a_model_built_with_it(variant):
     assert torch.equal(logits(net, x, Intervention(window=8)), logits(other, x))
 
 
-def test_state_is_carried_across_windows():
+def test_state_is_carried_across_windows_and_nothing_is_left_of_an_intervention():
     """The cache keeps the keys of the model's own window, so the window may grow again."""
     net, x = model("mag"), tokens(2, 40)
     with torch.no_grad():
@@ -123,6 +123,19 @@ def test_state_is_carried_across_windows():
         y = net(x[:, 24:], state).logits
         assert state.blocks[0].attention.keys.k.shape[2] == 11
     assert not torch.equal(y, logits(net, x)[:, 24:])
+    net, x = model("mag"), tokens(2, 30)
+    before = logits(net, x)
+    with pytest.raises(RuntimeError), intervene(net, Intervention(False, "off", False, 4)):
+        raise RuntimeError
+    with intervene(net, OFF["memory"]):
+        with intervene(net, OFF["attention"]):
+            pass
+        assert torch.equal(logits(net, x), logits(net, x, OFF["memory"]))
+    assert torch.equal(logits(net, x), before)
+    net = model("lmm", max_alpha=0.01, alpha_bias=20.0)
+    memory = net.blocks[0].memory
+    _, writes, _ = memory._project_tokens(torch.randn(1, 9, 16).double(), memory.zero_conv_state())
+    torch.testing.assert_close(writes.alpha, torch.full_like(writes.alpha, 0.01), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("read", [12, 16, 20])
@@ -146,18 +159,6 @@ def test_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
     torch.testing.assert_close(whole, single, rtol=1e-9, atol=1e-10)
 
 
-def test_nothing_is_left_of_an_intervention():
-    net, x = model("mag"), tokens(2, 30)
-    before = logits(net, x)
-    with pytest.raises(RuntimeError), intervene(net, Intervention(False, "off", False, 4)):
-        raise RuntimeError
-    with intervene(net, OFF["memory"]):
-        with intervene(net, OFF["attention"]):
-            pass
-        assert torch.equal(logits(net, x), logits(net, x, OFF["memory"]))
-    assert torch.equal(logits(net, x), before)
-
-
 def test_interventions_without_effect_and_windows_that_do_not_fit_are_known():
     for variant, expected in (
         ("lmm", {"memory", "decay"}), ("mac", {"memory", "attention", "decay"}), ("mag", set(OFF)),
@@ -168,13 +169,6 @@ def test_interventions_without_effect_and_windows_that_do_not_fit_are_known():
         error = pytest.raises(ValueError, match=rf"^window: {window} .*{why}")
         with error, intervene(model(variant), Intervention(window=window)):
             pass
-
-
-def test_alpha_is_bounded():
-    net = model("lmm", max_alpha=0.01, alpha_bias=20.0)
-    memory = net.blocks[0].memory
-    _, writes, _ = memory._project_tokens(torch.randn(1, 9, 16).double(), memory.zero_conv_state())
-    torch.testing.assert_close(writes.alpha, torch.full_like(writes.alpha, 0.01), rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])

@@ -25,7 +25,7 @@ def test_telemetry_reports_the_surprise_before_the_write(forget_to):
     assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
 
 
-def test_memory_is_a_layer_of_its_own_and_other_models_have_no_limits():
+def test_memory_is_a_layer_of_its_own_and_packs_documents_on_a_border():
     torch.manual_seed(0)
     layer = NeuralMemory(24, MemoryConfig(heads=3, chunk_size=8))
     assert all(torch.isfinite(p).all() and p.abs().max() < 20 for p in layer.parameters())
@@ -38,9 +38,6 @@ def test_memory_is_a_layer_of_its_own_and_other_models_have_no_limits():
     assert healthy_limits(net) == {}
     assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
     assert out_of_range({}, {}) is None
-
-
-def test_packed_documents_start_from_one_state_on_a_chunk_border():
     layer, documents = model().blocks[0].memory, Documents.from_starts(torch.eye(1, 20).bool())
     x = torch.randn(2, 36, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     _, cache = layer(x[:1, :16])

@@ -191,7 +191,7 @@ def test_two_processes_at_once(texts, tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
-def test_task_rows(sum_task, tmp_path):
+def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path, monkeypatch):
     prepared = prepare(config(sum_task), tmp_path)
     batch = prepared.train_stream(30, seed=0).batch(0)
     assert batch.tokens.shape == (30, 9)
@@ -207,9 +207,6 @@ def test_task_rows(sum_task, tmp_path):
     assert "0" * 16 not in prepared.item_hashes
     assert set(prepared.item_hashes) == {h for h in prepared.item_hashes if h in prepared.item_hashes}
     assert len(prepared.item_hashes) <= 25
-
-
-def test_task_rows_are_made_anew_by_version_and_length_and_need_weights(sum_task, tmp_path, monkeypatch):
     first = prepare(config(sum_task), tmp_path).fingerprint
     assert prepare(config(sum_task), tmp_path).fingerprint == first
     prepare(config(sum_task, length=12), tmp_path)

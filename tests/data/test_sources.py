@@ -140,7 +140,7 @@ def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypat
     assert pieces[:2] == ["one two", " three"]
 
 
-def test_corpus_is_the_same_everywhere(tmp_path):
+def test_corpus_is_the_same_everywhere_and_names_its_documents(tmp_path):
     """Neither the machine nor the version of Python is part of what cells are named by."""
     data = config({"kind": "corpus", "max_tokens": 200_000}, length=64)
     prepared = prepare(data, tmp_path / "a")
@@ -151,9 +151,6 @@ def test_corpus_is_the_same_everywhere(tmp_path):
     prose = prepare(config({"kind": "corpus", "subset": "prose", "max_tokens": 50_000}), tmp_path / "a")
     assert not any("import " in text for text in documents_of(prose, "train"))
     assert prose.labels == ["corpus:prose"]
-
-
-def test_corpus_says_what_every_document_is():
     records = [json.loads(line) for line in lzma.decompress(CORPUS.read_bytes()).splitlines()]
     notices = CORPUS.with_name("LICENCES.txt").read_text()
     assert len({record["id"] for record in records}) == len(records) > 300

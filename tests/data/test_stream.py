@@ -153,7 +153,7 @@ def test_shards_read_across_their_borders(tmp_path):
             assert np.array_equal(span.loss, loss[start:stop])
 
 
-def test_tokens_are_read_in_place_and_large_vocabularies_take_32_bits(mixed, tmp_path):
+def test_tokens_are_read_in_place_and_weights_and_workers_that_do_not_fit_refused(mixed, tmp_path):
     source = mixed.sources[0]
     tokens = source.train.read(5, 25).tokens
     assert tokens.dtype == np.uint16
@@ -164,9 +164,6 @@ def test_tokens_are_read_in_place_and_large_vocabularies_take_32_bits(mixed, tmp
     writer.add(np.array([1, 70_000, 3]), np.array([False, True, True]))
     read = Split(LocalShards(tmp_path), writer.close()).read(0, 3).tokens
     assert (read.tolist(), info_small.shard_tokens) == ([1, 70_000, 3], 2 * writer.shard_tokens)
-
-
-def test_zero_weights_and_too_many_workers(mixed, tmp_path):
     path = write_jsonl(tmp_path / "t.jsonl", ["some text that is long enough"] * 3)
     silent = prepare(config(files(path, weight=0.0)), tmp_path / "root")
     with pytest.raises(UsageError, match=r"data\.sources: every weight is 0"):

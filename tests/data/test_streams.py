@@ -63,7 +63,7 @@ def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, gr
     assert sum(predicted.values()) > held - len(DOCUMENTS) - count * 8
 
 
-def test_documents_begin_on_rows_of_their_own_and_reset_the_stream(tmp_path):
+def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     source = data.sources[0]
     starts = document_starts(source.train)
@@ -78,9 +78,6 @@ def test_documents_begin_on_rows_of_their_own_and_reset_the_stream(tmp_path):
     plain = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing="plain")
     assert RowTable.of(plain.sources[0], 8).begins.sum() == 1
     assert len({plain.fingerprint, data.fingerprint}) == 2
-
-
-def test_items_longer_than_a_row_are_documents(tmp_path):
     data = prepared(tmp_path, needles())
     streams = Streams(data.sources, 2, 8, seed=3)
     assert streams.tables[0].unit == 8

@@ -46,7 +46,7 @@ def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:
     return path
 
 
-def test_bytes_and_letters_of_dna_round_trip():
+def test_bytes_and_letters_round_trip_and_letters_of_several_tokens_are_waited_for():
     tokenizer = load_tokenizer("byte")
     text = "Titans — ñ 記憶\n"
     assert tokenizer.encode(text) == list(text.encode())
@@ -57,6 +57,10 @@ def test_bytes_and_letters_of_dna_round_trip():
     assert tokenizer.encode("ACGTNacgtn") == [0, 1, 2, 3, 4] * 2
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("gattRcÄ"), tokenizer.pad]) == "GATTNCN"
     assert tokenizer.vocab_size == VOCABULARIES["dna"] == 8
+    assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
+    stream = TextStream(load_tokenizer("byte"))
+    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
+    assert stream.end() == "\ufffd"
 
 
 def streamed(tokenizer, text: str, first: int) -> list[str]:
@@ -73,13 +77,6 @@ def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
     tokenizer = load_tokenizer(str(sentencepiece_model))
     before = tokenizer.decode(tokenizer.encode("memory after chunk")[:first])
     assert before + "".join(streamed(tokenizer, "memory after chunk", first)) == "memory after chunk"
-
-
-def test_letter_of_several_tokens_is_waited_for_but_not_for_ever():
-    assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
-    stream = TextStream(load_tokenizer("byte"))
-    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
-    assert stream.end() == "\ufffd"
 
 
 @pytest.mark.parametrize("kind", ["byte", "plain", "special"])
@@ -101,7 +98,7 @@ def test_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     assert collected == [own.bos, own.bos, own.pad]
 
 
-def test_sentencepiece_round_trip(sentencepiece_model):
+def test_sentencepiece_round_trips_and_fingerprints_are_of_the_content(sentencepiece_model, tmp_path):
     tokenizer = load_tokenizer(str(sentencepiece_model))
     ids = tokenizer.encode("token after token")
     assert tokenizer.decode([tokenizer.bos, *ids, tokenizer.pad]) == "token after token"
@@ -109,6 +106,12 @@ def test_sentencepiece_round_trip(sentencepiece_model):
     assert tokenizer.pad not in {tokenizer.bos, *ids}
     assert tokenizer.vocab_size == 32
     assert tokenizer.encode_batch(["token after token"])[0].tolist() == ids
+    copy = tmp_path / "another_name.model"
+    shutil.copyfile(sentencepiece_model, copy)
+    first, second = load_tokenizer(str(sentencepiece_model)), load_tokenizer(str(copy))
+    other = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
+    assert first.fingerprint == second.fingerprint
+    assert len({first.fingerprint, other.fingerprint, load_tokenizer("byte").fingerprint}) == 3
 
 
 def test_json_uses_its_own_special_tokens_or_new_ids(tmp_path):
@@ -120,15 +123,6 @@ def test_json_uses_its_own_special_tokens_or_new_ids(tmp_path):
     assert tokenizer.bos == 3, "behind the three known ids"
     assert tokenizer.pad == 0, "<unk> serves"
     assert tokenizer.vocab_size == 4
-
-
-def test_fingerprint_is_of_the_content(tmp_path, sentencepiece_model):
-    copy = tmp_path / "another_name.model"
-    shutil.copyfile(sentencepiece_model, copy)
-    first, second = load_tokenizer(str(sentencepiece_model)), load_tokenizer(str(copy))
-    other = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
-    assert first.fingerprint == second.fingerprint
-    assert len({first.fingerprint, other.fingerprint, load_tokenizer("byte").fingerprint}) == 3
 
 
 @pytest.mark.parametrize(("name", "content"), [

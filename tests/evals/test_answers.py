@@ -68,18 +68,12 @@ def test_depth_is_uniform(style):
     assert max(depths) > 0.99
 
 
-def test_haystack_can_be_read_from_a_file(tmp_path):
+def test_haystack_is_read_from_a_file_and_rebound_keys_change_their_value(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("It rained.  The ship\nsailed at dawn! Nobody waved. " * 20)
     for item in items("needle", 600, 20, kind="number", path=str(path)):
         assert "The ship sailed" in item.text
         assert re.search(r"(?:^|[.!] |\n)One of the special", item.text)
-
-
-# --- recall
-
-
-def test_rebound_keys_change_their_value():
     for item in items("recall", 90, 50, pairs=8, rebind=0.5):
         block = item.text[: 2 * 12]
         values = {}
@@ -87,6 +81,9 @@ def test_rebound_keys_change_their_value():
             values.setdefault(key, []).append(value)
         assert sorted(map(len, values.values())) == [1] * 4 + [2] * 4
         assert all(v[0] != v[-1] for v in values.values() if len(v) == 2)
+
+
+# --- recall
 
 
 # --- reasoning: facts are (person, action, target) in order, read off the text

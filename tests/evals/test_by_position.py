@@ -100,7 +100,7 @@ class Counting(nn.Module):
         return SimpleNamespace(losses=losses, state=int(seen[-1]))
 
 
-def test_what_carries_more_gains_more():
+def test_carrying_more_gains_more_and_errors_follow_texts_or_parts():
     result = read_by_position(scorer(Counting(), 20), texts(3), T, windows=(1, 2))
     counts = texts()[0].counts
     p = np.arange(1, ROWS * T + 1)
@@ -113,9 +113,6 @@ def test_what_carries_more_gains_more():
     assert result.gain(1, T) == (0, 0)
     assert result.loss("carried", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[2 * T : 3 * T].mean())
     assert result.loss("window-1", 2 * T + 1, 3 * T)[0] == pytest.approx(carried[T : 2 * T].mean())
-
-
-def test_buckets_double_and_standard_errors_follow_texts_or_parts():
     result = ByPosition(48, np.ones((1, 48 * 5), bool), {})
     assert result.buckets() == [(1, 6), (7, 12), (13, 24), (25, 48), (49, 96), (97, 192), (193, 240)]
     assert ByPosition(2, np.ones((1, 6), bool), {}).buckets() == [(1, 1), (2, 2), (3, 4), (5, 6)]

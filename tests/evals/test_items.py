@@ -75,20 +75,6 @@ def test_fill_reaches_the_length_or_the_last_word_before_it(length):
     assert tokens.count(words.pad) <= 1
 
 
-def test_long_row_is_filled_as_a_short_one_in_fewer_counts(monkeypatch):
-    words, built = WordTokenizer(), []
-
-    def build(characters):
-        built.append(characters)
-        return make_item([(("xy z abcdef " * characters)[:characters] + " where? ", False), ("here", True)])
-
-    item, slow = fill(build, 3000, words), len(built)
-    built.clear()
-    monkeypatch.setattr("titans_platform.tasks.items.LONG", 3000)
-    assert fill(build, 3000, words) == item
-    assert len(built) < slow
-
-
 def test_rows_too_short_are_refused():
     with pytest.raises(UsageError, match="ask for longer rows"):
         fill(lambda n: make_item([("a" * (n + 10), False), ("b", True)]), 11, BYTE)

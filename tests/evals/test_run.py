@@ -106,16 +106,13 @@ def test_oracle_is_right_every_time_and_a_guesser_at_chance(task, options, solve
     assert measured["stderr"] <= math.sqrt(p * (1 - p) / 600) + 1e-12
 
 
-def test_answer_with_one_wrong_token_is_wrong():
+def test_answer_with_a_wrong_token_is_wrong_and_standard_errors_are_binomial():
     def half(text):
         token = solve_needle(text)
         return "x" if token and not text.endswith(":") else token
 
     result = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
     assert result["columns"]["col"] == 0.0
-
-
-def test_standard_error_is_binomial_with_one_answer_an_item():
     calls = iter(range(10**6))
     sometimes = lambda text: (said := solve_recall(text)) and (said if next(calls) % 3 else None)  # noqa: E731
     result = evaluate(
@@ -156,10 +153,16 @@ def test_items_of_the_training_rows_are_never_asked():
     assert not texts & set(asked)
 
 
-def test_task_that_training_used_up_is_refused():
+def test_task_that_training_used_up_and_missing_rows_are_refused():
     everything = type("Everything", (frozenset,), {"__contains__": lambda *_: True})()
     with pytest.raises(UsageError, match=r"every item of needle-passkey at 48 tokens occurs in training"):
         evaluate(Guesser("0"), prepared(everything), config("needle", COMPACT), 48)
+    for batches, lengths, message in (
+        ((), (1.0,), "no validation rows"),
+        ([text_batch("^abc")], (2.0,), "validation rows have 3 tokens"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, lengths), 3)
 
 
 def test_modes_are_restored_after_a_failure_and_bad_tasks_fail_before_measuring():
@@ -251,15 +254,6 @@ def test_perplexity_keeps_to_its_budget_and_cuts_rows():
         budgeted = config("perplexity", {}, perplexity_tokens=budget, batch_tokens=80)
         result = evaluate(Bigram(), data, budgeted, 8)
         assert (asked.pop(), result["tasks"]["col/perplexity@8"]["items"]) == (rows, tokens)
-
-
-def test_perplexity_without_fitting_rows_is_refused():
-    for batches, lengths, message in (
-        ((), (1.0,), "no validation rows"),
-        ([text_batch("^abc")], (2.0,), "validation rows have 3 tokens"),
-    ):
-        with pytest.raises(UsageError, match=message):
-            evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, lengths), 3)
 
 
 class Walk(nn.Module):

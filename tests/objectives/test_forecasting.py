@@ -121,7 +121,7 @@ def test_benchmark_is_found_by_name_and_checked(tiny):
     refused(tiny, "has 61 steps of 2 channels, Tiny has 60 of 2")
 
 
-def test_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
+def test_run_is_tested_on_every_window_and_named_by_its_forecaster(tiny):
     cfg = config(tiny)
     objective = build_objective(cfg)
     data = objective.prepare(tiny / "root")
@@ -129,9 +129,6 @@ def test_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
     result = Worker(spec_for(cfg, tiny / "root")).run()
     assert (result.tasks["mse/mse@8"].items, result.best_step % 3) == (12 - 4 + 1, 0)
     assert result.columns["mse"] != pytest.approx(result.best_validation_loss)
-
-
-def test_forecaster_decides_the_name_and_the_folder_does_not(tiny):
     (tiny / "moved").mkdir()
     (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
 

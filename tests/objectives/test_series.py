@@ -47,7 +47,7 @@ def test_windows_are_cut_by_time_and_in_units_of_the_training_part():
         SeriesData(line(), 29, 2, 0.25)
 
 
-def test_epochs_and_columns():
+def test_epochs_have_every_window_once_and_columns_of_numbers_are_read(tmp_path):
     data = SeriesData(line(), length=6, horizon=2, validation_fraction=0.25)
     alone = data.train_stream(23, seed=3)
     first = when(data, alone.batch(0).inputs)[:, 0]
@@ -57,9 +57,6 @@ def test_epochs_and_columns():
     assert torch.equal(torch.cat(shared).sort(0).values, alone.batch(1).inputs.sort(0).values)
     with pytest.raises(UsageError, match=r"optim\.global_batch_size: 1 rows cannot be shared by 2"):
         data.train_stream(1, 0, 0, 2)
-
-
-def test_columns_of_numbers_are_read(tmp_path):
     (tmp_path / "s.csv").write_text(CSV)
     (tmp_path / "s.csv.xz").write_bytes(lzma.compress(CSV.encode()))
     table = read_series(str(tmp_path / "s.csv"), (), "f")

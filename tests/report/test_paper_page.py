@@ -37,13 +37,6 @@ def test_sweep_list_shows_what_has_been_run(begun, capsys, answer):
     assert "paper" not in studies["grid"]
 
 
-def test_page_without_studies_is_written_under_the_root(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr("titans_platform.study.status.studies_of_the_paper", dict)
-    assert cli.run(["paper", "--root", str(tmp_path)]) == 0
-    assert str(tmp_path / "paper.html") in capsys.readouterr().out
-    assert (tmp_path / "paper.html").is_file()
-
-
 def test_page_has_our_numbers_and_the_papers(begun):
     items = overview(begun, studies_of_the_paper())
     assert [name for item in items for name in item.names] == [

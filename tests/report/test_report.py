@@ -105,7 +105,7 @@ def test_page_is_valid_self_contained_and_labelled(hurt):
     assert LIGHT.keys() == DARK.keys()
 
 
-def test_missing_cells_are_marked_and_numbers_link_to_their_runs(hurt):
+def test_missing_cells_are_marked_numbers_linked_and_latex_escaped(hurt):
     text = page(hurt)
     assert "<script>alert" not in text
     assert "loss &lt;script&gt;" in text
@@ -115,6 +115,9 @@ def test_missing_cells_are_marked_and_numbers_link_to_their_runs(hurt):
         assert f'href="http://127.0.0.1:5000/#/experiments/1/runs/{run}"' in text
     # a mean leads to its runs side by side, one seed to the run itself
     assert "#/compare-runs?runs=[&#34;run0x0&#34;,&#34;run0x1&#34;]&amp;experiments=[&#34;1&#34;]" in text
+    text = export.latex(build_report(hurt))
+    assert r"w/o $<$Conv$>$ \& co &" in text
+    assert r"LMM & $\mathbf{" in text
 
 
 def grid(*axes: tuple[str, list]) -> list[Row]:
@@ -211,26 +214,17 @@ def test_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_pat
     assert figure_data(table).axes == ()
 
 
-def test_seeds_that_are_not_the_scales_are_named(tmp_path):
+def test_other_seeds_and_other_scales_are_named(tmp_path):
     """Such as seeds that a recipe was tuned on: a mean that counts them says so."""
     tuned = study([Row(name="LMM")]).model_copy(update={"scales": {"small": Scale(seeds=(0, 1))}})
     note = "Seeds that are not the scale's are counted: 100, 101."
     for seeds, counted in (((0, 1), False), ((0, 1, 100, 101), True)):
         assert (note in build_report(measured(tmp_path / str(len(seeds)), tuned, seeds)).notes) == counted
-
-
-def test_papers_scale_is_shared_only_where_numbers_are_comparable(tmp_path):
     table = measured(
         tmp_path, study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
     )
     for comparable, shared in ((True, "on the same scale"), (False, "a scale of their own")):
         assert shared in pictures(figure_data(replace(table, comparable=comparable)))[0].caption
-
-
-def test_latex_has_the_best_in_bold_and_escapes_its_text(hurt):
-    text = export.latex(build_report(hurt))
-    assert r"w/o $<$Conv$>$ \& co &" in text
-    assert r"LMM & $\mathbf{" in text
 
 
 def test_colour_follows_chance():

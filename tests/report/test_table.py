@@ -195,15 +195,12 @@ def test_numbers_timed_beside_other_cells_are_marked(root):
     assert not timed(cells()[1], "b", 5, 19)
 
 
-def test_empty_table_has_a_report(root):
+def test_empty_table_has_a_report_and_counts_are_abbreviated(root):
     empty = table(root)
     paths = write_report(build_report(empty), root / "views")
     assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
     assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
     assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
-
-
-def test_counts_and_commits_are_abbreviated():
     short = {None: "—", 0: "0", 999: "999", 1000: "1K", 137_400: "137K", 999_600: "1M", 15 * 10**9: "15B"}
     assert {value: text.count(value) for value in short} == short
     assert text.commit("deadbeef" * 5) == "deadbeefdead"

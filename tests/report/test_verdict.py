@@ -67,34 +67,28 @@ def test_difference_is_paired_by_seed():
     assert paired({0: 31.1, 1: 11.0, 2: 21.0}, base).p > 0.9
 
 
-def test_interval_and_p_of_an_example_worked_by_hand():
+def test_interval_p_and_holm_of_examples_worked_by_hand():
     # mean 2, sd 1, standard error 1/sqrt(3), t = 2 sqrt(3) = 3.4641 with 2 degrees of freedom
     worked = paired({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
     # t's 97.5% quantile with 2 degrees of freedom is 4.30265
     assert worked.interval == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), abs=1e-4)
     # of two degrees of freedom the distribution is closed: p = 1 - t / sqrt(t^2 + 2)
     assert worked.p == pytest.approx(1 - 12**0.5 / 14**0.5)
+    # ranks 1 to 4 are multiplied by 4, 3, 2, 1; none is below the one before it, none above 1
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert (holm([0.5, 0.9, 0.4]), holm([])) == (pytest.approx([1.0, 1.0, 1.0]), [])
 
 
-def test_one_seed_has_no_interval():
+def test_one_seed_has_no_interval_and_equal_differences_are_certain():
     one = paired({0: 1.0}, {0: 0.0})
     assert (one.interval, one.p) == (None, None)
     assert difference({0: 1.0}, {1: 0.0}) is None
     (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, one)])
     assert (alone.outcome, str(cell(alone, 2))) == ("one seed", "+1.00 one seed")
     assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
-
-
-def test_equal_differences_in_every_seed_are_certain_or_none():
     half = dict.fromkeys(range(3), 0.5)
     assert paired(dict.fromkeys(range(3), 1.5), half).p == pytest.approx(0, abs=1e-12)
     assert paired(half, half).p == 1.0
-
-
-def test_holm_by_hand():
-    # ranks 1 to 4 are multiplied by 4, 3, 2, 1; none is below the one before it, none above 1
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert (holm([0.5, 0.9, 0.4]), holm([])) == (pytest.approx([1.0, 1.0, 1.0]), [])
 
 
 def test_holm_may_leave_unresolved_what_is_resolved_alone():

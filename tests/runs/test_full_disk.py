@@ -84,7 +84,9 @@ def test_records_that_have_no_room_do_not_replace_the_error_of_the_run(tiny_run,
         run(tiny_run, tmp_path)
 
 
-def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path, monkeypatch, caplog):
+def test_progress_without_room_is_said_once_and_the_log_ends_with_a_line(
+    tiny_run, tmp_path, monkeypatch, caplog
+):
     prepare(tiny_run.data, tmp_path)
     spec = spec_for(tiny_run, tmp_path)
     spec.folder.path.mkdir(parents=True)
@@ -96,9 +98,6 @@ def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path,
             reporter.start(2)
         reporter.start(3)
     assert [record.message for record in caplog.records] == ["No space left on device"] * 2
-
-
-def test_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
     log, ended = Journal(RunFolder(tmp_path, "run"), lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
     monkeypatch.setattr(Journal, "keep", full)
     monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))

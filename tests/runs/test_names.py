@@ -41,14 +41,11 @@ def test_defaults_belong_to_their_version():
     assert (digest[:12], DEFAULTS_VERSION) == (DEFAULTS, 4)
 
 
-def test_configs_and_presets_keep_their_names():
+def test_configs_keep_their_names_and_each_field_that_differs_gives_another():
     assert {text: name(run(text)) for text in NAMES} == NAMES
     assert name(RunConfig(model=preset("340M", "mag"))) == "6d64e3f84815"
     # a default written out is a default left out
     assert name(run(json.dumps(defaults()))) == name(run())
-
-
-def test_each_field_that_differs_gives_another_name():
     fields = {"alpha_bias": -5.0, "depth": 3, "conv": False, "surprise_bound": None}
     configs = [run(json.dumps({"model": {"memory": {key: value}}})) for key, value in fields.items()]
     assert len({name(config) for config in [run(), *configs]}) == len(fields) + 1

@@ -92,7 +92,7 @@ def points(*steps: int, **values: float) -> list[tuple[int, int, dict[str, float
     return [(step, 1000 + step, values or {"loss": 1 / step}) for step in steps]
 
 
-def test_steps_are_logged_once_across_a_restart(store):
+def test_steps_are_logged_once_across_restarts_and_lost_answers(store, monkeypatch):
     run_id = store.cell_run("resumed", "resumed")
     store.run(run_id).send(points(*range(1, 31)))
     after = open_store(store.uri).run(run_id)
@@ -101,9 +101,6 @@ def test_steps_are_logged_once_across_a_restart(store):
     after.close()
     assert [step for step, _ in history(store, run_id, "loss")] == list(range(1, 51))
     assert store.client.get_run(run_id).info.status == "FINISHED"
-
-
-def test_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
     log, answers = store.run(store.cell_run("lost", "lost")), store.client.log_batch
 
     def lost(*arguments, **options):

@@ -20,7 +20,7 @@ def test_first_cell_of_an_experiment_resolves(name):
     build_objective(resolve(study, "smoke", study.rows_at("smoke")[-1])).check()
 
 
-def test_experiment_is_found_by_name_or_folder_and_hidden_by_a_study_of_the_paper(tmp_path, monkeypatch):
+def test_experiment_is_found_by_name_and_by_folder(tmp_path, monkeypatch):
     (tmp_path / "experiments/mine").mkdir(parents=True)
     study = tmp_path / "experiments/mine/study.yaml"
     study.write_text("name: mine\nlike: ablation\n")

@@ -64,7 +64,7 @@ def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
     assert basis == "optimiser steps of fast timed now"
 
 
-def test_rows_not_timed_get_the_mean_and_finished_cells_replace_timed_steps(study):
+def test_finished_cells_replace_timed_steps(study):
     finish(study, study.cells[0], train_seconds=30.0, eval_seconds=10.0)
     seconds, basis = estimate(replace(study, concurrency=1))
     # five cells are left, and rows without a finished cell get the mean of those with one

@@ -118,7 +118,7 @@ def test_corners_of_a_search_space_are_checked(hunt, space, said):
     assert "\n" not in str(error.value)
 
 
-def test_dry_run_shows_the_search_and_milestones(hunt, capsys):
+def test_dry_run_shows_the_search(hunt, capsys):
     assert call("--dry-run", "--json") == 0
     plan = json.loads(capsys.readouterr().out)["search"]
     assert plan["rungs"] == [3, 9, 27]
