@@ -25,8 +25,8 @@ from titans_kernels.bench.check import judge
 from titans_kernels.bench.inputs import make
 from titans_kernels.bench.machine import ceilings, describe
 from titans_kernels.bench.peers import titans_pytorch, versions
-from titans_kernels.bench.process import Worker
-from titans_kernels.bench.shapes import Shape, flops
+from titans_kernels.bench.process import TimingProcess
+from titans_kernels.bench.shapes import BenchShape, flops
 from titans_kernels.bench.timing import Clock, Interleaved, Op
 from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import TitansError, UsageError
@@ -38,8 +38,8 @@ EXACT_LENGTH = 256
 LONGEST_PEER = 4096
 """Beyond it the peer needs 10 GB; there, we are compared with ourselves at the base length."""
 BASE_LENGTH = 1024
-SHAPE = Shape("layer", 2, 64, 256, 2, BASE_LENGTH, heads=4, bound=1.0)
-QUICK = Shape("quick", 2, 16, 16, 1, BASE_LENGTH, chunk_size=16, heads=2, bound=1.0)
+SHAPE = BenchShape("layer", 2, 64, 256, 2, BASE_LENGTH, heads=4, bound=1.0)
+QUICK = BenchShape("quick", 2, 16, 16, 1, BASE_LENGTH, chunk_size=16, heads=2, bound=1.0)
 CPU = torch.device("cpu")
 
 Progress = Callable[[str], None]
@@ -47,7 +47,7 @@ Progress = Callable[[str], None]
 
 def layer(**sizes: Any) -> Op:
     """Our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
-    s = Shape(**sizes)
+    s = BenchShape(**sizes)
     config = MemoryConfig(
         depth=s.depth, heads=s.heads, expansion=s.hidden // s.head_dim,
         chunk_size=s.chunk_size,
@@ -60,17 +60,17 @@ def layer(**sizes: Any) -> Op:
 
 def operator(**sizes: Any) -> Op:
     """Our operator alone, `titans_kernels.neural_memory`."""
-    inputs = make(Shape(**sizes), torch.float32, CPU, seed=0)
+    inputs = make(BenchShape(**sizes), torch.float32, CPU, seed=0)
     return Op(lambda: inputs.call("auto")[0], inputs.leaves)
 
 
 def peer(chunk: int, **sizes: Any) -> Op:
     """Build the layer of titans-pytorch; ``chunk`` is its chunk_size, its batch_size is our chunk_size."""
-    return titans_pytorch(Shape(**sizes), chunk, renewed=True)
+    return titans_pytorch(BenchShape(**sizes), chunk, renewed=True)
 
 
 def run(
-    lengths: list[int], pairs: int, threads: int, *, shape: Shape = SHAPE, against: str | None = None,
+    lengths: list[int], pairs: int, threads: int, *, shape: BenchShape = SHAPE, against: str | None = None,
     progress: Progress = lambda message: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Check the operator, then time each length forward and backward in ``pairs`` interleaved rounds.
@@ -106,7 +106,7 @@ def _peer_version(name: str) -> str:
     return installed[name]
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
+def _sizes(shape: BenchShape) -> dict[str, Any]:
     return {name: value for name, value in vars(shape).items() if name not in ("targets", "small", "beside")}
 
 
@@ -114,16 +114,16 @@ class Case(NamedTuple):
     """One thing to time: the function above that builds it, at a shape."""
 
     kind: str
-    shape: Shape
+    shape: BenchShape
     more: Mapping[str, int] = MappingProxyType({})
 
-    def start(self, threads: int) -> Worker:
+    def start(self, threads: int) -> TimingProcess:
         """Start a process that times it."""
         label = f"{PEER if self.kind == 'peer' else self.kind} at T = {self.shape.length}"
-        return Worker(f"{__name__}:{self.kind}", _sizes(self.shape) | dict(self.more), threads, label)
+        return TimingProcess(f"{__name__}:{self.kind}", _sizes(self.shape) | dict(self.more), threads, label)
 
 
-def _cases(shape: Shape, against: str | None) -> dict[str, Case]:
+def _cases(shape: BenchShape, against: str | None) -> dict[str, Case]:
     """Return the cases that a row of the table compares."""
     cases = {"ours": Case("layer", shape), "operator": Case("operator", shape)}
     if against and shape.length <= LONGEST_PEER:
@@ -140,7 +140,7 @@ def _row(
     shape = cases["ours"].shape
     with ExitStack() as stack:
 
-        def started(case: Case) -> Worker:
+        def started(case: Case) -> TimingProcess:
             return stack.enter_context(case.start(threads))
 
         rounds = Interleaved({name: partial(started, case) for name, case in cases.items()})
@@ -159,7 +159,7 @@ def _row(
     return row
 
 
-def _summary(case: Case, worker: Worker) -> dict[str, Any]:
+def _summary(case: Case, worker: TimingProcess) -> dict[str, Any]:
     speeds = [case.shape.batch * case.shape.length / seconds for seconds in worker.samples.steps]
     summary = {"tokens_per_second": median(speeds), "samples": speeds, "peak_mb": worker.peak_bytes / 2**20}
     return summary | ({"chunk_size": case.more["chunk"]} if case.kind == "peer" else {})

@@ -9,7 +9,7 @@ import torch
 
 from benchmarks import memory
 from benchmarks.memory import PEER, QUICK, SHAPE, lines_of
-from titans_kernels.bench.process import Worker
+from titans_kernels.bench.process import TimingProcess
 from titans_kernels.bench.shapes import flops
 from titans_kernels.bench.timing import Failed, Samples
 from titans_kernels.memory.forms import chunked, native
@@ -37,7 +37,7 @@ def test_wrong_operator_is_not_timed(monkeypatch, capsys):
     wrong = lambda *gates: (gates_ := right(*gates))._replace(C=gates_.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
     monkeypatch.setattr(native, "library", lambda dtype: None)
-    monkeypatch.setattr(memory, "Worker", None)  # nothing may be started
+    monkeypatch.setattr(memory, "TimingProcess", None)  # nothing may be started
     assert run(["bench", "memory", "--quick"]) == 1
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert error.startswith("error: the operator is not right")
@@ -86,7 +86,7 @@ class FakeWorker:
 @pytest.fixture
 def fake_workers(monkeypatch):
     rates = {"matmul": 1e12, "matmul_of": "a product", "copy": 1e11, "copy_of": 1}
-    monkeypatch.setattr(memory, "Worker", FakeWorker)
+    monkeypatch.setattr(memory, "TimingProcess", FakeWorker)
     monkeypatch.setattr(memory, "ceilings", lambda *_: rates)
     monkeypatch.setattr(memory, "versions", lambda: {PEER: "0.5.5"})
 
@@ -134,7 +134,7 @@ def test_one_of_ours_that_fails_fails_the_command(monkeypatch):
 
 
 def test_process_that_fails_says_why():
-    missing = Worker("benchmarks.memory:nobody", {}, 1, "nobody at T = 16")
+    missing = TimingProcess("benchmarks.memory:nobody", {}, 1, "nobody at T = 16")
     with missing, pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
         missing.turn()
 

@@ -35,7 +35,7 @@ from titans_core.pretrained import MODEL_TYPE, model_config, summary
 from titans_core.ragged import (
     IGNORED,
     Group,
-    State,
+    RaggedState,
     check_labels,
     document_starts,
     documents,
@@ -108,7 +108,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: Tensor | None = None,
         attention_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
-        past_key_values: State | None = None,
+        past_key_values: RaggedState | None = None,
         inputs_embeds: Tensor | None = None,
         labels: Tensor | None = None,
         use_cache: bool | None = None,
@@ -147,7 +147,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: a Titans model returns no attention weights; leave it out")
-        if not isinstance(past_key_values, State | None):
+        if not isinstance(past_key_values, RaggedState | None):
             kind = type(past_key_values).__name__
             raise ValueError(f"past_key_values: a {kind}, not the state that an earlier call returned")
         x_BTD = self._embed(input_ids, inputs_embeds)
@@ -192,9 +192,9 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         return self.model.scaled(self.model.embedding(input_ids))
 
     def _read(
-        self, x_BTD: Tensor, read_BT: Tensor | None, starts_BT: Tensor | None, past: State | None,
+        self, x_BTD: Tensor, read_BT: Tensor | None, starts_BT: Tensor | None, past: RaggedState | None,
         keep_state: bool, hidden: bool,
-    ) -> tuple[list[Tensor], State | None]:  # fmt: skip
+    ) -> tuple[list[Tensor], RaggedState | None]:  # fmt: skip
         """Return the inputs of the head [B, T, D], after the streams before them if ``hidden``, and the
         state.
 
@@ -223,7 +223,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         if read_BT is not None:  # back to the place of each, a masked token's from the last one read
             place_BT = (read_BT.cumsum(1) - 1).clamp(min=0)
             streams = [stream.take_along_dim(place_BT[..., None], 1) for stream in streams]
-        return streams, State(groups, (past.columns if past else 0) + T) if keep_state else None
+        return streams, RaggedState(groups, (past.columns if past else 0) + T) if keep_state else None
 
     def _encode(
         self, x_BTD: Tensor, state: ModelState | None, starts_BT: Tensor | None, hidden: bool

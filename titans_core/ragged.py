@@ -35,7 +35,7 @@ class Group(NamedTuple):
         return Group(rows, self.state.take([self.rows.index(row) for row in rows]))
 
 
-class State:
+class RaggedState:
     """The states of a batch in the place of transformers' KV cache."""
 
     is_compileable = False
@@ -71,7 +71,7 @@ def check_labels(labels: Tensor | None, B: int, T: int) -> None:
         raise ValueError(f"labels: {labels.dtype}, not tokens")
 
 
-def unmasked(mask: Tensor | None, past: State | None, B: int, T: int) -> Tensor | None:
+def unmasked(mask: Tensor | None, past: RaggedState | None, B: int, T: int) -> Tensor | None:
     """[B, T] bool, the tokens of this call that are read; None for all."""
     if mask is None:
         return None
@@ -122,7 +122,7 @@ def _changes(document_BT: Tensor) -> Tensor:
 
 def document_starts(
     position_ids: Tensor | None, document_BT: Tensor | None, read_BT: Tensor | None, order_BT: Tensor | None,
-    past: State | None, B: int, T: int,
+    past: RaggedState | None, B: int, T: int,
 ) -> Tensor | None:  # fmt: skip
     """[B, T] bool, where packed documents begin, unmasked tokens first; None if no row has several."""
     starts = None if document_BT is None else _changes(front(document_BT, order_BT))

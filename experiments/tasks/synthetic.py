@@ -35,7 +35,7 @@ from pydantic import Field, model_validator
 from experiments.tasks.blocks import sharing
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.tasks import GeneratedTask, Heuristic
-from titans_platform.tasks.items import Item, Tokenizer, fill, make_item
+from titans_platform.tasks.items import Item, ItemTokenizer, fill, make_item
 from titans_platform.tasks.recall import (
     BLANK,
     KEYS,
@@ -326,7 +326,7 @@ class Words(GeneratedTask):
             state = self._product(state, self._elements[self._letters.index(letters[place : place + width])])
         return [self._said(state)]
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """As many letters as fit."""
         seed, queries, width = rng.getrandbits(64), self.options.queries, len(self._letters[0])
 

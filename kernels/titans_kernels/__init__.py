@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from titans_kernels.memory.parts.layout import document_borders, packed_layout
     from titans_kernels.memory.residual import Residual
     from titans_kernels.memory.rules import RULES, Rule, find_rule
+    from titans_kernels.memory.support import Support, supports
     from titans_kernels.ran import forms_used
     from titans_kernels.recurrence import (
         linear_attention,
@@ -38,6 +39,7 @@ __all__ = [
     "Registry",
     "Residual",
     "Rule",
+    "Support",
     "accelerate",
     "document_borders",
     "extend_memory",
@@ -55,6 +57,7 @@ __all__ = [
     "source_file",
     "state_dtype",
     "state_numel",
+    "supports",
     "without_autocast",
     "write_budget",
 ]
@@ -64,5 +67,6 @@ __getattr__ = lazy_exports(
     __name__,
     __all__,
     "registry ran exchange recurrence memory.budget memory.decode "
-    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.forms.state",
+    "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.support "
+    "memory.forms.state",
 )

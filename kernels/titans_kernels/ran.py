@@ -20,8 +20,8 @@ def note(operator: str, form: str, given: Tensor | None = None) -> None:
 def forms_used(*, forget: bool = False) -> list[str]:
     """Return the forms that ran in this process so far.
 
-    Under torch.compile only kernels that are opaque to the compiler are recorded; it generates its own code
-    for the chunked forms.
+    Under torch.compile a form of the memory is recorded when a call is traced, and again whenever a kernel
+    runs; other operators are not recorded, since the compiler generates its own code for them.
 
     Args:
         forget: clear the record after reading it.
@@ -33,6 +33,20 @@ def forms_used(*, forget: bool = False) -> list[str]:
     if forget:
         _RAN.clear()
     return used
+
+
+def select(operator: str, form: str, slower: str = "") -> None:
+    """Record the form selected for a call, also while torch.compile traces it.
+
+    ``slower``: the reason why it is not the fastest one, which is logged once.
+    """
+    note(operator, form)
+    if slower:
+        warn_once(operator, f"{form} in place of triton", slower)
+
+
+# as by `torch.compiler.assume_constant_result`, which imports the compiler: run while a call is traced
+select._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
 
 
 @cache

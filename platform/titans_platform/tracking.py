@@ -83,7 +83,7 @@ def check_store(root: Path) -> None:
         _check_sqlite(path)
 
 
-def open_store(where: Path | str) -> Store:
+def open_store(where: Path | str) -> TrackingStore:
     """Open the store under a root folder, or at a tracking address; create and migrate it where needed.
 
     Raises UsageError where it cannot be opened.
@@ -150,7 +150,7 @@ def _start_from_template(path: Path) -> None:
     copy.unlink(missing_ok=True)
 
 
-def _connect(uri: str, artifacts: str | None) -> Store:
+def _connect(uri: str, artifacts: str | None) -> TrackingStore:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         known = client.get_experiment_by_name(EXPERIMENT)
@@ -166,7 +166,7 @@ def _connect(uri: str, artifacts: str | None) -> Store:
         raise
     except Exception as error:  # MLflow lets SQLAlchemy's and alembic's own errors through
         raise _refused(uri, "cannot be opened", "move it away or give another --root", error) from None
-    return Store(client, uri, experiment)
+    return TrackingStore(client, uri, experiment)
 
 
 def _check_sqlite(path: Path) -> None:
@@ -213,7 +213,7 @@ def _refused(store: Path | str, what: str, fix: str, error: Exception | None = N
     return UsageError(f"tracking store {store}: {what}{why}; {fix}")
 
 
-class Store:
+class TrackingStore:
     """An open MLflow store and our experiment in it."""
 
     def __init__(self, client: MlflowClient, uri: str, experiment: str):

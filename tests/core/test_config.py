@@ -8,6 +8,7 @@ import torch
 
 from tests.core.small import VARIANTS, config, model, tokens
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig, count_parameters, presets
+from titans_kernels import supports
 
 
 def test_windows_variants_and_mixed_calls_that_do_not_fit_are_named():
@@ -27,6 +28,14 @@ def test_presets_have_the_parameters_of_their_name(size, variant):
     # which the next test holds to the model's own count
     count = count_parameters(presets.preset(size, variant))
     assert count == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
+
+
+@pytest.mark.parametrize("arch", [80, 90, 100])
+def test_presets_have_kernels_on_every_gpu(arch):
+    for size in presets.SIZES:
+        c = presets.size_config(size)
+        support = supports(c.memory, c.d_model // c.memory.heads, torch.bfloat16, arch)
+        assert (support.form, support.kernels, support.reason) == ("triton", "resident", "")
 
 
 @pytest.mark.parametrize("tied", [True, False])

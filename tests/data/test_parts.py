@@ -56,12 +56,12 @@ def test_any_number_of_processes_makes_the_same_shards(texts, tmp_path):
 def test_what_is_done_is_not_done_again(texts, tmp_path):
     made: list[int] = []
 
-    def counted(jobs: Iterator[parts.Job]) -> Iterator:
+    def counted(jobs: Iterator[parts.PartJob]) -> Iterator:
         for job in jobs:
             made.append(job.number or 0)
             yield from by_processes(1)(iter([job]))
 
-    def killed(jobs: Iterator[parts.Job]) -> Iterator:
+    def killed(jobs: Iterator[parts.PartJob]) -> Iterator:
         yield from counted(islice(jobs, 2))
         raise KeyboardInterrupt
 
@@ -79,7 +79,7 @@ def test_what_is_done_is_not_done_again(texts, tmp_path):
 def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limit):
     taken: list[int] = []
 
-    def run(jobs: Iterator[parts.Job]) -> Iterator:
+    def run(jobs: Iterator[parts.PartJob]) -> Iterator:
         for number, manifest in by_processes(1)(jobs):
             taken.append(number)
             yield number, manifest

@@ -20,8 +20,8 @@ from torch.nn import functional as F
 
 from titans_kernels import forms_used, linear_attention, neural_memory
 from titans_kernels.bench.check import judges
-from titans_kernels.bench.inputs import Inputs, make
-from titans_kernels.bench.shapes import SHAPES, Shape
+from titans_kernels.bench.inputs import BenchInputs, make
+from titans_kernels.bench.shapes import SHAPES, BenchShape
 from titans_kernels.bench.subjects import OURS
 from titans_kernels.memory.forms.triton.refusal import too_large
 
@@ -59,7 +59,7 @@ def poisoned() -> Iterator[None]:
     torch.use_deterministic_algorithms(False)
 
 
-def served(shape: Shape, dtype: torch.dtype) -> None:
+def served(shape: BenchShape, dtype: torch.dtype) -> None:
     """Require that a shape is served by the kernels, not by another form."""
     assert TRITON.refuse(make(shape.short(), dtype, torch.device("cuda"), seed=0)) is None
 
@@ -106,7 +106,7 @@ def test_result_does_not_move(name, dtype):
 def test_poison_shows_what_was_not_written():
     judge = judges(SHAPES["l2-d64-h64"].reduced(), torch.float32, torch.device("cpu"))[0]
 
-    def forgets_one(inputs: Inputs) -> list[Tensor]:
+    def forgets_one(inputs: BenchInputs) -> list[Tensor]:
         y, *state = inputs.call("chunked")
         keep = torch.ones_like(y, dtype=torch.bool)
         keep[-1, -1, -1, -1] = False

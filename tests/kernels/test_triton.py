@@ -3,18 +3,20 @@
 import logging
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from titans_kernels import Extension, neural_memory, ran
+from titans_kernels import Extension, forms_used, neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
+from titans_kernels.bench.support import table
 from titans_kernels.memory.forms import native
-from titans_kernels.memory.forms.online import BLOCK
-from titans_kernels.memory.forms.triton import assembler, delta, pieces, refusal, tables
+from titans_kernels.memory.forms.triton import assembler, pieces, refusal, tables
 from titans_kernels.memory.forms.triton import op as triton_op
+from titans_kernels.memory.options import Options
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
 
@@ -56,6 +58,8 @@ CASES = [
     Case((16, 128), 64, 128), Case((32, 128, 16), 66, 64), Case((16, 16, 16, 32), 34, 16, bound=None),
     Case((16, 32, 32, 16), 130), Case((16, 32, 32, 16), 1, 16, H=2), Case((32, 16, 16, 16, 16), 64, 32),
     Case((16, 32, 32, 32, 16), 100, 128), Case((256, 16), 20, 16, bound=None),
+    # padded to widths of tiles
+    Case((4, 4), 20, 16, bound=None), Case((24, 40, 24), 34, 16), Case((24, 24, 24), 34, 16, base=True),
     # packed documents, one of one token and two of none
     Case(SHORT, 50, 16, borders=(0, 1, 18, 18, 50, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 18, 50, 50)),
     Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50)),
@@ -238,43 +242,46 @@ def test_every_path_is_among_the_cases():
         call = Call(replace(case, T=max(case.T, 2), borders=None))
         q, start = call.tokens[0], torch.zeros(case.B, case.H, 1)
         shape = triton_op._shape(q, start, None, case.widths, case.b, case.activation, case.bound or 0.0)
-        paths.add((triton_op.path(shape), bool(case.bound)))
+        paths.add((shape.path, bool(case.bound)))
     assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
 
 
 @pytest.mark.parametrize("dtype", refusal.TYPES, ids=str)
-@pytest.mark.parametrize("name", SHAPES)
-def test_every_shape_that_is_measured_has_its_kernels(name, dtype):
-    shape = SHAPES[name]
-    q = torch.empty(1, 1, 1, shape.head_dim, dtype=dtype)
-    weights = tuple(torch.empty(1, *pair) for pair in shape.pairs)
-    if shape.chunk_size == 1:  # `online`, in float32 whatever the inputs are
-        keys = torch.empty(1, 1, BLOCK, shape.head_dim)
-        assert delta.refusal(keys, keys) is None
-    else:
-        assert refusal.refusal(q, q, q, weights, shape.chunk_size) is None
+def test_every_shape_that_is_measured_has_its_kernels(dtype):
+    for shape in (shape for shape in SHAPES.values() if shape.chunk_size > 1):
+        weights = tuple(torch.empty(1, *pair) for pair in shape.pairs)
+        assert why(torch.empty(1, 1, 1, shape.head_dim, dtype=dtype), weights, shape.chunk_size) == "served"
 
 
 REFUSED = {
-    "float64": (lambda q, W: (q.double(), W, 64), "no kernel for torch.float64"),
-    "chunk": (lambda q, W: (q, W, 48), "chunk_size 48"),
-    "long chunk": (lambda q, W: (q, W, 256), "chunk_size 256"),
-    "width": (lambda q, W: (q[..., :24], W, 64), "head widths 24"),
-    "hidden": (lambda q, W: (q, layers(32, 48, 32), 64), "hidden width 48"),
-    "hidden differ": (lambda q, W: (q, layers(32, 16, 64, 32), 64), "hidden widths [16, 64] differ"),
+    "backend: no kernel computes in torch.float64": lambda q, W: (q.double(), W, 64),
+    "chunk_size: 48 is not one": lambda q, W: (q, W, 48),
+    "chunk_size: 256 is not one": lambda q, W: (q, W, 256),
+    "heads: a head is 288 wide": lambda q, W: (q, layers(32, 288), 64),
+    "expansion: hidden layers are 768 wide": lambda q, W: (q, layers(32, 768, 32), 64),
+    "hidden widths [16, 64] differ": lambda q, W: (q, layers(32, 16, 64, 32), 64),
 }
+
+
+def why(q: Tensor, W: tuple[Tensor, ...], b: int, dtype: torch.dtype | None = None) -> str:
+    """The reason why no kernel supports a call."""
+    return refusal.refusal(q, W, Options(b, "silu", None, None, operands=dtype)) or "served"
+
+
+def test_docs_have_the_table_of_what_the_kernels_support():
+    page = Path(__file__).parents[2] / "docs" / "training.md"
+    assert "\n".join(table()) in page.read_text()
 
 
 def layers(*widths: int) -> tuple[Tensor, ...]:
     return tuple(torch.zeros(1, *pair) for pair in pairwise(widths))
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_a_shape_without_a_kernel_says_why(name):
-    make, reason = REFUSED[name]
-    q, W, b = make(torch.zeros(1, 8, 1, 32), layers(32, 32))
-    assert reason in (refusal.refusal(q, q, q, W, b) or "served")
-    assert refusal.refusal(*[torch.zeros(1, 8, 1, 32)] * 3, layers(32, 32), 64) is None
+@pytest.mark.parametrize("reason", REFUSED)
+def test_a_shape_without_a_kernel_says_why(reason):
+    given = REFUSED[reason](torch.zeros(1, 8, 1, 32), layers(32, 32))
+    assert reason in why(*given)
+    assert why(torch.zeros(1, 8, 1, 24), layers(24, 48, 24), 64) == "served"
 
 
 @pytest.fixture
@@ -291,23 +298,22 @@ def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
 @pytest.mark.usefixtures("on_a_card")
 def test_float32_chunks_of_128_are_too_large_for_a_card():
     q, W = torch.zeros(1, 8, 1, 32), layers(32, 32)
-    assert "chunk_size 128 in float32" in (refusal.refusal(q, q, q, W, 128) or "served")
-    assert refusal.refusal(q, q, q, W, 64) is None
-    assert refusal.refusal(q, q, q, W, 128, torch.bfloat16) is None
+    assert "chunk_size: 128 in float32" in why(q, W, 128)
+    assert why(q, W, 64) == why(q, W, 128, torch.bfloat16) == "served"
 
 
 @pytest.mark.parametrize("version", [(12, 4), (12, 8), (13, 0), (13, 1), (13, 4)])
 def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, on_a_card):
     q, W = torch.zeros(1, 8, 1, 32), layers(32, 32)
     on_a_card.setattr(assembler, "select", lambda arch: (version, "TRITON_PTXAS_PATH"))
-    reason = refusal.refusal(q, q, q, W, 64) or "served"
+    reason = why(q, W, 64)
     assert (reason == "served") == (version not in ((12, 8), (13, 0)))
     assert reason == "served" or "set TRITON_PTXAS_PATH to one of CUDA 13.1 or later" in reason
     on_a_card.setenv("TITANS_PTXAS", "any")
-    assert refusal.refusal(q, q, q, W, 64) is None
+    assert why(q, W, 64) == "served"
     on_a_card.delenv("TITANS_PTXAS")
     on_a_card.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
-    assert refusal.refusal(q, q, q, W, 64) is None
+    assert why(q, W, 64) == "served"
 
 
 @pytest.mark.parametrize(("arch", "current", "others", "chosen"), [
@@ -346,29 +352,23 @@ def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set
     assembler.select.cache_clear()
 
 
-def test_the_assembler_that_triton_takes_has_a_version():
-    version, variable = assembler.select(90)
-    assert version >= (12, 0)
-    assert variable.startswith("TRITON_PTXAS")
-
-
 def test_kernels_that_were_asked_for_by_name_are_not_replaced():
-    call = Call(Case((16, 24, 16), 40, 16))
-    said = "triton does not support this call: hidden width 24 is not one of 16, 32"
+    call = Call(Case((16, 16), 40, 24))
+    said = "triton does not support this call: chunk_size: 24 is not one of the kernels' 16, 32"
     with pytest.raises(ValueError, match=said):
         call.results("triton", torch.float32)
 
 
 def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_says_so(caplog, monkeypatch):
     monkeypatch.setattr(native, "library", lambda dtype: None)  # which a GPU's tensors never meet
-    call = Call(Case((16, 24, 16), 40, 16))
+    call = Call(Case((16, 16), 40, 24))
     expected = call.results("chunked", torch.float32)
     with caplog.at_level(logging.WARNING, "titans_kernels"), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
         actual = [call.results("auto", torch.float32) for _ in range(2)]
     lines = [r.getMessage() for r in caplog.records if r.name == "titans_kernels"]
-    why = "hidden width 24 is not one of 16, 32, 64, 128, 256, 512"
-    assert lines == [f"neural_memory: chunked in place of triton: {why}"]
+    (line,) = lines  # once, and again when a call is traced
+    assert line.startswith("neural_memory: chunked in place of triton: chunk_size: 24 is not one of")
     assert all(torch.equal(actual[0][name], expected[name]) for name in expected)
     caplog.clear()
 
@@ -444,7 +444,9 @@ def test_compiled_whole_it_gives_the_same():
         return neural_memory(*tokens, weights, chunk_size=16, backend="triton")[0].square().sum()
 
     loss = layer(*tokens)
+    forms_used(forget=True)
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(*tokens)
+    assert forms_used() == ["neural_memory: triton"]
     torch.testing.assert_close(compiled, loss)
     torch.testing.assert_close(torch.autograd.grad(compiled, tokens), torch.autograd.grad(loss, tokens))
 

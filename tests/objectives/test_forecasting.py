@@ -13,16 +13,16 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
 from titans_platform.objectives import build_objective, files, run_name
-from titans_platform.objectives.files import DATASETS, Dataset, Table, read_dataset
+from titans_platform.objectives.files import DATASETS, Dataset, SeriesTable, read_dataset
 from titans_platform.objectives.regression import Parts, SeriesData
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.study.grid import expand, load_study
 
 
-def line(steps: int) -> Table:
+def line(steps: int) -> SeriesTable:
     """A series whose value is its step."""
-    return Table(np.arange(steps, dtype=float)[:, None], ("t",))
+    return SeriesTable(np.arange(steps, dtype=float)[:, None], ("t",))
 
 
 def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:
@@ -51,8 +51,8 @@ def test_parts_of_ett_are_months_of_thirty_days_and_others_shares_rounded_down()
 
 def test_test_part_decides_no_number_of_training_or_validation():
     generator = np.random.default_rng(0)
-    table = Table(generator.standard_normal((200, 2)), ("a", "b"))
-    other = Table(table.values_NC.copy(), table.channels)
+    table = SeriesTable(generator.standard_normal((200, 2)), ("a", "b"))
+    other = SeriesTable(table.values_NC.copy(), table.channels)
     other.values_NC[150:] = 1e3 * generator.standard_normal((50, 2))
     one, two = (SeriesData(each, 8, 4, 0.2, (100, 50, 50)) for each in (table, other))
     streams = [data.train_stream(16, 0) for data in (one, two)]

@@ -8,15 +8,15 @@ import torch
 
 from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError
-from titans_platform.objectives.files import Table, load_series, read_series, save_series, sines
+from titans_platform.objectives.files import SeriesTable, load_series, read_series, save_series, sines
 from titans_platform.objectives.regression import SeriesData
 
 CSV = "date,load,note,oil\n2016-07-01,1,a,4.5\n2016-07-02,2,b,5.5\n2016-07-03,3,c,6.5\n"
 
 
-def line(steps: int = 40) -> Table:
+def line(steps: int = 40) -> SeriesTable:
     """A series whose values say when they are, beside a constant one."""
-    return Table(np.stack([np.arange(steps, dtype=float), np.full(steps, 7.0)], 1), ("t", "constant"))
+    return SeriesTable(np.stack([np.arange(steps, dtype=float), np.full(steps, 7.0)], 1), ("t", "constant"))
 
 
 def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ from titans_platform.report.report import build_report
 from titans_platform.report.table import build_table
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
-from titans_platform.tracking import Store, adopt, open_store
+from titans_platform.tracking import TrackingStore, adopt, open_store
 
 ACC = Column(title="Reasoning", unit="%", factor=100)
 
@@ -26,7 +26,7 @@ def root(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def store(root) -> Store:
+def store(root) -> TrackingStore:
     return open_store(root)
 
 

@@ -18,15 +18,15 @@ from titans_platform.errors import UsageError
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.text import flatten
-from titans_platform.tracking import Store, check_store, open_store
+from titans_platform.tracking import TrackingStore, check_store, open_store
 
 
 @pytest.fixture(scope="module")
-def store(tmp_path_factory) -> Store:
+def store(tmp_path_factory) -> TrackingStore:
     return open_store(tmp_path_factory.mktemp("store"))
 
 
-def history(store: Store, run_id: str, name: str) -> list[tuple[int, float]]:
+def history(store: TrackingStore, run_id: str, name: str) -> list[tuple[int, float]]:
     return [(m.step, m.value) for m in store.client.get_metric_history(run_id, name)]
 
 

@@ -20,11 +20,11 @@ from titans_core.audit.report import (
     CHECKS,
     AuditError,
     Check,
+    CheckResult,
     Example,
     NotApplicable,
     Outcome,
     Report,
-    Result,
     Verdict,
     check,
 )
@@ -36,11 +36,11 @@ __all__ = [
     "Adapter",
     "AuditError",
     "Check",
+    "CheckResult",
     "Example",
     "NotApplicable",
     "Outcome",
     "Report",
-    "Result",
     "Subject",
     "audit",
     "check",
@@ -77,7 +77,7 @@ def audit(
     seed: int = 0,
     only: Sequence[str] = (),
     skip: Sequence[str] = (),
-    on_check: Callable[[Check, Result | None], None] = lambda check, result: None,
+    on_check: Callable[[Check, CheckResult | None], None] = lambda check, result: None,
 ) -> Report:
     """Hold a sequence layer to every check.
 
@@ -111,12 +111,12 @@ def audit(
     return Report(layer, tuple(results), length, precision, versions, time.perf_counter() - began)
 
 
-def _run(check: Check, subject: Subject) -> Result:
+def _run(check: Check, subject: Subject) -> CheckResult:
     began = time.perf_counter()
 
-    def result(verdict: Verdict, **fields: Any) -> Result:
+    def result(verdict: Verdict, **fields: Any) -> CheckResult:
         seconds = time.perf_counter() - began
-        return Result(check.name, check.proves, check.how, verdict, **fields, seconds=seconds)
+        return CheckResult(check.name, check.proves, check.how, verdict, **fields, seconds=seconds)
 
     try:
         outcome = check.function(subject)

@@ -62,7 +62,7 @@ class Check:
 
 
 @dataclass(frozen=True)
-class Result:
+class CheckResult:
     """One check's verdict on one layer."""
 
     check: str
@@ -91,20 +91,20 @@ class Report:
     """The results of an audit, one for each check that ran."""
 
     layer: str
-    results: tuple[Result, ...]
+    results: tuple[CheckResult, ...]
     length: int
     precision: str
     """Precision of the exact checks: float64, or what the layer allows."""
     versions: dict[str, str]
     seconds: float = 0.0
 
-    def __iter__(self) -> Iterator[Result]:
+    def __iter__(self) -> Iterator[CheckResult]:
         return iter(self.results)
 
-    def __getitem__(self, check: str) -> Result:
+    def __getitem__(self, check: str) -> CheckResult:
         return next(result for result in self.results if result.check == check)
 
-    def of(self, verdict: Verdict) -> list[Result]:
+    def of(self, verdict: Verdict) -> list[CheckResult]:
         """Return the results with this verdict."""
         return [result for result in self.results if result.verdict == verdict]
 

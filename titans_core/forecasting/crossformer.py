@@ -23,7 +23,7 @@ class CrossformerOptions(Frozen):
     dropout: float = Field(default=0.2, ge=0, lt=1)
 
 
-class Attention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """LN(x + attention to others), then LN(x + MLP(x))."""
 
     def __init__(self, config: ModelConfig, dropout: float):
@@ -47,7 +47,7 @@ class TwoStage(nn.Module):
     def __init__(self, config: ModelConfig, segments: int, options: CrossformerOptions):
         super().__init__()
         D, dropout = config.d_model, options.dropout
-        self.time, self.across = Attention(config, dropout), Attention(config, dropout)
+        self.time, self.across = MultiHeadAttention(config, dropout), MultiHeadAttention(config, dropout)
         self.gather = nn.MultiheadAttention(D, config.attention.heads, dropout, batch_first=True)
         self.routers_SRD = nn.Parameter(torch.randn(segments, options.routers, D))
 
@@ -81,7 +81,7 @@ class Decoder(nn.Module):
     def __init__(self, config: ModelConfig, segments: int, options: CrossformerOptions):
         super().__init__()
         self.own = TwoStage(config, segments, options)
-        self.seen = Attention(config, options.dropout)
+        self.seen = MultiHeadAttention(config, options.dropout)
         self.head = nn.Linear(config.d_model, options.segment)
 
     def forward(self, x_BCSD: Tensor, encoded_BCKD: Tensor) -> tuple[Tensor, Tensor]:

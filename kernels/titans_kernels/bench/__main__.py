@@ -15,8 +15,9 @@ import torch
 from titans_kernels.bench.machine import describe
 from titans_kernels.bench.peers import PEERS
 from titans_kernels.bench.run import Bench, failures
-from titans_kernels.bench.shapes import SHAPES, Shape, chosen
-from titans_kernels.bench.subjects import Subject, registered
+from titans_kernels.bench.shapes import SHAPES, BenchShape, chosen
+from titans_kernels.bench.subjects import TimedForm, registered
+from titans_kernels.bench.support import table
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 ON_CPU = ("triton", "online", "chunked")
@@ -52,9 +53,10 @@ REPEATS = {"cuda": 30, "cpu": 5}
 )
 @click.option("--commit", metavar="ID", help="Of the code, for FILE, where it is no git checkout.")
 @click.option("--list", "listing", is_flag=True, help="Show shapes, targets and what can be timed.")
+@click.option("--support", is_flag=True, help="Show which kernels compute which memory, in Markdown.")
 def kernels(
     names: tuple[str, ...], backends: tuple[str, ...], dtypes: tuple[str, ...], repeats: int | None,
-    small: bool, check: bool, path: Path | None, commit: str | None, listing: bool,
+    small: bool, check: bool, path: Path | None, commit: str | None, listing: bool, support: bool,
 ) -> int:  # fmt: skip
     """Time the neural memory's kernels, forward and backward, beside others.
 
@@ -65,6 +67,9 @@ def kernels(
     Example:
       titans bench kernels --shape l1-d128 --json l1.json
     """
+    if support:
+        click.echo("\n".join(table()))
+        return 0
     subjects = registered(PEERS)
     if listing:
         click.echo("\n".join(_listing(subjects)))
@@ -76,7 +81,7 @@ def kernels(
     _writable(path)
     if small or not on_gpu:
         shapes = [shape.reduced() for shape in shapes]
-    report = Report(describe(device, commit), path, timed=not check, judged=on_gpu and not small)
+    report = BenchReport(describe(device, commit), path, timed=not check, judged=on_gpu and not small)
     for dtype in dtypes or ("bfloat16" if on_gpu else "float32",):
         bench = Bench(
             [subject for subject in subjects.values() if subject.name in wanted],
@@ -92,7 +97,7 @@ def kernels(
     return 1 if report.failures else 0
 
 
-class Report:
+class BenchReport:
     """Prints results and writes them to the JSON file as they arrive."""
 
     def __init__(self, machine: dict[str, Any], path: Path | None, *, timed: bool, judged: bool):
@@ -100,7 +105,7 @@ class Report:
         self.runs: list[dict[str, Any]] = []
         self.failures: list[str] = []
 
-    def take(self, bench: Bench, shapes: list[Shape]) -> None:
+    def take(self, bench: Bench, shapes: list[BenchShape]) -> None:
         """Run the shapes; the file is complete after each."""
         results: list[dict[str, Any]] = []
         run = {"dtype": str(bench.dtype).removeprefix("torch."), "repeats": bench.repeats}
@@ -136,7 +141,7 @@ def _writable(path: Path | None) -> None:
         raise click.UsageError(f"--json: {path.parent} is not a writable folder")
 
 
-def _listing(subjects: dict[str, Subject]) -> list[str]:
+def _listing(subjects: dict[str, TimedForm]) -> list[str]:
     lines = ["shapes:"]
     for shape in SHAPES.values():
         lines += wrapped(f"  {shape.name:<17} {shape}", indent=20)

@@ -25,7 +25,8 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from titans_kernels.bench.shapes import SHAPES, Shape
+from titans_kernels.bench.shapes import SHAPES, BenchShape
+from titans_kernels.bench.support import GPUS
 from titans_kernels.memory.forms.online import BLOCK
 from titans_kernels.memory.forms.triton import assembler, budget, delta
 from titans_kernels.memory.forms.triton.launch import Launch, record_launches
@@ -33,28 +34,27 @@ from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_b
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
 from titans_kernels.memory.forms.triton.refusal import too_large
 
-TARGETS = (80, 90, 100)
-"""Compute capabilities: A100; H100 and H200; B200."""
+TARGETS = tuple(GPUS)
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
 
-def largest(dtype: torch.dtype) -> tuple[Shape, ...]:
+def largest(dtype: torch.dtype) -> tuple[BenchShape, ...]:
     """For each kind of write kernel, the supported shape with the largest programs.
 
     Tiles are at most 64 wide, except for the keys of a linear memory, and at most a chunk long.
     """
     b = 64 if too_large(dtype, 128) else 128
     return (
-        Shape("largest-delta", 1, 128, 0, 32, 4096, 1),
-        Shape("largest-columns", 1, 128, 0, 32, 4096, b),
-        Shape("largest-columns-bound", 1, 64, 0, 32, 4096, b, bound=0.5),
-        Shape("largest-resident", 2, 64, 64, 32, 4096, 64, bound=0.5),
-        Shape("largest-streamed", 2, 256, 512, 1, 4096, b, bound=0.5),
+        BenchShape("largest-delta", 1, 128, 0, 32, 4096, 1),
+        BenchShape("largest-columns", 1, 128, 0, 32, 4096, b),
+        BenchShape("largest-columns-bound", 1, 64, 0, 32, 4096, b, bound=0.5),
+        BenchShape("largest-resident", 2, 64, 64, 32, 4096, 64, bound=0.5),
+        BenchShape("largest-streamed", 2, 256, 512, 1, 4096, b, bound=0.5),
     )
 
 
-class Report(NamedTuple):
+class KernelReport(NamedTuple):
     """Resource usage of a compiled kernel."""
 
     kernel: str
@@ -76,7 +76,7 @@ class Report(NamedTuple):
     """of PTX"""
 
 
-def launches(shape: Shape, dtype: torch.dtype) -> list[Launch]:
+def launches(shape: BenchShape, dtype: torch.dtype) -> list[Launch]:
     """Return the launches of a shape's forward and backward, with and without saving for the backward.
 
     A memory of several layers also with decay towards a base.
@@ -138,12 +138,12 @@ def compiled(launch: Launch, target: int) -> Any:
     return triton.compile(source(launch), target=GPUTarget("cuda", target, 32), options=launch.options)
 
 
-def report(launch: Launch, shape: str, dtype: str, target: int) -> Report:
+def report(launch: Launch, shape: str, dtype: str, target: int) -> KernelReport:
     """Compile one launch for one target and report its resource usage."""
     made = compiled(launch, target)
     registers, spilled = _resources(made.asm["cubin"])
     tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
-    return Report(
+    return KernelReport(
         name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
         tensor_core, _carried(made.asm["ptx"]), len(re.findall(r"^\s+[@a-z{].*;$", made.asm["ptx"], re.M)),
     )  # fmt: skip
@@ -187,8 +187,11 @@ def _resources(cubin: bytes) -> tuple[int, int]:
 
 
 def reports(
-    shapes: Iterable[Shape], dtypes: Iterable[str], targets: Iterable[int], kernels: tuple[str, ...] = ("",)
-) -> Iterator[Report]:
+    shapes: Iterable[BenchShape],
+    dtypes: Iterable[str],
+    targets: Iterable[int],
+    kernels: tuple[str, ...] = ("",),
+) -> Iterator[KernelReport]:
     """Compile the launches of the shapes, each distinct kernel once, two in parallel.
 
     ``kernels``: prefixes of the names of the kernels to compile.

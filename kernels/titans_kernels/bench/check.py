@@ -11,8 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from titans_kernels.bench.inputs import Inputs, make
-from titans_kernels.bench.shapes import Shape
+from titans_kernels.bench.inputs import BenchInputs, make
+from titans_kernels.bench.shapes import BenchShape
 
 TOLERANCE = {torch.float32: 5e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 """Allowed RMS(error) / RMS(reference) of each output and gradient, by the dtype of q, k and v."""
@@ -33,7 +33,7 @@ class Verdict:
 
     errors: dict[str, float]
     tolerance: float
-    shape: Shape
+    shape: BenchShape
     """The sizes it was checked on."""
 
     @property
@@ -54,18 +54,18 @@ class Verdict:
 class Judge(NamedTuple):
     """Inputs and their expected results."""
 
-    inputs: Inputs
+    inputs: BenchInputs
     expected: dict[str, Tensor]
     tolerance: float
 
-    def verdict(self, call: Callable[[Inputs], Sequence[Tensor]]) -> Verdict:
+    def verdict(self, call: Callable[[BenchInputs], Sequence[Tensor]]) -> Verdict:
         """Errors of ``call``, including all its gradients."""
         computed = results(self.inputs, call, self.inputs.tokens[0].dtype)
         errors = {name: relative_error(computed[name], right) for name, right in self.expected.items()}
         return Verdict(errors, self.tolerance, self.inputs.shape)
 
 
-def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int = SEED) -> list[Judge]:
+def judges(shape: BenchShape, dtype: torch.dtype, device: torch.device, *, seed: int = SEED) -> list[Judge]:
     """Judge by the token-by-token recurrence on a few chunks, and by the float64 parallel form at full size.
 
     The second is itself checked against the first. Interpreted kernels get only the first, with one head.
@@ -78,7 +78,9 @@ def judges(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int 
     ]
 
 
-def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, seed: int = SEED) -> Judge:
+def judge(
+    shape: BenchShape, backend: str, dtype: torch.dtype, device: torch.device, seed: int = SEED
+) -> Judge:
     """Draw the inputs of a shape, and compute the results of ``backend`` in float64."""
     inputs = make(shape, dtype, device, seed=seed, whole=True)
     expected = results(inputs.double(), lambda exact: exact.call(backend), dtype)
@@ -86,7 +88,7 @@ def judge(shape: Shape, backend: str, dtype: torch.dtype, device: torch.device, 
 
 
 def results(
-    inputs: Inputs, call: Callable[[Inputs], Sequence[Tensor]], dtype: torch.dtype
+    inputs: BenchInputs, call: Callable[[BenchInputs], Sequence[Tensor]], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """Return outputs by name, and the gradient of a random functional of them with respect to every leaf.
 

@@ -9,15 +9,15 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels import neural_memory, write_budget
-from titans_kernels.bench.shapes import Shape
+from titans_kernels.bench.shapes import BenchShape
 
 NAMES = ("q", "k", "v", "alpha", "eta", "theta")
 
 
-class Inputs(NamedTuple):
+class BenchInputs(NamedTuple):
     """Arguments of `neural_memory`; every tensor is a leaf that requires a gradient."""
 
-    shape: Shape
+    shape: BenchShape
     tokens: tuple[Tensor, ...]
     """q, k, v in the requested dtype, alpha, eta, theta in float32."""
     weights: tuple[Tensor, ...]
@@ -35,10 +35,12 @@ class Inputs(NamedTuple):
         numbered = lambda kind, layers: [f"{kind}[{l}]" for l in range(len(layers))]  # noqa: E731
         return [*NAMES, *numbered("weights", self.weights), *numbered("momentum", self.momentum)]
 
-    def double(self) -> Inputs:
+    def double(self) -> BenchInputs:
         """Return the same numbers in float64."""
         parts = (self.tokens, self.weights, self.momentum)
-        return Inputs(self.shape, *(tuple(x.detach().double().requires_grad_() for x in p) for p in parts))
+        return BenchInputs(
+            self.shape, *(tuple(x.detach().double().requires_grad_() for x in p) for p in parts)
+        )
 
     def call(self, backend: str) -> list[Tensor]:
         """y, weights and momentum after the last token."""
@@ -52,7 +54,9 @@ class Inputs(NamedTuple):
         return [y, *state.weights, *state.momentum]
 
 
-def make(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int, whole: bool = False) -> Inputs:
+def make(
+    shape: BenchShape, dtype: torch.dtype, device: torch.device, *, seed: int, whole: bool = False
+) -> BenchInputs:
     """Fresh inputs; a ``whole`` state has a batch and a momentum, and some gates stand at their ends."""
     generator = torch.Generator(device).manual_seed(seed)
     rand = lambda *size: torch.rand(*size, generator=generator, device=device)  # noqa: E731
@@ -72,4 +76,4 @@ def make(shape: Shape, dtype: torch.dtype, device: torch.device, *, seed: int, w
     weights = tuple(randn(*rows, *pair) / pair[0] ** 0.5 for pair in shape.pairs)
     momentum = tuple(randn(*rows, *pair) / 20 for pair in shape.pairs) if whole else ()
     parts = (q, k, v, alpha, eta, theta), weights, momentum
-    return Inputs(shape, *(tuple(x.requires_grad_() for x in part) for part in parts))
+    return BenchInputs(shape, *(tuple(x.requires_grad_() for x in part) for part in parts))

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from titans_kernels import neural_memory
 from titans_kernels.bench.check import Judge, Verdict, relative_error
-from titans_kernels.bench.inputs import Inputs
-from titans_kernels.bench.shapes import Shape
-from titans_kernels.bench.subjects import Subject
+from titans_kernels.bench.inputs import BenchInputs
+from titans_kernels.bench.shapes import BenchShape
+from titans_kernels.bench.subjects import TimedForm
 from titans_kernels.bench.timing import Op
 
 
@@ -31,7 +31,7 @@ def _missing(package: str) -> str | None:
     return None if importlib.util.find_spec(package) else "not installed"
 
 
-def _no_gated_delta(inputs: Inputs) -> str | None:
+def _no_gated_delta(inputs: BenchInputs) -> str | None:
     q, shape = inputs.tokens[0], inputs.shape
     if shape.depth != 1:
         return "a linear memory only"
@@ -40,7 +40,7 @@ def _no_gated_delta(inputs: Inputs) -> str | None:
     return _missing("fla")
 
 
-def _gated_delta(inputs: Inputs) -> Op:
+def _gated_delta(inputs: BenchInputs) -> Op:
     q, k, v, alpha, _, theta = (x.detach() for x in inputs.tokens)
     g, beta = (1 - alpha).log(), 2 * theta
     leaves = [x.requires_grad_() for x in (q, k, v, g, beta)]
@@ -74,17 +74,17 @@ def _verify_gated_delta(judges: list[Judge]) -> list[Verdict]:
     return [Verdict(errors, judge.tolerance, judge.inputs.shape)]
 
 
-def _no_layer(inputs: Inputs) -> str | None:
+def _no_layer(inputs: BenchInputs) -> str | None:
     return "has no such bound" if inputs.shape.bound else _missing("titans_pytorch")
 
 
-def _layer(renewed: bool, inputs: Inputs) -> Op:
+def _layer(renewed: bool, inputs: BenchInputs) -> Op:
     shape, q = inputs.shape, inputs.tokens[0]
     return titans_pytorch(shape, shape.chunk_size, renewed=renewed, device=q.device, dtype=q.dtype)
 
 
 def titans_pytorch(
-    shape: Shape,
+    shape: BenchShape,
     chunk_size: int,
     *,
     renewed: bool,
@@ -118,10 +118,10 @@ def titans_pytorch(
 
 
 PEERS = (
-    Subject("fla-gated-delta", "flash-linear-attention's chunk_gated_delta_rule: no momentum, scale 1",
+    TimedForm("fla-gated-delta", "flash-linear-attention's chunk_gated_delta_rule: no momentum, scale 1",
             _gated_delta, _no_gated_delta, _verify_gated_delta),
-    Subject("titans-pytorch", "its layer, projections included; gradients at the call's first weights",
+    TimedForm("titans-pytorch", "its layer, projections included; gradients at the call's first weights",
             partial(_layer, False), _no_layer),
-    Subject("titans-pytorch-b", "the same, the weights of gradients renewed a chunk (its batch_size)",
+    TimedForm("titans-pytorch-b", "the same, the weights of gradients renewed a chunk (its batch_size)",
             partial(_layer, True), _no_layer),
 )  # fmt: skip

@@ -74,7 +74,7 @@ class Answering:
         return f"{self.label}: {reason}"
 
 
-class Worker(Answering):
+class TimingProcess(Answering):
     """Times, on the CPU, the op that ``builder`` makes in a process of its own.
 
     Args:

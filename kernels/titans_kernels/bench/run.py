@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from titans_kernels.bench.check import Judge, Verdict, judges
-from titans_kernels.bench.inputs import Inputs, make
+from titans_kernels.bench.inputs import BenchInputs, make
 from titans_kernels.bench.machine import ceilings
-from titans_kernels.bench.shapes import PHASES, Shape, Target, flops, traffic
-from titans_kernels.bench.subjects import Subject
+from titans_kernels.bench.shapes import PHASES, BenchShape, Target, flops, traffic
+from titans_kernels.bench.subjects import TimedForm
 from titans_kernels.bench.timing import Clock, Interleaved, Runner, reason
 
 Progress = Callable[[str], None]
@@ -25,7 +25,7 @@ Progress = Callable[[str], None]
 class Bench:
     """A benchmark of some subjects on one device; gives a result for each shape."""
 
-    subjects: list[Subject]
+    subjects: list[TimedForm]
     dtype: torch.dtype
     device: torch.device
     repeats: int
@@ -38,13 +38,13 @@ class Bench:
         self.clock = Clock(self.device)
         self.ceilings = {} if self.check_only else ceilings(self.clock, self.dtype, self.device)
 
-    def run(self, shapes: list[Shape]) -> Iterator[dict[str, Any]]:
+    def run(self, shapes: list[BenchShape]) -> Iterator[dict[str, Any]]:
         """Yield the result of each shape as soon as it is measured."""
         for shape in shapes:
             self.done[shape.name] = result = self._shape(shape)
             yield result
 
-    def _shape(self, shape: Shape) -> dict[str, Any]:
+    def _shape(self, shape: BenchShape) -> dict[str, Any]:
         inputs = make(shape, self.dtype, self.device, seed=0)
         rows = self._checked(shape, inputs)
         if not self.check_only:
@@ -60,7 +60,7 @@ class Bench:
             "targets": [] if self.check_only else self._targets(shape, rows),
         }
 
-    def _checked(self, shape: Shape, inputs: Inputs) -> dict[str, dict[str, Any]]:
+    def _checked(self, shape: BenchShape, inputs: BenchInputs) -> dict[str, dict[str, Any]]:
         """Return a row for each subject: refused, red, failed, or green and perhaps to be timed."""
         rows = {s.name: _row(s, "refused", s.refuse(inputs)) for s in self.subjects}
         willing = [s for s in self.subjects if rows[s.name]["why"] is None]
@@ -72,7 +72,7 @@ class Bench:
             rows[subject.name] = _verdict(subject, judged)
         return rows
 
-    def _time(self, shape: Shape, inputs: Inputs, rows: dict[str, dict[str, Any]]) -> None:
+    def _time(self, shape: BenchShape, inputs: BenchInputs, rows: dict[str, dict[str, Any]]) -> None:
         green = [s for s in self.subjects if rows[s.name]["state"] == "green"]
         for subject in green:
             rows[subject.name]["why"] = subject.untimed()
@@ -88,10 +88,10 @@ class Bench:
         if self.device.type == "cuda" and "triton" in turns.runners:
             rows["triton"] |= self._graph(shape, turns.runners["triton"])
 
-    def _runner(self, subject: Subject, inputs: Inputs) -> Runner:
+    def _runner(self, subject: TimedForm, inputs: BenchInputs) -> Runner:
         return Runner(subject.build(inputs), self.clock)
 
-    def _measures(self, shape: Shape, runner: Runner, ours: bool) -> dict[str, Any]:
+    def _measures(self, shape: BenchShape, runner: Runner, ours: bool) -> dict[str, Any]:
         samples = runner.samples
         measured: dict[str, Any] = {}
         for phase, seconds in zip((*PHASES, "step"), (samples.forward, samples.backward, samples.steps),
@@ -101,7 +101,7 @@ class Bench:
                 measured[phase] |= self._shares(shape, phase, measured[phase]["ns"])
         return measured
 
-    def _shares(self, shape: Shape, phase: str, ns: float) -> dict[str, float]:
+    def _shares(self, shape: BenchShape, phase: str, ns: float) -> dict[str, float]:
         """Of the machine's measured rates; work that finds states again is counted, and also left out."""
         work = flops(shape.pairs, shape.chunk_size)
         again = work["again"] if phase == "backward" else 0
@@ -113,14 +113,14 @@ class Bench:
             "share_of_copy": traffic(shape, self.dtype)[phase] / ns * 1e9 / self.ceilings["copy"],
         }
 
-    def _graph(self, shape: Shape, runner: Runner) -> dict[str, Any]:
+    def _graph(self, shape: BenchShape, runner: Runner) -> dict[str, Any]:
         try:
             seconds = runner.in_graph(self.repeats)
         except Exception as error:
             return {"graph": None, "graph_why": reason(error)}
         return {"graph": _summary([1e9 * s / shape.token_heads for s in seconds])}
 
-    def _targets(self, shape: Shape, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    def _targets(self, shape: BenchShape, rows: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         """Compare the kernels' results with their targets."""
         kernels = {
             name: row for name, done in self.done.items() for row in done["rows"] if row["name"] == "triton"
@@ -132,14 +132,14 @@ class Bench:
         return targets
 
 
-def _row(subject: Subject, state: str, why: str | None) -> dict[str, Any]:
+def _row(subject: TimedForm, state: str, why: str | None) -> dict[str, Any]:
     return {
         "name": subject.name, "note": subject.note, "ours": subject.ours, "required": subject.required,
         "state": state, "why": why,
     }  # fmt: skip
 
 
-def _verdict(subject: Subject, judged: list[Judge]) -> dict[str, Any]:
+def _verdict(subject: TimedForm, judged: list[Judge]) -> dict[str, Any]:
     try:
         verdicts = subject.verify(judged)
     except Exception as error:
@@ -180,7 +180,7 @@ def _found(target: Target, rows: dict[str, Any], others: dict[str, Any]) -> floa
     return other / ns if other else None
 
 
-def _sizes(shape: Shape) -> dict[str, Any]:
+def _sizes(shape: BenchShape) -> dict[str, Any]:
     return {name: value for name, value in vars(shape).items() if name not in ("targets", "small")}
 
 

@@ -76,7 +76,7 @@ WIDE = (Target("forward", "share", 0.10, 0.30), Target("step", "titans-pytorch",
 
 
 @dataclass(frozen=True)
-class Shape:
+class BenchShape:
     """A memory of ``depth`` layers a head, and the tokens that go through it."""
 
     name: str
@@ -110,18 +110,18 @@ class Shape:
         """Number of (token, head) pairs, by which times are divided."""
         return self.batch * self.length * self.heads
 
-    def reduced(self) -> Shape:
+    def reduced(self) -> BenchShape:
         """Return a small shape of the same widths, for a machine without a GPU."""
         return replace(self, batch=self.small[0], length=self.small[1], heads=2)
 
-    def short(self, heads: int = 2) -> Shape:
+    def short(self, heads: int = 2) -> BenchShape:
         """For a check against the token-by-token recurrence: two whole chunks, or blocks of single tokens,
         and a ragged one.
         """
         length = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3
         return replace(self, batch=2, heads=heads, length=min(self.length, length))
 
-    def checked(self) -> Shape:
+    def checked(self) -> BenchShape:
         """For a check at real size: batch, heads and widths are kept, the length as far as memory goes."""
         most = CHECKED_ELEMENTS // (self.batch * self.heads * max(self.widths))
         # three tokens less, so that the last chunk is ragged
@@ -136,26 +136,26 @@ class Shape:
 
 
 _ALL = (
-    Shape("l1-d128", 1, 128, 0, 1, 32768, targets=FLA_SPEED),
-    Shape("l1-d128-short", 1, 128, 0, 32, 4096, small=(8, 256)),
-    Shape("l1-d128-long", 1, 128, 0, 1, 131072, small=(1, 2048),
+    BenchShape("l1-d128", 1, 128, 0, 1, 32768, targets=FLA_SPEED),
+    BenchShape("l1-d128-short", 1, 128, 0, 32, 4096, small=(8, 256)),
+    BenchShape("l1-d128-long", 1, 128, 0, 1, 131072, small=(1, 2048),
           beside="l1-d128-short", targets=(Target("step", "l1-d128-short", 0.9),)),
-    Shape("l1-d64-bound", 1, 64, 0, 1, 32768, heads=32, bound=0.5),
-    Shape("l1-d32-c16", 1, 32, 0, 8, 4096, chunk_size=16),
-    Shape("l1-d128-online", 1, 128, 0, 1, 32768, chunk_size=1, small=(1, 256)),
-    Shape("l2-d64-h64", 2, 64, 64, 8, 4096, targets=RESIDENT),
-    Shape("l2-d64-h64-bound", 2, 64, 64, 8, 4096, bound=0.5),
-    Shape("l2-d64-h64-budget", 2, 64, 64, 16, 4096, bound=1.0, budget=2.0),  # the 340M preset
-    Shape("l2-d64-h256", 2, 64, 256, 8, 4096, targets=WIDE),
-    Shape("l2-d64-h256-c128", 2, 64, 256, 8, 4096, chunk_size=128),
-    Shape("l2-d128-h128", 2, 128, 128, 8, 4096),
-    Shape("l3-d64-h64", 3, 64, 64, 8, 4096),
-    Shape("l4-d64-h64-bound", 4, 64, 64, 8, 4096, bound=0.5),
+    BenchShape("l1-d64-bound", 1, 64, 0, 1, 32768, heads=32, bound=0.5),
+    BenchShape("l1-d32-c16", 1, 32, 0, 8, 4096, chunk_size=16),
+    BenchShape("l1-d128-online", 1, 128, 0, 1, 32768, chunk_size=1, small=(1, 256)),
+    BenchShape("l2-d64-h64", 2, 64, 64, 8, 4096, targets=RESIDENT),
+    BenchShape("l2-d64-h64-bound", 2, 64, 64, 8, 4096, bound=0.5),
+    BenchShape("l2-d64-h64-budget", 2, 64, 64, 16, 4096, bound=1.0, budget=2.0),  # the 340M preset
+    BenchShape("l2-d64-h256", 2, 64, 256, 8, 4096, targets=WIDE),
+    BenchShape("l2-d64-h256-c128", 2, 64, 256, 8, 4096, chunk_size=128),
+    BenchShape("l2-d128-h128", 2, 128, 128, 8, 4096),
+    BenchShape("l3-d64-h64", 3, 64, 64, 8, 4096),
+    BenchShape("l4-d64-h64-bound", 4, 64, 64, 8, 4096, bound=0.5),
 )  # fmt: skip
 SHAPES = {shape.name: shape for shape in _ALL}
 
 
-def chosen(names: list[str]) -> list[Shape]:
+def chosen(names: list[str]) -> list[BenchShape]:
     """Return the shapes of these names, or all; each after the shape that it is judged beside."""
     wanted = set(names or SHAPES)
     wanted |= {shape.beside for shape in _ALL if shape.name in wanted and shape.beside}
@@ -182,7 +182,7 @@ def flops(pairs: Sequence[tuple[int, int]], chunk_size: int) -> dict[str, int]:
     return total
 
 
-def traffic(shape: Shape, dtype: torch.dtype) -> dict[str, float]:
+def traffic(shape: BenchShape, dtype: torch.dtype) -> dict[str, float]:
     """Bytes of each pass per token and head: every input read once, every output written once.
 
     Chunk-start states that a form may write for its backward are its own choice, and not counted.

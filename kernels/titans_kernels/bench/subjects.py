@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -12,19 +11,21 @@ from functools import cache, partial
 import torch
 
 from titans_kernels.bench.check import Judge, Verdict, interpreting
-from titans_kernels.bench.inputs import Inputs
+from titans_kernels.bench.inputs import BenchInputs
 from titans_kernels.bench.timing import Op, Within
 from titans_kernels.memory.forms import chunked
+from titans_kernels.memory.forms.triton.refusal import refusal
+from titans_kernels.memory.options import Options
 
 
 @dataclass(frozen=True)
-class Subject:
+class TimedForm:
     """A way to run a memory."""
 
     name: str
     note: str
-    build: Callable[[Inputs], Op]
-    refuse: Callable[[Inputs], str | None] = lambda inputs: None
+    build: Callable[[BenchInputs], Op]
+    refuse: Callable[[BenchInputs], str | None] = lambda inputs: None
     """Why it cannot take these inputs."""
     verify: Callable[[list[Judge]], list[Verdict]] = lambda judges: []
     required: bool = False
@@ -34,7 +35,7 @@ class Subject:
     """Why it is checked only."""
 
 
-def _ours(backend: str, within: Within, inputs: Inputs) -> Op:
+def _ours(backend: str, within: Within, inputs: BenchInputs) -> Op:
     return Op(lambda: inputs.call(backend)[0], inputs.leaves, within)
 
 
@@ -43,21 +44,17 @@ def _verify(backend: str, within: Within, judges: list[Judge]) -> list[Verdict]:
         return [judge.verdict(lambda inputs: inputs.call(backend)) for judge in judges]
 
 
-def _form(name: str, note: str, backend: str, within: Within = nullcontext, **more) -> Subject:
+def _form(name: str, note: str, backend: str, within: Within = nullcontext, **more) -> TimedForm:
     build, verify = partial(_ours, backend, within), partial(_verify, backend, within)
-    return Subject(name, note, build, verify=verify, ours=True, **more)
+    return TimedForm(name, note, build, verify=verify, ours=True, **more)
 
 
-def _no_kernel(inputs: Inputs) -> str | None:
+def _no_kernel(inputs: BenchInputs) -> str | None:
     """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
-    try:
-        module = importlib.import_module("titans_kernels.memory.forms.triton.refusal")
-    except ImportError:
-        return "no kernels in this version"
-    return module.refusal(*inputs.tokens[:3], inputs.weights, inputs.shape.chunk_size)
+    return refusal(inputs.tokens[0], inputs.weights, Options(inputs.shape.chunk_size, "silu", None, None))
 
 
-def _one_token(inputs: Inputs) -> str | None:
+def _one_token(inputs: BenchInputs) -> str | None:
     """Why a form for chunks is not for these inputs."""
     return "chunks of one token: online" if inputs.shape.chunk_size == 1 else None
 
@@ -93,7 +90,7 @@ def _replace(functions: dict[str, Callable[..., object]]) -> None:
         setattr(chunked, name, function)
 
 
-def registered(*more: Sequence[Subject]) -> dict[str, Subject]:
+def registered(*more: Sequence[TimedForm]) -> dict[str, TimedForm]:
     """Subjects by name; the first that is timed is what the others' ratios are to."""
     return {subject.name: subject for group in (OURS, *more) for subject in group}
 

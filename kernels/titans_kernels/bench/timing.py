@@ -144,7 +144,7 @@ class Runner:
 
 class Timed(Protocol):
     """An op that can be timed in turn with others: in this process (`Runner`), or in one of its own
-    (`Worker`).
+    (`TimingProcess`).
     """
 
     samples: Samples

@@ -62,12 +62,15 @@ def _triton(inputs: Inputs, weights: Layers, momentum: Layers, options: Options)
     return op.write_and_read(inputs, weights, momentum, options)
 
 
-def _triton_refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+def triton_refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
+    """Return why no Triton kernel supports a call, or None if one does."""
     from titans_kernels.memory.forms.triton.refusal import refusal
 
-    if reason := options.refusal(inputs, norm=False, columns=False):
-        return reason
-    return refusal(*inputs[:3], weights, options.chunk_size, options.operands)
+    if type(options.rule) is not Rule:
+        return f"rule: no kernel computes {options.rule}; set paper, or backend: generic"
+    if inputs.forgets_by_column:
+        return "channel_gates: no kernel computes alpha per column; set none, or backend: chunked"
+    return refusal(inputs.q, weights, options)
 
 
 def _traced(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
@@ -107,7 +110,7 @@ def _folded(compute: Compute, base: bool = True) -> Compute:
 
 FORMS = (
     Form("online", _folded(online.write_and_read), 1e-9, online.refusal),
-    Form("triton", _folded(_triton), 5e-5, _triton_refusal, "cuda"),
+    Form("triton", _folded(_triton), 5e-5, triton_refusal, "cuda"),
     Form("native", _folded(native.write_and_read, base=False), 1e-9, native.refusal, "cpu"),
     Form("chunked", _folded(chunked.write_and_read), 1e-9, chunked.refusal, traced=_folded(_traced)),
     Form("generic", generic.write_and_read, 1e-9),
@@ -211,8 +214,6 @@ def neural_memory(
         check_base(given.base, weights), operand_dtype(q), shared,
     )  # fmt: skip
     form = choose(backend, inputs, weights, options)
-    if not torch.compiler.is_compiling():
-        ran.note("neural_memory", form.name, q)
     # the state stays float32 under autocast
     with without_autocast(q):
         y, *after = form.compute(inputs, weights, momentum, options)
@@ -232,18 +233,18 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     # C++ cannot be traced by torch.compile or run on meta tensors
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
     backend = "chunked" if traced and backend == "native" else backend
-    reason, slower = None, None
+    reason, slower, on_gpu = None, "", inputs.q.is_cuda or options.arch is not None
     for form in FORMS:
         if backend == "auto":
-            here = {"any": True, "cpu": not traced, "cuda": inputs.q.is_cuda}
+            here = {"any": True, "cpu": not traced, "cuda": on_gpu}
             if not here[form.device]:
                 continue
         elif backend != form.name:
             continue
         reason = form.refusal(inputs, weights, options)
         if reason is None:
-            if slower and not torch.compiler.is_compiling():
-                ran.warn_once("neural_memory", "chunked in place of triton", slower)
+            if options.arch is None and not inputs.q.is_meta:
+                ran.select("neural_memory", form.name, slower)
             return form._replace(compute=form.traced) if traced and form.traced else form
         if form.name == "triton" and type(options.rule) is Rule:
             slower = reason
@@ -300,6 +301,7 @@ _ARGUMENTS = (
 def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     """y, weights and momenta after the last token, in one list; all of one dtype."""
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
+    ran.note("neural_memory", "chunked")
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         y, *state = chunked.write_and_read(inputs, tuple(weights), tuple(momentum), options)
     return _fresh([y, *(x for part in state for x in part)])

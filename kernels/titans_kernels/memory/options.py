@@ -95,6 +95,8 @@ class Options(NamedTuple):
     """dtype of q, k and v in the kernels: autocast's dtype if autocast is enabled"""
     shared_start: tuple[Layers, Layers] | None = None
     """weights and momentum [1, H, D_in, D_out] if all documents start from the same state"""
+    arch: int | None = None
+    """architecture to select a form for, such as 90 for an H100; None: the tensors' device"""
 
     @property
     def final(self) -> bool:

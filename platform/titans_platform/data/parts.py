@@ -37,7 +37,7 @@ from titans_platform.data.shards import (
     signed,
     write_table,
 )
-from titans_platform.data.sources import SOURCES, WHOLE, Plan, TextSource
+from titans_platform.data.sources import SOURCES, WHOLE, SourcePlan, TextSource
 from titans_platform.data.store import Store
 from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
@@ -48,7 +48,7 @@ Progress = Callable[[str, int, int, "float | None"], None]
 
 
 @dataclass(frozen=True)
-class Job:
+class PartJob:
     """One part of a source to tokenise."""
 
     data: DataConfig
@@ -59,7 +59,7 @@ class Job:
     """The source's folder in the store."""
     tokenizer: str
     """The copy of the tokenizer's file in the store, or the name of a built-in one."""
-    plan: Plan = WHOLE
+    plan: SourcePlan = WHOLE
     number: int | None = None
     """Index of the part; None: the source is not split."""
     limit: int | None = None
@@ -71,7 +71,7 @@ class Job:
         return self.name if self.number is None else f"{self.name}/{self.number:05d}"
 
 
-Runner = Callable[[Iterator[Job]], Iterator[tuple[int, Manifest]]]
+Runner = Callable[[Iterator[PartJob]], Iterator[tuple[int, Manifest]]]
 """Runs jobs and yields finished parts with their manifests; pulls a job only when it can start it."""
 
 
@@ -81,7 +81,7 @@ def text_source(data: DataConfig, i: int, store: Store) -> TextSource:
     return SOURCES[source.kind](source, f"data.sources.{i}", cache)
 
 
-def make_part(job: Job, progress: Progress | None = None) -> Manifest:
+def make_part(job: PartJob, progress: Progress | None = None) -> Manifest:
     """Tokenise one part, or the whole source, and publish it in the store. Raises UsageError."""
     data, source = job.data, job.data.sources[job.source]
     config = source.model_copy(update={"max_tokens": job.limit})
@@ -109,7 +109,7 @@ def make_part(job: Job, progress: Progress | None = None) -> Manifest:
     return manifest
 
 
-def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
+def make_source(job: PartJob, run: Runner, progress: Progress | None) -> None:
     """Tokenise the missing parts of a source. Raises UsageError, TitansError."""
     job = replace(job, plan=_plan(job), limit=job.data.sources[job.source].max_tokens)
     if not job.plan.parts:
@@ -128,25 +128,25 @@ def make_source(job: Job, run: Runner, progress: Progress | None) -> None:
     job.store.write(f"{job.name}/{MANIFEST}", signed(manifest))
 
 
-def _check_not_empty(job: Job, manifest: Manifest) -> None:
+def _check_not_empty(job: PartJob, manifest: Manifest) -> None:
     if not manifest.documents:
         empty = f"data.sources.{job.source}: {manifest.label} is empty"
         raise UsageError(f"{empty}; give a source that holds text")
 
 
-def _plan(job: Job) -> Plan:
+def _plan(job: PartJob) -> SourcePlan:
     """Return the source's parts; an earlier attempt's if it exists, possibly of another revision."""
     name = f"{job.name}/plan.json"
     if job.data.sources[job.source].kind == "task":
         return WHOLE
     with suppress(FileNotFoundError, ValueError):
-        return Plan(**json.loads(job.store.read(name)))
+        return SourcePlan(**json.loads(job.store.read(name)))
     if (plan := text_source(job.data, job.source, job.store).plan()).parts:
         job.store.write(name, json.dumps(plan._asdict()).encode())
     return plan
 
 
-def _finished(job: Job) -> Iterator[tuple[int, Manifest]]:
+def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
     """Yield the complete parts."""
     for number in range(len(job.plan.parts)):
         part = replace(job, number=number)
@@ -167,7 +167,7 @@ def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterat
             yield number
 
 
-def _up_to_limit(job: Job, made: dict[int, Manifest]) -> dict[str, Manifest]:
+def _up_to_limit(job: PartJob, made: dict[int, Manifest]) -> dict[str, Manifest]:
     """Return the parts of the source by folder; the last is tokenised again if it holds more than
     ``limit``.
     """
@@ -252,7 +252,7 @@ def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
 def by_processes(processes: int) -> Runner:
     """Return a runner on local processes."""
 
-    def run(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
+    def run(jobs: Iterator[PartJob]) -> Iterator[tuple[int, Manifest]]:
         if processes == 1:
             yield from ((job.number or 0, make_part(job)) for job in jobs)
             return
@@ -293,7 +293,7 @@ def _exit_with_parent() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
+def by_ray(jobs: Iterator[PartJob]) -> Iterator[tuple[int, Manifest]]:
     """Run the jobs on Ray Data, one CPU per part; Ray must be initialised."""
     import ray
     import ray.data
@@ -317,7 +317,7 @@ def by_ray(jobs: Iterator[Job]) -> Iterator[tuple[int, Manifest]]:
 
 def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
     """One part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
-    job: Job = pickle.loads(row["job"])
+    job: PartJob = pickle.loads(row["job"])
     try:
         return {"result": pickle.dumps((job.number or 0, make_part(job)))}
     except TitansError as error:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.data.encode import task_identity
 from titans_platform.data.parts import (
-    Job,
+    PartJob,
     Progress,
     Runner,
     by_processes,
@@ -143,7 +143,7 @@ def prepare(
         if not _is_whole(data, store, name, repair):
             with FileLock(store.staging / "index" / f"{name}.lock"):
                 if not _is_whole(data, store, name, repair):
-                    make_source(Job(data, i, store, name, kept), run or by_processes(cores()), progress)
+                    make_source(PartJob(data, i, store, name, kept), run or by_processes(cores()), progress)
         names.append(name)
     index = {"sources": names, "tokenizer": kept}
     store.write(_index_file(data), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())

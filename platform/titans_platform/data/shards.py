@@ -211,7 +211,7 @@ MOST_OPEN = 256
 """Its maximum for streams that take turns: each mapped shard is an open file."""
 
 
-class Span(NamedTuple):
+class TokenSpan(NamedTuple):
     """Consecutive tokens; all arrays have the same shape."""
 
     tokens: NDArray[np.integer]
@@ -240,15 +240,15 @@ class Shard:
         bitmaps = (batch.column(name).buffers()[1] for name in ("start", "loss"))
         self.starts, self.loss = (np.frombuffer(bitmap, np.uint8) for bitmap in bitmaps)
 
-    def span(self, first: int, last: int) -> Span:
+    def span(self, first: int, last: int) -> TokenSpan:
         """Tokens ``first`` to ``last``, exclusive."""
         flags = (_bits(column, np.array([first]), last - first)[0] for column in (self.starts, self.loss))
-        return Span(self.tokens[first:last], *flags)
+        return TokenSpan(self.tokens[first:last], *flags)
 
-    def rows(self, firsts: Integers, width: int) -> Span:
+    def rows(self, firsts: Integers, width: int) -> TokenSpan:
         """[R, W]: the spans of ``width`` tokens that start at ``firsts``."""
         tokens = sliding_window_view(self.tokens, width)[firsts]
-        return Span(tokens, _bits(self.starts, firsts, width), _bits(self.loss, firsts, width))
+        return TokenSpan(tokens, _bits(self.starts, firsts, width), _bits(self.loss, firsts, width))
 
 
 def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
@@ -266,7 +266,7 @@ def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
     return rows
 
 
-def _copy(span: Span, out: Span, rows: Integers) -> None:
+def _copy(span: TokenSpan, out: TokenSpan, rows: Integers) -> None:
     out.tokens[rows], out.starts[rows], out.loss[rows] = span
 
 
@@ -281,7 +281,7 @@ class Split:
         self.max_open = OPEN_SHARDS
         self._open: OrderedDict[int, Shard] = OrderedDict()
 
-    def read(self, start: int, stop: int) -> Span:
+    def read(self, start: int, stop: int) -> TokenSpan:
         """Tokens ``start`` to ``stop`` (exclusive) of the split; a view if they lie in one shard."""
         first, last = self.shard_of(np.array([start, stop - 1])).tolist()
         parts = []
@@ -289,9 +289,9 @@ class Split:
             begin = int(self.begins[number])
             end = min(stop - begin, int(self.held[number]))
             parts.append(self.shard(number).span(max(start - begin, 0), end))
-        return parts[0] if len(parts) == 1 else Span(*map(np.concatenate, zip(*parts, strict=True)))
+        return parts[0] if len(parts) == 1 else TokenSpan(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def gather(self, firsts: Integers, into: Integers, out: Span) -> None:
+    def gather(self, firsts: Integers, into: Integers, out: TokenSpan) -> None:
         """Copy the spans that start at ``firsts`` into the rows ``into`` of ``out``, full width."""
         width = out.tokens.shape[1]
         shards = self.shard_of(firsts)
@@ -364,7 +364,7 @@ class SourceRows:
         self.train = SplitRows(files, manifest.train, length, self.items)
         self.validation = SplitRows(files, manifest.validation, length, self.items)
 
-    def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: Span) -> None:
+    def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: TokenSpan) -> None:
         """Copy rows of a split, by number, into the rows ``into`` of ``out``, [R, T+1] each.
 
         The padding after a task item has no loss.
@@ -375,6 +375,6 @@ class SourceRows:
             if not self.borders:
                 out.starts[into] = False
             return
-        rows.gather(firsts, into, Span._make(values[:, : self.length] for values in out))
+        rows.gather(firsts, into, TokenSpan._make(values[:, : self.length] for values in out))
         out.tokens[into, self.length] = self.pad
         out.starts[into, self.length] = out.loss[into, self.length] = False

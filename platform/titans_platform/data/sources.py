@@ -43,7 +43,7 @@ Part = Sequence[int]
 """First file and the one after the last; of a Hub dataset, shard index and number of shards."""
 
 
-class Plan(NamedTuple):
+class SourcePlan(NamedTuple):
     """Division of a source into parts."""
 
     parts: Sequence[Part] = ()
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     """The commit of a Hub dataset; all parts are of one."""
 
 
-WHOLE = Plan()
+WHOLE = SourcePlan()
 
 
 class Document(NamedTuple):
@@ -81,7 +81,7 @@ class TextSource(ABC):
     def identity(self) -> Any:
         """JSON that changes when the source changes. Raises UsageError if the source is not found."""
 
-    def plan(self) -> Plan:
+    def plan(self) -> SourcePlan:
         """Split the source for several processes; depends only on the source."""
         return WHOLE
 
@@ -225,7 +225,7 @@ class FilesSource(RecordSource):
         """Name, size and time of every file: an edited file is read again."""
         return [list(file) for file in self.files()]
 
-    def plan(self) -> Plan:
+    def plan(self) -> SourcePlan:
         """Consecutive files of at least PART_BYTES in all."""
         files, limit = self.files(), self.source.max_tokens
         few = len(files) < PART_DOCUMENTS and not any(kind_of(Path(file.name)) in BUILDERS for file in files)
@@ -237,7 +237,7 @@ class FilesSource(RecordSource):
             if held >= PART_BYTES or end == len(files):
                 parts.append([first, end])
                 first, held = end, 0
-        return Plan(parts) if len(parts) > 1 else WHOLE
+        return SourcePlan(parts) if len(parts) > 1 else WHOLE
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         files = self.files()
@@ -268,17 +268,17 @@ class HubSource(RecordSource):
         """None: its name is in the config; prepared data stay until their folder is deleted."""
         return None
 
-    def plan(self) -> Plan:
+    def plan(self) -> SourcePlan:
         """One part per file of the dataset, at its newest commit."""
         revision = self.source.revision or self._newest()
         if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
-            return Plan((), revision)
+            return SourcePlan((), revision)
         with self._opened(revision) as records:
             shards, known = getattr(records, "num_shards", 1), getattr(records, "info", None)
         split = ((known and known.splits) or {}).get(self.source.split)
         size = (split and split.num_bytes) or 0
         large = size > HUB_BYTES or (not size and shards >= MANY_FILES)
-        return Plan([[i, shards] for i in range(shards)] if large and shards > 1 else (), revision)
+        return SourcePlan([[i, shards] for i in range(shards)] if large and shards > 1 else (), revision)
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
         with self._opened(revision) as records:

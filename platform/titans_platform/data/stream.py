@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from titans_platform.data.encode import interleave
-from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Span, Split
+from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split, TokenSpan
 from titans_platform.errors import UsageError
 
 WINDOW = 8
 """Shards shuffled together in a source that is too large to shuffle as a whole."""
 
 
-class Window(NamedTuple):
+class ShuffleWindow(NamedTuple):
     """Rows of ``shards`` that are shuffled together in an epoch, starting at position ``first``."""
 
     shards: tuple[int, ...]
@@ -83,15 +83,15 @@ class SourceOrder:
         following = windows[number + 1] if number + 1 < len(windows) else self.windows(epoch + 1)[0]
         return windows[number].shards + following.shards
 
-    def _windows(self, epoch: int) -> list[Window]:
+    def _windows(self, epoch: int) -> list[ShuffleWindow]:
         held = np.flatnonzero(self._counts)
         if not self._windowed:
-            return [Window(tuple(held.tolist()), 0, self.rows)]
+            return [ShuffleWindow(tuple(held.tolist()), 0, self.rows)]
         held = held[shuffled(len(held), f"{self._key}/{epoch}/shards")]
         windows, first = [], 0
         for i in range(0, len(held), WINDOW):
             shards = held[i : i + WINDOW]
-            windows.append(Window(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
+            windows.append(ShuffleWindow(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
             first += windows[-1].rows
         return windows
 
@@ -147,7 +147,7 @@ class Batch(NamedTuple):
 def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
     """Collect the rows of a batch, each given by source and row number in that source."""
     shape = len(rows), sources[0].length + 1
-    out = Span(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
+    out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
         mine = np.flatnonzero(which == s)
         sources[s].fill(sources[s].validation if validation else sources[s].train, rows[mine], mine, out)

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from titans_core import LanguageModel
 from titans_core.generation import PREFILL_TOKENS
 from titans_platform.errors import TitansError
-from titans_platform.tasks.items import Item, Tokenizer, answer_spans, encode_item
+from titans_platform.tasks.items import Item, ItemTokenizer, answer_spans, encode_item
 
 LOGITS_PER_BLOCK = 2**24
 """Logits that are computed together."""
@@ -106,7 +106,7 @@ class Request(NamedTuple):
     continuation: list[int]
 
 
-def encode_pair(context: str, continuation: str, tokenizer: Tokenizer) -> Request:
+def encode_pair(context: str, continuation: str, tokenizer: ItemTokenizer) -> Request:
     """Tokens of both, cut where the context ends.
 
     As lm-evaluation-harness does it: spaces that end the context belong to the continuation, and both are
@@ -130,7 +130,7 @@ class Scorer:
     """A model with its tokenizer, its device and the number of tokens in a forward pass."""
 
     model: nn.Module
-    tokenizer: Tokenizer
+    tokenizer: ItemTokenizer
     device: torch.device
     batch_tokens: int
 

@@ -119,32 +119,32 @@ def load_copy(
     return value
 
 
-class Table(NamedTuple):
+class SeriesTable(NamedTuple):
     """The values of a series and the names of its channels."""
 
     values_NC: NDArray[np.float64]
     channels: tuple[str, ...]
 
 
-def save_series(table: Table, index: Path) -> None:
+def save_series(table: SeriesTable, index: Path) -> None:
     """Save the series in a content-addressed file that ``index`` points to."""
     values = table.values_NC
     save_copy(index, content(table), ".npy", lambda path: np.save(path, values), channels=table.channels)
 
 
-def load_series(index: Path) -> Table:
+def load_series(index: Path) -> SeriesTable:
     """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
-    read = lambda path, noted: Table(np.load(path), tuple(noted["channels"]))  # noqa: E731
+    read = lambda path, noted: SeriesTable(np.load(path), tuple(noted["channels"]))  # noqa: E731
     return load_copy(index, ".npy", read, content)
 
 
-def content(table: Table) -> str:
+def content(table: SeriesTable) -> str:
     """Hash of a series."""
     shape = f"{table.values_NC.shape}{table.channels}".encode()
     return hashlib.sha256(shape + np.ascontiguousarray(table.values_NC).tobytes()).hexdigest()[:16]
 
 
-def read_series(name: str, columns: Sequence[str], field: str) -> Table:
+def read_series(name: str, columns: Sequence[str], field: str) -> SeriesTable:
     """Read the named columns of a file, or all numeric ones; a .npy file's ([N] or [N, C]) are numbered.
 
     Raises UsageError that names ``field`` if the file cannot be read, or a value is missing.
@@ -164,16 +164,16 @@ def read_series(name: str, columns: Sequence[str], field: str) -> Table:
     if len(wrong := np.argwhere(~np.isfinite(values_NC))):
         step, channel = wrong[0]
         raise UsageError(f"{where} has no finite number in row {step} of {chosen[channel]}")
-    return Table(values_NC, chosen)
+    return SeriesTable(values_NC, chosen)
 
 
-def sines(steps: int, channels: int, seed: int) -> Table:
+def sines(steps: int, channels: int, seed: int) -> SeriesTable:
     """Generate noisy sums of three sines: a predictable series that needs no file."""
     generator, t = np.random.default_rng(seed), np.arange(steps)[:, None]
     values_NC = 0.1 * generator.standard_normal((steps, channels))
     for period in (8, 24, 36):
         values_NC += np.sin(2 * np.pi * t / period + generator.uniform(0, 2 * np.pi, channels))
-    return Table(values_NC, tuple(map(str, range(channels))))
+    return SeriesTable(values_NC, tuple(map(str, range(channels))))
 
 
 FOLDER = "objective.options.folder"
@@ -200,7 +200,7 @@ DATASETS = {
 """Keyed by the names in the paper's Table 3."""
 
 
-def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> Table:
+def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> SeriesTable:
     """Read a benchmark's series from its file in ``folder``, optionally compressed as .gz or .xz.
 
     Raises UsageError if the file is missing or is not the standard one.

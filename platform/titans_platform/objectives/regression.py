@@ -30,7 +30,7 @@ from titans_platform.objectives.base import Objective, Report, reject_data
 from titans_platform.objectives.files import (
     DATASETS,
     ItemStream,
-    Table,
+    SeriesTable,
     content,
     load_series,
     read_dataset,
@@ -147,7 +147,12 @@ class SeriesData:
     """
 
     def __init__(
-        self, table: Table, length: int, horizon: int, validation_fraction: float, split: Sequence[float] = ()
+        self,
+        table: SeriesTable,
+        length: int,
+        horizon: int,
+        validation_fraction: float,
+        split: Sequence[float] = (),
     ):
         N = len(table.values_NC)
         self.channels, self.length, self.horizon = table.channels, length, horizon
@@ -268,7 +273,7 @@ class Regression(Objective[SeriesData]):
             raise UsageError(f"objective.options.channels: {given}; set it to {n}, or name columns")
         super().check(data)
 
-    def _read(self) -> Table:
+    def _read(self) -> SeriesTable:
         options = self.options
         if options.sines:
             return sines(options.sines, options.width, self.cfg.data.seed)
@@ -282,7 +287,7 @@ class Regression(Objective[SeriesData]):
         identity += [options.dataset] * bool(options.dataset)
         return root / "data" / "series" / f"{digest(identity)}.json"
 
-    def _cut(self, table: Table) -> SeriesData:
+    def _cut(self, table: SeriesTable) -> SeriesData:
         options, length = self.options, self.cfg.data.sequence_length
         return SeriesData(table, length, options.horizon, options.validation_fraction, options.parts or ())
 

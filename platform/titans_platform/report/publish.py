@@ -28,12 +28,12 @@ from titans_platform.runs.reporter import curve
 from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
-from titans_platform.study.status import Item
+from titans_platform.study.status import PaperItem
 from titans_platform.text import plural
 
 if TYPE_CHECKING:
     from titans_platform.study.grid import StudyRun
-    from titans_platform.tracking import Store
+    from titans_platform.tracking import TrackingStore
 
 
 CROWDED = 4
@@ -123,7 +123,7 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
     return table
 
 
-def _open_store(run: StudyRun) -> Store | None:
+def _open_store(run: StudyRun) -> TrackingStore | None:
     """Open the tracking store of the study's runs; None, with a warning, if it cannot be opened from here.
 
     A job on a cluster logs to a server that a report made elsewhere may not reach, and a copied root
@@ -139,7 +139,7 @@ def _open_store(run: StudyRun) -> Store | None:
         return None
 
 
-def _curves(table: Table, root: Path, store: Store | None) -> dict[str, list[tuple[int, float]]]:
+def _curves(table: Table, root: Path, store: TrackingStore | None) -> dict[str, list[tuple[int, float]]]:
     """Training loss of every cell by the id of its MLflow run; from the journal in the cell's folder where
     MLflow lacks it, as for a copied root.
     """
@@ -168,7 +168,7 @@ def _runs(table: Table) -> dict[str, Result]:
     return {result.mlflow_run_id: result for result in table.results if result.mlflow_run_id}
 
 
-def log_report(store: Store, report: StudyReport, paths: dict[str, Path]) -> str:
+def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]) -> str:
     """Log the files and the table to the study's parent run; returns the run's id."""
     table = report.table
     # same tag names as on the runs of the cells
@@ -183,20 +183,20 @@ def log_report(store: Store, report: StudyReport, paths: dict[str, Path]) -> str
     return run_id
 
 
-def _cell_links(store: Store, report: StudyReport) -> Iterator[str]:
+def _cell_links(store: TrackingStore, report: StudyReport) -> Iterator[str]:
     for row in report.table.rows:
         if links := ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items()):
             yield f"- {row.row.name}: {links}"
 
 
-def paper_page(items: Sequence[Item], root: Path) -> str:
+def paper_page(items: Sequence[PaperItem], root: Path) -> str:
     """Render the page of all the paper's tables and figures: ours as far as they have been run under
     ``root``.
     """
     return html("paper.html", source=read_paper().source, sections=[_section(item, root) for item in items])
 
 
-def _section(item: Item, root: Path) -> dict[str, Any]:
+def _section(item: PaperItem, root: Path) -> dict[str, Any]:
     """Collect a table's or figure's printed numbers, and its reports at the scales that have been run and at
     the paper's. `smoke` is left out if another scale has been run.
     """

@@ -27,7 +27,7 @@ from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFold
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
 
 if TYPE_CHECKING:
-    from titans_platform.tracking import RunLog, Store
+    from titans_platform.tracking import RunLog, TrackingStore
 
 log = logging.getLogger(__name__)
 
@@ -214,7 +214,7 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     run.close(ended=ended)
 
 
-def end_orphaned_runs(store: Store, parent: str, root: Path) -> None:
+def end_orphaned_runs(store: TrackingStore, parent: str, root: Path) -> None:
     """End the MLflow runs below ``parent`` whose processes died."""
     for name, run_id in store.running(parent).items():
         folder = RunFolder(root, name)

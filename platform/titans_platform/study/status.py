@@ -149,7 +149,7 @@ def timings_line(record: dict[str, Any]) -> str:
 
 
 @dataclass(frozen=True)
-class Item:
+class PaperItem:
     """A table or figure of the paper, or several of the same study."""
 
     names: tuple[str, ...]
@@ -185,7 +185,7 @@ class Item:
         return [head, f"  study {self.study.name}; scales {scales}"]
 
 
-def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
+def overview(root: Path, studies: Mapping[str, Study]) -> list[PaperItem]:
     """Return all tables and figures in the paper's order; a study's are together.
 
     ``studies`` are the available ones, by name.
@@ -201,7 +201,7 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[Item]:
             if record := read_json(root / STUDIES / f"{name}-{scale}" / RECORD):
                 states = [RunFolder(root, cell["cell"]).state() for cell in record["cells"] if cell["cell"]]
                 ran[scale] = states.count("done"), len(record["cells"])
-        items.append(Item(names, printed, study, ran))
+        items.append(PaperItem(names, printed, study, ran))
     return items
 
 

@@ -20,7 +20,7 @@ from titans_kernels import Registry
 from titans_platform.config import EvalConfig, TaskConfig, digest
 from titans_platform.errors import UsageError, nearest
 from titans_platform.loading import validate
-from titans_platform.tasks.items import Item, Tokenizer, encode_item
+from titans_platform.tasks.items import Item, ItemTokenizer, encode_item
 
 __all__ = [
     "TASKS", "Context", "GeneratedTask", "Item", "Measurement", "Task", "build_generated", "build_task",
@@ -72,7 +72,7 @@ class Context:
     """Tokens of a row, document start included."""
 
 
-class NoOptions(Frozen):
+class NoTaskOptions(Frozen):
     """Options of a task without options."""
 
 
@@ -82,7 +82,7 @@ class Task(ABC):
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Increment it with every change that changes a number: cells of another version run again."""
-    Options: ClassVar[type[Frozen]] = NoOptions
+    Options: ClassVar[type[Frozen]] = NoTaskOptions
     data_kind: ClassVar[str] = "tokens"
     """Kind of data that the task needs: the ``data_kind`` of an objective."""
 
@@ -132,7 +132,7 @@ class GeneratedTask(Task):
         """Shortcuts by name: ways to guess without what the task is meant to measure."""
         return {}
 
-    def floor(self, length: int, tokenizer: Tokenizer) -> Floor | None:
+    def floor(self, length: int, tokenizer: ItemTokenizer) -> Floor | None:
         """Accuracy of the best heuristic on a fixed sample of items of `length` tokens, or chance.
 
         A heuristic counts only if it beats chance by three standard errors. The result is cached.
@@ -142,7 +142,7 @@ class GeneratedTask(Task):
         """
         return _floor(type(self), self.options, length, tokenizer) if self.heuristics else None
 
-    def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
+    def floor_items(self, length: int, tokenizer: ItemTokenizer) -> Iterator[Item]:
         """Items that heuristics are measured on: a function of the options and the length only."""
         rng = random.Random(f"floor of {self.name} {self.options.model_dump_json()} {length}")
         answers = 0
@@ -159,7 +159,7 @@ class GeneratedTask(Task):
             self.item(random.Random(0), length, data.tokenizer)
 
     @abstractmethod
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Generate an item of `length` tokens, document start included (`encode_item` pads what is missing).
 
         Raises:
@@ -225,7 +225,7 @@ def _natural(name: str) -> tuple[int, str]:
 
 
 @lru_cache(maxsize=256)
-def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Tokenizer) -> Floor:
+def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: ItemTokenizer) -> Floor:
     task = kind(options)
     shares: dict[str, list[float]] = {name: [] for name in task.heuristics}
     for item in task.floor_items(length, tokenizer):

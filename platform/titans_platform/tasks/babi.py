@@ -24,8 +24,8 @@ from titans_platform.errors import UsageError, one_line
 from titans_platform.tasks import FLOOR_ITEMS, GeneratedTask, Heuristic
 from titans_platform.tasks.items import (
     Item,
+    ItemTokenizer,
     Piece,
-    Tokenizer,
     count_tokens,
     cycle,
     fill,
@@ -85,12 +85,12 @@ class Babi(GeneratedTask):
         """Text before an answer, without the question."""
         return before.rpartition("\n")[0]
 
-    def floor_items(self, length: int, tokenizer: Tokenizer) -> Iterator[Item]:
+    def floor_items(self, length: int, tokenizer: ItemTokenizer) -> Iterator[Item]:
         """Questions of the files, of any length: heuristics ignore the text in which facts are hidden."""
         questions = self._questions()
         yield from random.Random(0).sample(questions, min(FLOOR_ITEMS, len(questions)))
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Draw a random question of at most `length` tokens."""
         questions = self._questions()
 
@@ -191,7 +191,7 @@ class Babilong(Babi):
     name = "babilong"
     Options = BabilongOptions
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Draw a random question that fits; the book takes the rest of the row."""
         shown = ""
         for _ in range(self.options.shots):
@@ -312,7 +312,7 @@ def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[Piece]]:
     return pieces
 
 
-def _tokens(told: list[list[Piece]], tokenizer: Tokenizer) -> int:
+def _tokens(told: list[list[Piece]], tokenizer: ItemTokenizer) -> int:
     return count_tokens(make_item(chain.from_iterable(told)), tokenizer)
 
 

@@ -30,7 +30,7 @@ Piece = tuple[str, bool]
 """A text, and whether it is an answer."""
 
 
-class Tokenizer(Protocol):
+class ItemTokenizer(Protocol):
     """The tokenizer interface that evaluation uses (`titans_platform.data.load_tokenizer`)."""
 
     vocab_size: int
@@ -83,12 +83,12 @@ def make_item(pieces: Iterable[Piece], buckets: tuple[str, ...] = ()) -> Item:
     return Item(tuple(("".join(text for text, _ in run), is_answer) for is_answer, run in runs), buckets)
 
 
-def count_tokens(item: Item, tokenizer: Tokenizer) -> int:
+def count_tokens(item: Item, tokenizer: ItemTokenizer) -> int:
     """Tokens of `item`, its document start included."""
     return 1 + sum(len(tokenizer.encode(text)) for text, _ in item.pieces)
 
 
-def encode_item(item: Item, tokenizer: Tokenizer, length: int) -> tuple[list[int], list[bool]]:
+def encode_item(item: Item, tokenizer: ItemTokenizer, length: int) -> tuple[list[int], list[bool]]:
     """Token ids of `item`, `length` of them, and which of them are answer tokens.
 
     An item that falls short (subword tokenizers cannot always be filled to the token) is padded between
@@ -118,7 +118,7 @@ def answer_spans(is_answer: Sequence[bool]) -> Iterator[tuple[int, int]]:
         position += width
 
 
-def fill(build: Callable[[int], Item], length: int, tokenizer: Tokenizer) -> Item:
+def fill(build: Callable[[int], Item], length: int, tokenizer: ItemTokenizer) -> Item:
     """Return the item `build(n)` with the most filler characters n that has at most `length` tokens.
 
     Exactly `length` if a character is a token; otherwise short by less than a word, which `encode_item` pads.

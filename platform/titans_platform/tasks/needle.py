@@ -25,7 +25,7 @@ from titans_platform.tasks.items import (
     ADJECTIVES,
     NOUNS,
     Item,
-    Tokenizer,
+    ItemTokenizer,
     cycle,
     fill,
     load_prose,
@@ -100,7 +100,7 @@ class Needle(GeneratedTask):
 
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Needles at independent uniform depths; queries of distinct keys, in random order, at the end."""
         values = self._values(rng)
         queried = rng.sample(list(values), self.options.queries)

@@ -23,8 +23,8 @@ from titans_platform.errors import UsageError
 from titans_platform.tasks import GeneratedTask, Heuristic
 from titans_platform.tasks.items import (
     Item,
+    ItemTokenizer,
     Piece,
-    Tokenizer,
     fill,
     lowercase_words,
     make_item,
@@ -126,7 +126,7 @@ class Reasoning(GeneratedTask):
 
         return {name: partial(read_and_guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Generate a story with its questions; filler (compact: lower-case words) takes the rest of the
         row.
         """
@@ -163,7 +163,7 @@ class Reasoning(GeneratedTask):
             "three_facts": 4, "yes_no": 2, "counting": min(options.people, options.max_count + 1),
         }[options.kind]  # fmt: skip
 
-    def _open_story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Story | None:
+    def _open_story(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Story | None:
         """Return the first story with enough distinct answers at its end; after ATTEMPTS stories, the best
         one.
 
@@ -180,7 +180,7 @@ class Reasoning(GeneratedTask):
                 break
         return best
 
-    def _story(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> tuple[Story, World]:
+    def _story(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> tuple[Story, World]:
         """Facts and their sentences: `options.facts` of them, or as many as leave space for questions.
 
         Also the world after them.
@@ -201,7 +201,7 @@ class Reasoning(GeneratedTask):
             story.append((fact, sentence))
         return story, world
 
-    def _question_cost(self, tokenizer: Tokenizer) -> int:
+    def _question_cost(self, tokenizer: ItemTokenizer) -> int:
         """Most tokens a question and its answer take."""
         kind = self.options.kind
         person, place, thing = (max(names, key=len) for names in self._names)

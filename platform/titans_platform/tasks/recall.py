@@ -25,7 +25,7 @@ from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.tasks import GeneratedTask, Heuristic
-from titans_platform.tasks.items import Item, Piece, Tokenizer, fill, make_item, scatter
+from titans_platform.tasks.items import Item, ItemTokenizer, Piece, fill, make_item, scatter
 from titans_platform.tasks.story import commonest
 
 BLANK = "."
@@ -150,7 +150,7 @@ class Associative(GeneratedTask):
         """Draw the queried keys independently."""
         return rng.choices(keys, k=self.options.queries or self.bound)
 
-    def item(self, rng: random.Random, length: int, tokenizer: Tokenizer) -> Item:
+    def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Blocks, each followed by questions in its share of the filler, which takes the rest of the row."""
         parts = []
         for block, answers in self.blocks(rng, length):

@@ -435,7 +435,7 @@ def _as_tuple(value: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Manifest:
+class CheckpointManifest:
     """The content of ``manifest.json``, except for the hash of the manifest itself."""
 
     progress: Progress
@@ -446,17 +446,17 @@ class Manifest:
 def write_manifest(folder: Path, progress: Progress) -> None:
     """Hash every file of ``folder`` and write its manifest."""
     files = {path.name: _hash(path) for path in sorted(folder.iterdir())}
-    content = asdict(Manifest(progress, files))
+    content = asdict(CheckpointManifest(progress, files))
     (folder / MANIFEST).write_text(json.dumps(content | {"hash": _hash_of(content)}))
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of ``folder``. Raises OSError, or ValueError with a one-line reason."""
     try:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("hash") != _hash_of(content):
             raise ValueError("it does not have the hash it was written with")
-        return TypeAdapter(Manifest).validate_json(json.dumps(content), strict=True)
+        return TypeAdapter(CheckpointManifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None
 

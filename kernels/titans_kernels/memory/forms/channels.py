@@ -32,7 +32,7 @@ from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.reference import surprise
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate
 from titans_kernels.memory.parts.gates import decay_products
-from titans_kernels.memory.parts.layout import Layout, Span, layout_of
+from titans_kernels.memory.parts.layout import Layout, StepRange, layout_of
 from titans_kernels.memory.residual import Residual, predict
 
 KEEP_BYTES = 256 * 2**20
@@ -75,7 +75,7 @@ def _write_and_read(
     state = [x if layout.order is None else x[layout.order] for x in (*weights, *momentum)]
     outputs = []
     for i, rows in enumerate(layout.rows):
-        index = layout.index(Span(i, i + 1, slice(None)))
+        index = layout.index(StepRange(i, i + 1, slice(None)))
         here = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
         running = [x[:rows] for x in state]
         arguments = (here, running, _last(layout, i, rows), options)
@@ -174,7 +174,7 @@ def _token(x: Tensor, at: Tensor | int) -> Tensor:
 
 def _last(layout: Layout, step: int, rows: int) -> Tensor | int:
     """Index of the last valid token in each of a step's chunks."""
-    _, last = layout.ends(Span(step, step + 1, slice(None)), rows)
+    _, last = layout.ends(StepRange(step, step + 1, slice(None)), rows)
     return last
 
 

@@ -23,13 +23,13 @@ from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.forms import channels
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
 from titans_kernels.memory.parts.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.parts.layout import Layout, Span, layout_of
+from titans_kernels.memory.parts.layout import Layout, StepRange, layout_of
 from titans_kernels.memory.parts.passes import (
+    ChunkBackward,
     Keys,
     Last,
     Reads,
-    State,
-    Step,
+    StackedState,
     advance,
     curves,
     cut,
@@ -61,7 +61,7 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
     """Write and read every token, as `reference.write_and_read` does."""
     if inputs.forgets_by_column:
         return channels.write_and_read(inputs, weights, momentum, options)
-    call = Call.of(inputs, options)
+    call = ChunkedCall.of(inputs, options)
     arguments = (*_tokens(inputs), *weights, *momentum, *call.base, *call.norm)
     if torch.is_grad_enabled() and any(x.requires_grad for x in arguments):
         y, *state = _Memory.apply(call, *arguments)
@@ -81,7 +81,7 @@ def gradients(
     """
     if inputs.forgets_by_column:
         return channels.gradients(inputs, weights, momentum, options, doutputs)
-    call, tokens = Call.of(inputs, options), _tokens(inputs)
+    call, tokens = ChunkedCall.of(inputs, options), _tokens(inputs)
     _, kept = call.forward(tokens, (*weights, *momentum), keep=True)
     dq, dk, dv, dgates, *before = call.backward(tokens, kept, doutputs)
     return [dq, dk, dv, *dgates.unbind(-1), *before]
@@ -142,14 +142,14 @@ class Plan(NamedTuple):
         return Saved(states, errors, outputs, rest if fits else ())
 
 
-class Kept(NamedTuple):
+class SavedCall(NamedTuple):
     """Tensors that a call saves for its backward."""
 
     plan: Plan
     blocks: list[Saved]
 
 
-class Call(NamedTuple):
+class ChunkedCall(NamedTuple):
     """The options of one call and the layout of its tokens.
 
     Tokens are q, k, v [B, T, H, D] and the gates [B, T, H, 3]; a state is L weights and L momenta
@@ -165,15 +165,15 @@ class Call(NamedTuple):
     """Base of the decay, [H, D, F] per layer; empty for zero."""
 
     @staticmethod
-    def of(inputs: Inputs, options: Options) -> Call:
+    def of(inputs: Inputs, options: Options) -> ChunkedCall:
         """From a call's arguments; the layout is cached per cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
         f = ACTIVATIONS[options.activation]
-        return Call(layout, f, options.surprise_bound, options.norm, options.base)
+        return ChunkedCall(layout, f, options.surprise_bound, options.norm, options.base)
 
     def forward(
         self, tokens: Sequence[Tensor], state: Sequence[Tensor], keep: bool
-    ) -> tuple[list[Tensor], Kept]:
+    ) -> tuple[list[Tensor], SavedCall]:
         """y, the state after the last token and, with ``keep``, what the backward needs."""
         layout, inputs = self.layout, [self.layout.split(x) for x in tokens]
         state = _ordered(state, layout.order)
@@ -181,18 +181,18 @@ class Call(NamedTuple):
         y, saved = layout.empty_like(tokens[2]), []
         for heads in plan.heads:
             base = [B[heads].repeat(len(after[0]), 1, 1) for B in self.base]
-            current, norm = State.of(_stack(state, heads), base), Norm.of(self.norm, heads)
+            current, norm = StackedState.of(_stack(state, heads), base), Norm.of(self.norm, heads)
             for steps in plan.steps:
-                block = _Block(Span(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, norm)
+                block = _Block(StepRange(steps[0], steps[1], heads), layout, inputs, self.f, self.bound, norm)
                 states, keys = block.run(current)
                 reads_y, reads = read_pass(block.q, keys, states.WS, block.gates, self.f, norm=norm)
                 _put(y, block.index, reads_y)
                 if keep:
                     saved.append(plan.save(states.WS, keys, block.gates, reads, block.sizes[0]))
             _unstack(current.WS, heads, after)
-        return [layout.join(y), *_ordered(after, layout.back)], Kept(plan, saved)
+        return [layout.join(y), *_ordered(after, layout.back)], SavedCall(plan, saved)
 
-    def backward(self, tokens: Sequence[Tensor], kept: Kept, doutputs: Sequence[Tensor]) -> list[Tensor]:
+    def backward(self, tokens: Sequence[Tensor], kept: SavedCall, doutputs: Sequence[Tensor]) -> list[Tensor]:
         """Gradients of the tokens, of the state before them, of the base and of LN."""
         layout, plan = self.layout, kept.plan
         inputs, dy = [layout.split(x) for x in tokens], layout.split(doutputs[0])
@@ -202,11 +202,13 @@ class Call(NamedTuple):
         dbase = [torch.empty_like(B) for B in self.base]
         for heads in reversed(plan.heads):
             stacks = _stack(dstate, heads)
-            carry = State.of(stacks, [torch.zeros_like(x.chunk(2, 1)[0]) for x in stacks[: len(dbase)]])
+            carry = StackedState.of(
+                stacks, [torch.zeros_like(x.chunk(2, 1)[0]) for x in stacks[: len(dbase)]]
+            )
             norm = Norm.of(self.norm, heads, dnorm)
             for steps in reversed(plan.steps):
                 own = next(saved)
-                span = Span(steps[0], steps[1], heads)
+                span = StepRange(steps[0], steps[1], heads)
                 block = _Block(span, layout, inputs, self.f, self.bound, norm, own.rest)
                 recalled = block.recall(own, plan.keep_states)
                 results = block.backward(_take(dy, block.index), *recalled, carry)
@@ -219,7 +221,7 @@ class Call(NamedTuple):
 
 
 class _Memory(torch.autograd.Function):
-    """`Call` as an autograd function that saves intermediate results for the backward."""
+    """`ChunkedCall` as an autograd function that saves intermediate results for the backward."""
 
     @staticmethod
     def forward(ctx, call, *arguments):
@@ -240,7 +242,7 @@ class _Memory(torch.autograd.Function):
             norm, leaves = 4 + ctx.sizes[0], 4 + sum(ctx.sizes)
             saved = ctx.saved_tensors  # read once: under activation checkpointing a second read fails
             tokens, base = saved[:4], saved[4:norm]
-            kept = Kept(ctx.plan, tree_unflatten(saved[leaves:], ctx.kept_as))
+            kept = SavedCall(ctx.plan, tree_unflatten(saved[leaves:], ctx.kept_as))
             call = ctx.call._replace(base=base, norm=saved[norm:leaves])
             return None, *call.backward(tokens, kept, doutputs)
 
@@ -253,7 +255,7 @@ class _Block:
     """
 
     def __init__(
-        self, span: Span, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
+        self, span: StepRange, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
         norm: Norm | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
     ):  # fmt: skip
         self.index, self.f, self.bound, self.norm = layout.index(span), f, bound, norm
@@ -268,14 +270,14 @@ class _Block:
             *(x[self.end][:, None, None] for x in (g.beta, g.m, g.h)),
         )
 
-    def run(self, current: State, saved: Saved | None = None) -> tuple[State, Keys]:
+    def run(self, current: StackedState, saved: Saved | None = None) -> tuple[StackedState, Keys]:
         """Run the chunks in sequence: starting states (for reads) and keys; updates ``current`` in place.
 
         When recomputing from ``saved``, the state after the last chunk is skipped.
         """
         parts, rows = 3 if current.B else 2, sum(self.sizes)
         empty = [W.new_empty(rows, parts * W.shape[1], W.shape[2]) for W in current.W]
-        states = State.for_reads(empty, parts)
+        states = StackedState.for_reads(empty, parts)
         for whole, B in zip(states.B, current.B, strict=True):
             whole.unflatten(0, (-1, self.heads)).copy_(B[: self.heads])  # shared by all documents
         keys = self._keys(states, saved)
@@ -290,7 +292,7 @@ class _Block:
                 advance(now, here, Last(*last))
         return states, keys
 
-    def _keys(self, states: State, saved: Saved | None) -> Keys:
+    def _keys(self, states: StackedState, saved: Saved | None) -> Keys:
         keys = Keys.empty(self.k, states.W, self.bound, self.norm)
         if saved is not None:
             scales = len(keys.scale[-1:])
@@ -298,9 +300,9 @@ class _Block:
             keys.top[:] = saved.errors[1 + scales :]
         return keys
 
-    def recall(self, saved: Saved, keep_states: bool) -> tuple[State, Keys, Reads]:
+    def recall(self, saved: Saved, keep_states: bool) -> tuple[StackedState, Keys, Reads]:
         """States, keys and reads as they were in the forward pass."""
-        states = State.for_reads(saved.states, saved.states[0].shape[1] // self.q.shape[-1])
+        states = StackedState.for_reads(saved.states, saved.states[0].shape[1] // self.q.shape[-1])
         if saved.rest:
             return states, saved.rest[0], saved.rest[2]
         if keep_states:
@@ -308,7 +310,7 @@ class _Block:
             keys_pass(keys, self.v, states.W, self.f, self.bound, True, self.norm)
         else:
             both = [torch.cat(pair, 1) for pair in zip(states.W, states.S, strict=True)]
-            states, keys = self.run(State.of(both, states.B), saved)
+            states, keys = self.run(StackedState.of(both, states.B), saved)
         return (
             states,
             keys,
@@ -316,19 +318,19 @@ class _Block:
         )
 
     def backward(
-        self, dy: Tensor, states: State, keys: Keys, reads: Reads, carry: State
+        self, dy: Tensor, states: StackedState, keys: Keys, reads: Reads, carry: StackedState
     ) -> tuple[Tensor, ...]:
         """Gradients of q, k, v and the gates; updates ``carry`` to the gradient of the first state."""
         grad = read_backward(dy, states.WS, keys, reads, self.gates, self.f, self.norm)
         parts = grad.starts.shape[-1]
         dlast = [dy.new_zeros(*dy.shape[:2], 2), dy.new_zeros(dy.shape[0], 2, parts)]
-        whole = Step(
+        whole = ChunkBackward(
             states.WS, states.W, keys.X, keys.d, keys.scale, held(keys, self.bound), *curves(keys, self.f),
             leaving(keys, self.last), reads.scaled, grad.z, [*keys.top, self.v] if self.norm else [],
             list(self.last), grad.X, grad.d, dlast,
         )  # fmt: skip
         for size, pieces in zip(reversed(self.sizes), reversed(cut(whole, self.sizes)), strict=True):
-            step_backward(Step(*pieces), carry.first(size), self.norm)
+            step_backward(ChunkBackward(*pieces), carry.first(size), self.norm)
         dgates = self._gates_backward(grad.C, grad.starts, *dlast)
         return grad.q, grad.X[0], grad.d[-1] * -2, torch.stack(dgates, -1)
 

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from torch.utils.weak import WeakIdKeyDictionary
 
 
-class Span(NamedTuple):
+class StepRange(NamedTuple):
     """Consecutive steps, ``first`` to ``stop`` - 1, of some heads."""
 
     first: int
@@ -62,11 +62,11 @@ class EqualRows:
         empty = torch.empty(x.shape[0], padded, *x.shape[2:], dtype=x.dtype, device=x.device)
         return empty.unflatten(1, (-1, self.chunk_size)).movedim((1, 3), (0, 2))
 
-    def index(self, span: Span) -> tuple[slice, ...]:
+    def index(self, span: StepRange) -> tuple[slice, ...]:
         """Index of a span's rows in the output of `split`."""
         return slice(span.first, span.stop), slice(None), span.heads
 
-    def ends(self, span: Span, rows: int) -> Ends:
+    def ends(self, span: StepRange, rows: int) -> Ends:
         """Index of each of the ``rows`` rows' last valid token."""
         if span.stop * self.chunk_size <= self.length:
             return slice(None), self.chunk_size - 1
@@ -135,15 +135,15 @@ class Packed:
         M, b = self.source.shape
         return torch.empty(M, x.shape[2], b, *x.shape[3:], dtype=x.dtype, device=x.device)
 
-    def index(self, span: Span) -> tuple[slice, ...]:
+    def index(self, span: StepRange) -> tuple[slice, ...]:
         """Index of a span's rows in the output of `split`."""
         return self._chunks(span), span.heads
 
-    def _chunks(self, span: Span) -> slice:
+    def _chunks(self, span: StepRange) -> slice:
         first = sum(self.rows[: span.first])
         return slice(first, first + sum(self.rows[span.first : span.stop]))
 
-    def ends(self, span: Span, rows: int) -> Ends:
+    def ends(self, span: StepRange, rows: int) -> Ends:
         """Index of each of the ``rows`` rows' last valid token."""
         last = self.last_M[self._chunks(span)]
         last = last.repeat_interleave(rows // last.shape[0])

@@ -23,7 +23,7 @@ from titans_kernels.memory.parts.gates import Gates
 from titans_kernels.memory.residual import Norm
 
 
-class State(NamedTuple):
+class StackedState(NamedTuple):
     """Weights, momenta and bases of the layers, as stacks and as views of the stacks."""
 
     WS: list[Tensor]  # [R, 2 D, F], for reads with a base [R, 3 D, F]
@@ -32,23 +32,23 @@ class State(NamedTuple):
     B: list[Tensor]  # [R, D, F], or none
 
     @staticmethod
-    def of(stacks: list[Tensor], base: Sequence[Tensor] = ()) -> State:
+    def of(stacks: list[Tensor], base: Sequence[Tensor] = ()) -> StackedState:
         """Split ``stacks`` of two parts into views, with a separate base or none."""
         pairs = [x.chunk(2, 1) for x in stacks]
-        return State(stacks, [p[0] for p in pairs], [p[1] for p in pairs], list(base))
+        return StackedState(stacks, [p[0] for p in pairs], [p[1] for p in pairs], list(base))
 
     @staticmethod
-    def for_reads(stacks: list[Tensor], parts: int) -> State:
+    def for_reads(stacks: list[Tensor], parts: int) -> StackedState:
         """Split ``stacks`` of two parts, or of three with a base, into views."""
         views = [x.chunk(parts, 1) for x in stacks]
         W, S, B = ([v[i] for v in views] if i < parts else [] for i in range(3))
-        return State(stacks, W, S, B)
+        return StackedState(stacks, W, S, B)
 
-    def first(self, rows: int) -> State:
+    def first(self, rows: int) -> StackedState:
         """Return views of the first rows of a state with a separate base."""
         if rows == self.WS[0].shape[0]:
             return self
-        return State.of([x[:rows] for x in self.WS], [x[:rows] for x in self.B])
+        return StackedState.of([x[:rows] for x in self.WS], [x[:rows] for x in self.B])
 
 
 class Keys(NamedTuple):
@@ -118,7 +118,7 @@ def keys_pass(
             d[l].div_(scale[l].div_(bound).clamp_(min=1))
 
 
-def advance(state: State, keys: Keys, last: Last) -> None:
+def advance(state: StackedState, keys: Keys, last: Last) -> None:
     """W' = a W + m S + (1 - a) B - (c X)^T d and S' = h S - (n X)^T d, in place."""
     for l, (WS, W, S, X, d) in enumerate(zip(*state[:3], keys.X, keys.d, strict=True)):
         W.mul_(last.a).addcmul_(S, last.m)
@@ -192,7 +192,7 @@ class ReadGrads(NamedTuple):
     starts: Tensor  # [R, b, 2] of beta and m, with a base [R, b, 3] of 1 - beta too
 
 
-class Step(NamedTuple):
+class ChunkBackward(NamedTuple):
     """Everything the backward of one chunk needs; lists are per layer, and the last three are outputs."""
 
     WS: list[Tensor]  # the starting state
@@ -243,13 +243,13 @@ def read_backward(
     return ReadGrads(dx, dd, dX, dz, dC, dstarts)
 
 
-def step_backward(step: Step, carry: State, norm: Norm | None = None) -> None:
+def step_backward(step: ChunkBackward, carry: StackedState, norm: Norm | None = None) -> None:
     """Backward of one chunk: updates ``carry``, the gradient of the state, from its end to its start."""
     update_backward(step, carry)
     keys_backward(step, carry, norm)
 
 
-def update_backward(step: Step, carry: State) -> None:
+def update_backward(step: ChunkBackward, carry: StackedState) -> None:
     """Backward of `advance`, and of the reads with respect to the state."""
     last = Last(*step.last)
     dcn, inner = step.dlast
@@ -270,7 +270,7 @@ def update_backward(step: Step, carry: State) -> None:
         dafter.baddbmm_(scaled[..., :both].mT, step.read_dz[l])
 
 
-def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
+def keys_backward(step: ChunkBackward, carry: StackedState, norm: Norm | None) -> None:
     """Backward of `keys_pass`: first through its backward pass (the errors), then through its forward pass.
 
     Leaves dd of the last layer as -1/2 times the gradient of v.
@@ -293,7 +293,7 @@ def keys_backward(step: Step, carry: State, norm: Norm | None) -> None:
             dz[l - 1].addcmul_(step.dX[l], step.slope[l - 1])
 
 
-def _error_backward(step: Step, norm: Norm) -> Tensor:
+def _error_backward(step: ChunkBackward, norm: Norm) -> Tensor:
     """Gradient of the last layer's output; the keys' gradient comes through the prediction."""
     z, v = step.top
     dz, dp = norm.surprise_backward(step.dd[-1], z, step.X[0], v)
@@ -318,7 +318,7 @@ def held(keys: Keys, bound: float | None) -> list[Tensor]:
     return [(scale > 1).to(scale.dtype) / bound**2 for scale in keys.scale] if bound is not None else []
 
 
-def _bound_backward(step: Step, l: int) -> None:
+def _bound_backward(step: ChunkBackward, l: int) -> None:
     """If the bound is active, d = c u with u of norm 1: only the component orthogonal to u passes."""
     if not step.scale:
         return

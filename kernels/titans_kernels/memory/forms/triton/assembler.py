@@ -66,8 +66,8 @@ def refusal(arch: int) -> str | None:
     if os.environ.get("TITANS_PTXAS") == "any" or not is_wrong(version, arch):
         return None
     return (
-        f"ptxas {version[0]}.{version[1]} miscompiles products for Hopper (FLA's pull request 1262): set "
-        f"{variable} to one of CUDA 13.1 or later, or TITANS_PTXAS=any to use it anyway"
+        f"backend: ptxas {version[0]}.{version[1]} miscompiles products for Hopper (FLA pull request 1262); "
+        f"set {variable} to one of CUDA 13.1 or later, or TITANS_PTXAS=any to use it anyway"
     )
 
 

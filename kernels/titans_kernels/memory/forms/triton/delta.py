@@ -22,9 +22,9 @@ from torch import Tensor
 from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.launch import fake, float32_precision, launch
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED, add_dot, dot, tile_at
-from titans_kernels.memory.forms.triton.refusal import WIDTHS
 
 BLOCKS = (16, 32, 64)
+WIDTHS = (16, 32, 64, 128, 256)
 KEYS = WIDTHS[:-1]
 """Widths of keys: with 256 a program spills 1.4 KB per thread."""
 

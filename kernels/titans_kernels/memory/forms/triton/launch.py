@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from titans_kernels.memory.forms.triton import assembler
 
+INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
+"""True if kernels run in Triton's interpreter; fixed when they are defined."""
 OPTIONS = {"enable_fp_fusion": True}
 """Options of every kernel: fused multiply-add, set here because the default may change."""
 

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from titans_kernels import ran
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
 from titans_kernels.memory.forms.triton.base import base_layer_backward, partial_sums
 from titans_kernels.memory.forms.triton.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.forms.triton.launch import fake, float32_precision
+from titans_kernels.memory.forms.triton.launch import fake, float32_precision, is_recording
 from titans_kernels.memory.forms.triton.reads import read_layer, read_layer_backward, update_layer_backward
 from titans_kernels.memory.forms.triton.shapes import (
     Layer,
@@ -31,7 +32,9 @@ from titans_kernels.memory.forms.triton.shapes import (
     flat_base,
     flatten,
     layers_of,
+    padded,
     unflatten,
+    widened,
 )
 from titans_kernels.memory.forms.triton.tables import chunk_count, document_count, tables
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, whole
@@ -79,19 +82,9 @@ class Kept(NamedTuple):
         return Kept(*empty)
 
 
-def path(shape: Shape) -> str:
-    """Name of the write kernels for a shape."""
-    widths = [layer.D for layer in shape.layers] + [shape.layers[-1].F]
-    if shape.depth == 1 and max(widths) <= 128 and (not shape.bound or widths[1] <= 64):
-        return "columns"
-    if shape.depth == 2 and max(widths) <= 64 and shape.b <= 64:
-        return "resident"
-    return "streamed"
-
-
 def reads_ride_along(shape: Shape, processors: int) -> bool:
-    """Whether the write programs also do the reads: they fill the GPU, both fit, scores are not repeated."""
-    if path(shape) != "columns" or (shape.b == 128 and shape.layers[0].D > 64):
+    """Return True if write programs also do the reads: they fill the GPU, both fit, no score is repeated."""
+    if shape.path != "columns" or (shape.b == 128 and shape.layers[0].D > 64):
         return False  # queries, keys and scores would need 233 KB of shared memory, of 227
     parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
     return shape.N * shape.H * parts >= processors and parts <= 4
@@ -132,14 +125,14 @@ def recall(shape: Shape, x: Tokens, start: Tensor, base: Tensor | None) -> Kept:
 
 def _state(shape: Shape, start: Tensor, final: bool) -> Tensor:
     """Output buffer of the final states [N, H, size]; all kernels but `columns` also work in it."""
-    return start.new_empty((shape.N, shape.H, shape.size) if final or path(shape) != "columns" else 0)
+    return start.new_empty((shape.N, shape.H, shape.size) if final or shape.path != "columns" else 0)
 
 
 def _write(
     shape: Shape, x: Tokens, start: Tensor, base: Tensor | None, gates: Gates, kept: Kept, y: Tensor,
     after: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    which = path(shape)
+    which = shape.path
     if which == "columns":
         BV = columns.columns_per_program(shape, processors(x.q.device))
         columns.write(
@@ -194,7 +187,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, alpha, eta, theta, of the starting state, and of the base if there is one."""
     gates = Gates(kept.C, kept.gates)
-    BV = columns.columns_per_program(shape, processors(dy.device)) if path(shape) == "columns" else 0
+    BV = columns.columns_per_program(shape, processors(dy.device)) if shape.path == "columns" else 0
     grads = _Grads.empty(shape, kept, shape.layers[0].F // BV if BV else 1)
     dq, dk, dv, dkeys = (
         torch.empty_like(x.q),
@@ -238,7 +231,7 @@ def _write_backward(
     dv: Tensor,
 ) -> Tensor:  # fmt: skip
     dstart = kept.scale.new_empty(shape.N, shape.H, shape.size)
-    which = path(shape)
+    which = shape.path
     if which == "columns":
         columns.backward(
             shape, BV, x.q, x.k, dy, gates, kept.dt, kept.scale, grads.ddt, dafter, grads.dstates, dv,
@@ -268,15 +261,30 @@ needs more recomputes in the backward, with the same result."""
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
-    """Write and read every token, as `reference.write_and_read` does, with ``options.operands``."""
+    """Write and read every token, as `reference.write_and_read` does, with ``options.operands``.
+
+    Widths are padded with zeros to those of the tiles, which is exact: f(0) = 0, and an error of 0 stays 0.
+    """
     dtype = options.operands
-    tokens = Tokens(*(x.to(dtype) for x in inputs[:3]), *(x.float() for x in inputs[3:6]))
-    widths = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
+    given = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
+    widths = [padded(width) for width in given]
+    q, k, v = (widened(x.to(dtype), padded(x.shape[-1])) for x in inputs[:3])
+    tokens = Tokens(q, k, v, *(x.float() for x in inputs[3:6]))
     if options.shared_start:
         weights, momentum = whole(options.shared_start[0], options.base), options.shared_start[1]
-    base = flat_base(options.base) if options.base else None
-    y, after = _in_parts(tokens, flatten(weights, momentum), base, options, widths)
-    return (y, *unflatten(after, layers_of(tuple(widths))[0])) if options.final else (y, (), ())
+    weights, momentum, base = (
+        tuple(widened(x, *pair) for x, pair in zip(layers, pairwise(widths), strict=False))
+        for layers in (weights, momentum, options.base)
+    )
+    y, after = _in_parts(
+        tokens, flatten(weights, momentum), flat_base(base) if base else None, options, widths
+    )
+    y = y[..., : given[-1]]
+    if not options.final:
+        return y, (), ()
+    state = unflatten(after, layers_of(tuple(widths))[0])
+    narrow = (tuple(x[..., :D, :F] for x, (D, F) in zip(p, pairwise(given), strict=True)) for p in state)
+    return y, *narrow
 
 
 def _in_parts(
@@ -354,6 +362,8 @@ def memory_triton(
     """
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
+    if not is_recording():
+        ran.note("neural_memory", "triton")
     y, after, kept = forward(shape, x, start.contiguous(), base, keep=keep, final=final)
     return [y.view(v.shape), after, *kept]
 

@@ -9,13 +9,10 @@ head's state is flat too: per layer its weights [D, F], then its momentum, row b
 
 from __future__ import annotations
 
-import os
-
 import triton
 import triton.language as tl
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
-"""True if kernels run in Triton's interpreter; fixed when they are defined."""
+from titans_kernels.memory.forms.triton.launch import INTERPRETED
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 

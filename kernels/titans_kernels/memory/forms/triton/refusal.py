@@ -1,63 +1,92 @@
-"""Which calls the kernels support, and the reason why not for all others."""
+"""The calls that the kernels support, and the reason why not for all others.
+
+A reason is one sentence that begins with the field of `MemoryConfig` to change. Imports no Triton, so that it
+can be used where a run is planned.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
 from titans_kernels.memory.forms.triton import assembler
-from titans_kernels.memory.forms.triton.pieces import INTERPRETED
-from titans_kernels.memory.options import Layers
+from titans_kernels.memory.forms.triton.launch import INTERPRETED
+from titans_kernels.memory.options import Layers, Options
 
-WIDTHS = (16, 32, 64, 128, 256)
-HIDDEN = (16, 32, 64, 128, 256, 512)
+MOST_WIDTH, MOST_HIDDEN = 256, 512
+"""Widest head and hidden layer; others are padded to the next power of 2, at least 16."""
 CHUNKS = (16, 32, 64, 128)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def refusal(
-    q: Tensor, k: Tensor, v: Tensor, weights: Layers, chunk_size: int, dtype: torch.dtype | None = None
-) -> str | None:
-    """Why no kernel supports a call, or None if one does. ``dtype``: of the operands; q's by default."""
-    if not q.is_cuda and not INTERPRETED:
-        return f"tensors are on {q.device.type}, and Triton's interpreter is off"
+def refusal(q: Tensor, weights: Layers, options: Options) -> str | None:
+    """Return why no kernel supports a call, or None if one does."""
+    if options.norm:
+        return "residual: no kernel computes norm, x + LN(f(x)); set none or input, or backend: chunked"
+    arch = options.arch
+    if arch is None and not INTERPRETED:
+        if not q.is_cuda:
+            return f"backend: tensors are on {q.device.type}, and Triton's interpreter is off"
+        arch = assembler.arch_of(q.device.index)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
-    arch = None if INTERPRETED else assembler.arch_of(q.device.index)
-    return shape_refusal(widths, chunk_size, dtype or q.dtype, arch)
+    return shape_refusal(widths, options.chunk_size, options.operands or q.dtype, arch)
 
 
 def shape_refusal(
     widths: Sequence[int], chunk_size: int, dtype: torch.dtype, arch: int | None = None
 ) -> str | None:
-    """Why no kernel supports a memory on an architecture such as 90 (None: in the interpreter), or None.
+    """Return why no kernel supports a memory on an architecture such as 90 (None: interpreted), or None.
 
     ``widths``: of keys, hidden layers and values.
     """
-    ends, hidden = (widths[0], widths[-1]), set(widths[1:-1])
+    widest, hidden = max(widths[0], widths[-1]), set(widths[1:-1])
     if dtype not in TYPES:
-        return f"no kernel for {dtype}"
+        return f"backend: no kernel computes in {dtype}; use bfloat16 or float32, or backend: chunked"
     if chunk_size not in CHUNKS:
-        return f"chunk_size {chunk_size} is not one of {', '.join(map(str, CHUNKS))}"
-    if not set(ends).issubset(WIDTHS):
-        return f"head widths {ends[0]}, {ends[1]} are not of {', '.join(map(str, WIDTHS))}"
+        return (
+            f"chunk_size: {chunk_size} is not one of the kernels' {', '.join(map(str, CHUNKS))}; set one of "
+            f"them, or backend: chunked"
+        )
+    if widest > MOST_WIDTH:
+        return (
+            f"heads: a head is {widest} wide and the kernels' are at most {MOST_WIDTH}; use more heads, or "
+            f"backend: chunked"
+        )
+    if hidden and max(hidden) > MOST_HIDDEN:
+        return (
+            f"expansion: hidden layers are {max(hidden)} wide and the kernels' at most {MOST_HIDDEN}; set a "
+            f"smaller one, or backend: chunked"
+        )
     if len(hidden) > 1:
-        return f"hidden widths {sorted(hidden)} differ"
-    if not hidden.issubset(HIDDEN):
-        return f"hidden width {hidden.pop()} is not one of {', '.join(map(str, HIDDEN))}"
-    if arch is None:
-        return None
-    return too_large(dtype, chunk_size) or assembler.refusal(arch)
+        return f"weights: hidden widths {sorted(hidden)} differ; make them equal, or use backend: chunked"
+    return None if arch is None else too_large(dtype, chunk_size) or no_compiler(arch)
 
 
 def too_large(dtype: torch.dtype, chunk_size: int) -> str | None:
-    """Why a program of some kernel does not fit into a multiprocessor, or None if all do.
+    """Return why a program of some kernel does not fit into a multiprocessor, or None if all do.
 
     A float32 product splits its operands into two parts, so 128 x 128 tiles need four times the memory of
     bf16: the backward of the reads would need 256 KB of Hopper's 227 KB of shared memory, 320 KB with hidden
     layers.
     """
     if dtype == torch.float32 and chunk_size == 128:
-        return "chunk_size 128 in float32 needs more shared memory than a multiprocessor has"
+        return (
+            "chunk_size: 128 in float32 needs more shared memory than a multiprocessor has; set 64, or "
+            "compute in bfloat16, or set backend: chunked"
+        )
     return None
+
+
+def no_compiler(arch: int) -> str | None:
+    """Return why the kernels cannot be compiled for an architecture, or None if they can.
+
+    A machine that has neither a GPU nor Triton only plans a run for another one, of which nothing is known.
+    """
+    if find_spec("triton") is not None:
+        return assembler.refusal(arch)
+    if not torch.cuda.is_available():
+        return None
+    return "backend: Triton is not installed; install the package triton, or set backend: chunked"

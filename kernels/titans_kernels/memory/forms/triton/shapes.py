@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -63,9 +64,36 @@ class Shape(NamedTuple):
         return {"L": self.depth, "D": first.D, "F": first.F, "V": last.F}
 
     @property
+    def path(self) -> str:
+        """Name of the write kernels."""
+        return path([layer.D for layer in self.layers] + [self.layers[-1].F], self.b, self.bound)
+
+    @property
     def warps(self) -> int:
         """Number of warps for a program with tiles [b, b] and [b, 64]."""
         return 8 if self.b == 128 else 4
+
+
+def padded(width: int) -> int:
+    """Width of a kernel's tiles: the next power of 2, at least 16."""
+    return max(16, 1 << (width - 1).bit_length())
+
+
+def widened(x: Tensor, *sizes: int) -> Tensor:
+    """Return x with its last dimensions padded with zeros to ``sizes``."""
+    from torch.nn.functional import pad
+
+    more = [size - have for size, have in zip(sizes, x.shape[-len(sizes) :], strict=True)]
+    return pad(x, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else x
+
+
+def path(widths: Sequence[int], b: int, bound: float | None) -> str:
+    """Name of the write kernels for widths of keys, hidden layers and values."""
+    if len(widths) == 2 and max(widths) <= 128 and (not bound or widths[1] <= 64):
+        return "columns"
+    if len(widths) == 3 and max(widths) <= 64 and b <= 64:
+        return "resident"
+    return "streamed"
 
 
 def layers_of(widths: tuple[int, ...]) -> tuple[tuple[Layer, ...], int]:
