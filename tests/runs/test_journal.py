@@ -49,28 +49,24 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer()
-
-            do_POST = do_PATCH = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 query = {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()}
                 name = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
-                result = outer.handle(name, json.loads(body or b"{}") | query)
+                content = json.dumps(outer.handle(name, json.loads(body or b"{}") | query)).encode()
                 if outer.lose and name == "runs/log-batch":
                     outer.lose -= 1
                     self.connection.close()
                     return
-                content = json.dumps(result).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(content)
+
+            do_POST = do_PATCH = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
