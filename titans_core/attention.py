@@ -53,13 +53,13 @@ class Attention(Projections):
     Scores of normalised queries and keys are ``scale_H * sqrt(E)`` times their cosine; the scale is learned.
     """
 
-    def __init__(self, d_model: int, config: AttentionConfig):
+    def __init__(self, d_model: int, config: AttentionConfig, pointwise: bool = False):
         kernel, unit = config.conv_kernel if config.conv else None, "qk" if config.qk_norm else ""
-        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, config.silu)
+        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, config.silu, pointwise)
         self.config = config
         # switches of `titans_core.interventions`; the cache keeps the keys of config.window
         self.window, self.muted, self.cut = config.window, False, False
-        self.w_o = nn.Linear(d_model, d_model, bias=False)
+        self.add_output(d_model, config.output)
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
 
     def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:
@@ -90,7 +90,7 @@ class Attention(Projections):
         (q, k, v), conv_state = self.project(x_BTD, "qkv", state.conv_state, documents)
         y, keys, held_B = self.attend(q, k, v, position_BT, state, prefix, documents)
         after = None if keys is None else AttentionState(KeyCache(*keys), conv_state, held_B)
-        return self._output(y), after
+        return self._output(y, x_BTD), after
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, position_BT: Tensor, state: AttentionState,
@@ -163,7 +163,7 @@ class Attention(Projections):
         mask = torch.cat([causal, causal], 1)
         y = softmax_attention(rotate(q, rotary), reads.extended(tokens), mask, prefix)
         after = SegmentState(AttentionState(reads, read_conv_state), AttentionState(tokens, conv_state))
-        return self._output(y.transpose(1, 2)), after
+        return self._output(y.transpose(1, 2), x_BTD), after
 
     def state_bytes(self, length: int) -> int:
         """Bytes of keys and values one sequence carries after ``length`` tokens, and of the convolution."""
@@ -189,11 +189,11 @@ class Attention(Projections):
     def _keys(self, k_BTHE: Tensor, v_BTHE: Tensor, rotary: RotaryEmbedding | None) -> KeyCache:
         return KeyCache(rotate(k_BTHE.transpose(1, 2).to(v_BTHE.dtype), rotary), v_BTHE.transpose(1, 2))
 
-    def _output(self, y_BTHE: Tensor) -> Tensor:
-        """Heads merged and projected, [B, T, D]."""
+    def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return the heads merged and projected, [B, T, D]; normalised and gated by x first if configured."""
         if self.muted:
             return y_BTHE.new_zeros(*y_BTHE.shape[:2], self.w_o.out_features)
-        return self.w_o(y_BTHE.flatten(2))
+        return self.merge(y_BTHE, x_BTD) if self.config.output else self.w_o(y_BTHE.flatten(2))
 
 
 def _unrotated_prefix(

@@ -50,16 +50,20 @@ class HeadNorm(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """Depthwise convolution over the last K tokens; starts afresh at each document."""
+    """Depthwise convolution over the last K tokens; starts afresh at each document.
 
-    def __init__(self, channels: int, kernel: int):
+    With ``pointwise`` it is depthwise-separable: a linear layer over the channels follows.
+    """
+
+    def __init__(self, channels: int, kernel: int, pointwise: bool = False):
         super().__init__()
         self.weight_KC = nn.Parameter(torch.empty(kernel, channels))
+        self.pointwise = nn.Linear(channels, channels, bias=False) if pointwise else None
 
     def forward(
         self, x_BTC: Tensor, state_BKC: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y_t = sum_j w_j x_{t-j}.
+        """y_t = sum_j w_j x_{t-j}, through the pointwise layer if there is one.
 
         ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
         when packed). Returns y and the state after the last token.
@@ -72,6 +76,7 @@ class CausalConv(nn.Module):
             if documents is not None:
                 shifted = _reset(shifted, state_BKC, documents.position_BT, j)
             y = torch.addcmul(y, self.weight_KC[j], shifted)
+        y = y if self.pointwise is None else self.pointwise(y)
         # a copy: a view would keep every input alive for as long as the state
         return y, padded[:, T:].clone()
 

@@ -38,6 +38,9 @@ NOT_IN_NAMES: dict[str, Any] = {
 _CHECKPOINTS = 10
 """Default number of checkpoints of a run; the interval is at most 500 steps."""
 
+MAX_VALIDATION_TOKENS = 50_000_000
+"""Limit on what is held out of a source with ``max_tokens``; 5% of 15B would be 750M."""
+
 VOCABULARIES = {"byte": 260, "dna": 8}
 """Vocabulary sizes of the built-in tokenizers: bytes or letters, document start, pad, to a multiple of 4."""
 
@@ -75,7 +78,7 @@ class SourceConfig(Frozen):
     """Stop after this many tokens."""
     validation_fraction: Fraction = 0.05
     """Fraction of the documents (whole files) held out for validation; of a source with one document, the end
-    of its text. Task sources hold out none."""
+    of its text. At most about 50M tokens of a source with ``max_tokens``. Task sources hold out none."""
     tasks: tuple[TaskConfig, ...] = ()
     """task: what to generate; each row is one item of exactly one training length."""
     rows: PositiveInt | None = None
@@ -92,6 +95,11 @@ class SourceConfig(Frozen):
         if self.kind == "corpus" and self.subset not in (None, "prose", "code"):
             raise ValueError(f"subset: the corpus has prose and code, not {self.subset}")
         return self
+
+    @property
+    def held_out(self) -> float:
+        """The fraction that is held out: ``validation_fraction``, or less for MAX_VALIDATION_TOKENS."""
+        return min(self.validation_fraction, MAX_VALIDATION_TOKENS / (self.max_tokens or 1))
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that determine its documents. Later additions are left out at their defaults."""

@@ -1,4 +1,4 @@
-"""The commit of this code: stored in a wheel, read from git in a source tree."""
+"""The commit of this code, the machine it runs on, and the GPUs that it may be planned for."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -19,6 +20,39 @@ BAKED = "_commit.txt"
 COMMANDS = "commands.jsonl"
 NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 """Packages whose versions may affect results or their storage."""
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as a plan sees it."""
+
+    name: str
+    memory: float
+    """GiB that PyTorch can allocate."""
+    flops: float
+    """Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the data sheet; half of it in TF32."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("B200", 178.3, 2250e12), Gpu("H200", 139.8, 989e12), Gpu("H100", 79.1, 989e12),
+        Gpu("A100", 79.1, 312e12), Gpu("L40S", 44.4, 362e12), Gpu("A10G", 22.0, 70e12),
+        Gpu("RTX 4090", 23.5, 165e12), Gpu("V100", 31.7, 125e12),
+    )
+}  # fmt: skip
+"""GPUs by a substring of the device's name, each with the larger memory it is sold with."""
+
+
+def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the CPUs this process may use: by its affinity and the quota of its container."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [own]
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+        with suppress(OSError, ValueError):  # ValueError: "max", no limit
+            quota, period = map(int, " ".join((cgroups / file).read_text() for file in files).split())
+            quotas += [max(1, quota // period)] * (quota > 0)
+    return min(quotas)
 
 
 def checkout() -> Path | None:
@@ -70,12 +104,12 @@ def environment() -> dict[str, str]:
 def _device() -> str:
     import torch
 
-    from titans_kernels import native
+    from titans_kernels.native import library
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     # they round differently: the last digits of a run may depend on it
-    operators = "compiled" if native.library(torch.float32) else "PyTorch's"
+    operators = "compiled" if library(torch.float32) else "PyTorch's"
     return f"CPU, {os.cpu_count()} cores, {operators} operators"
 
 

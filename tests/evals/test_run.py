@@ -58,6 +58,18 @@ class Guesser(nn.Module):
         return SimpleNamespace(logits=nn.functional.one_hot(picks, BYTE.vocab_size).float())
 
 
+class Precise(nn.Module):
+    """Notes whether it is called under autocast."""
+
+    def __init__(self):
+        super().__init__()
+        self.lower: set[bool] = set()
+
+    def forward(self, tokens, document_starts=None):
+        self.lower.add(torch.is_autocast_enabled("cpu"))
+        return SimpleNamespace(logits=torch.zeros(*tokens.shape, BYTE.vocab_size))
+
+
 def solve_needle(text):
     asked = re.search(r"\?([A-Z]):(\w*)$", text)
     if not asked:
@@ -297,3 +309,10 @@ def test_scores_do_not_depend_on_the_batch_and_long_continuations_are_scored_at_
         (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)
     expected, _ = by_hand(model, [BYTE.bos, *continuation[-9:]], 9)
     assert (score.tokens, score.logprob) == (9, pytest.approx(expected, abs=1e-4))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_evaluation_under_the_precision_of_training(precision):
+    columns = {"x": (TaskConfig(task="needle", options={"style": "compact", "kind": "number"}),)}
+    evaluate(model := Precise(), prepared(), EvalConfig(columns=columns, items=2), 64, precision=precision)
+    assert model.lower == {precision == "bf16"}

@@ -43,10 +43,10 @@ class MAC(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         assert config.attention.segment_size is not None  # by `check`
-        self.segment_size = config.attention.segment_size
-        self.attention = Attention(config.d_model, config.attention)
+        self.segment_size, pointwise = config.attention.segment_size, config.pointwise_conv
+        self.attention = Attention(config.d_model, config.attention, pointwise)
         self.memory_norm = RMSNorm(config.d_model)
-        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
+        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False, pointwise=pointwise)
         self.gate = Gate(config.d_model, self.options.gating)
 
     @classmethod

@@ -39,8 +39,8 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, T, H, D]
     k: Tensor
     v: Tensor
-    alpha: Tensor  # [B, T, H], or [B, T, H, A] per group of columns
-    eta: Tensor  # [B, T, H]
+    alpha: Tensor  # this and the next two: [B, T, H], or [B, T, H, A] per group of columns
+    eta: Tensor
     theta: Tensor
     extra: Tensor
     """[B, T, H, E], E being `Rule.extra_gates`; forms of the paper's rule ignore it"""
@@ -51,7 +51,7 @@ class Inputs(NamedTuple):
         extra: Tensor | None = None,
     ) -> Inputs:  # fmt: skip
         """With no gates of the rule's own for None."""
-        extra = theta.new_empty(*eta.shape, 0) if extra is None else extra
+        extra = theta.new_empty(*eta.shape[:3], 0) if extra is None else extra
         return Inputs(q, k, v, alpha, eta, theta, extra)
 
     @property
@@ -60,9 +60,9 @@ class Inputs(NamedTuple):
         return state_dtype(self.q)
 
     @property
-    def forgets_by_column(self) -> bool:
-        """True if alpha is per group of columns instead of per head."""
-        return self.alpha.ndim > self.eta.ndim
+    def by_column(self) -> bool:
+        """True if alpha, eta or theta is per group of columns instead of per head."""
+        return any(gate.ndim == self.q.ndim for gate in self[3:6])
 
     def to_state_dtype(self) -> Inputs:
         """All inputs cast to the dtype of the state."""
@@ -112,13 +112,13 @@ class Options(NamedTuple):
         self, inputs: Inputs, rules: tuple[type[Rule], ...] = (Rule,), *, norm: bool = True,
         columns: bool = True,
     ) -> str | None:  # fmt: skip
-        """Why a form for ``rules``, with or without LN and alpha per column, does not support a call."""
+        """Why a form for ``rules``, with or without LN and gates per column, does not support a call."""
         if type(self.rule) not in rules:
             return f"it does not support the rule {self.rule}"
         if self.norm and not norm:
             return "it does not support LN inside the memory"
-        if inputs.forgets_by_column and not columns:
-            return "it does not support alpha per column"
+        if inputs.by_column and not columns:
+            return "it does not support gates per column"
         return None
 
 

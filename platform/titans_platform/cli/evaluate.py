@@ -80,7 +80,8 @@ def evaluate(
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
-        measured = evals.evaluate(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
+        row, precision = cfg.data.sequence_length, cfg.optim.precision
+        measured = evals.evaluate(model.to(device), data, cfg.eval, row, device=device, precision=precision)
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
     measures = Measures.model_validate(measured)

@@ -195,7 +195,7 @@ def running_line(item: CellStatus) -> list[str]:
 
 
 @contextmanager
-def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
+def run_display(progress: Callable[[], dict[str, Any] | None], console: Console) -> Iterator[None]:
     """Show a bar for one run, fed by its progress.json."""
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     plain, began = PlainLines(console), time.time()
@@ -203,7 +203,7 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
         bar = bars.add_task("starting", total=None, shown="")
 
         def update() -> None:
-            state = folder.progress()
+            state = progress()
             if not state or state["age"] > time.time() - began + 1:
                 return
             phase, step, steps, line = state["phase"], state["step"], state["steps"], progress_line(state)

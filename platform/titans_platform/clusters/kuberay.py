@@ -7,6 +7,7 @@ and label, and token authentication: pods get the token from a Secret, so that n
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import shlex
 from collections.abc import Sequence
@@ -22,6 +23,9 @@ from titans_platform.clusters.steps import Note, Run, Step
 from titans_platform.errors import ClusterError
 
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+POD_GRACE = 90
+"""Seconds that a pod gets to end if the file sets none. A run takes up to `preemption.GRACE` to write a
+checkpoint; Kubernetes' own default is 30."""
 LABEL = {"app.kubernetes.io/managed-by": "titans"}
 
 
@@ -81,7 +85,10 @@ class KubeRay(Cluster):
         """Apply the manifests and the RayCluster, wait for its pods."""
         auth = {"mode": "token"} | ({"secretName": self.secret} if self.secret else {})
         kind = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": self.name}}
-        cluster = {**kind, "spec": {"authOptions": auth, **self.ray}}
+        ray: dict[str, Any] = copy.deepcopy(dict(self.ray))
+        for group in (ray["headGroupSpec"], *ray.get("workerGroupSpecs", ())):
+            group["template"]["spec"].setdefault("terminationGracePeriodSeconds", POD_GRACE)
+        cluster = {**kind, "spec": {"authOptions": auth, **ray}}
         apply = self.apply([self.placed(item) for item in (*self.manifests, cluster)])
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
         return [apply, self.record_step(), Run(self.kubectl(*ready))]

@@ -8,7 +8,6 @@ maps a DataConfig to its folders (so that opening needs neither the sources nor 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from titans_platform.data.parts import (
     PartJob,
     Progress,
     Runner,
-    by_processes,
+    default_runner,
     kept_tokenizer,
     make_source,
     text_source,
@@ -143,16 +142,11 @@ def prepare(
         if not _is_whole(data, store, name, repair):
             with FileLock(store.staging / "index" / f"{name}.lock"):
                 if not _is_whole(data, store, name, repair):
-                    make_source(PartJob(data, i, store, name, kept), run or by_processes(cores()), progress)
+                    make_source(PartJob(data, i, store, name, kept), run or default_runner(), progress)
         names.append(name)
     index = {"sources": names, "tokenizer": kept}
     store.write(_index_file(data), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
     return _open_folders(data, store, kept, names)
-
-
-def cores() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, store: Store) -> str:

@@ -75,9 +75,19 @@ class Objective(ABC, Generic[D]):
     def build_model(self) -> Model:
         """Build the model at initialisation, from the config only. Raises UsageError."""
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a row as the model's blocks read it."""
+        return self.cfg.row_tokens
+
+    def head_activations(self, rows: int) -> int:
+        """Return the values that ``rows`` rows hold at once outside the blocks, such as logits."""
+        return 0
+
     def least_activations(self, rows: int) -> int:
-        """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
-        return rows * self.cfg.row_tokens * self.cfg.model.d_model * self.cfg.model.n_layers
+        """Return a lower bound on the values kept for a backward pass: each block's input, and the head's."""
+        model = self.cfg.model
+        return rows * self.block_tokens * model.d_model * model.n_layers + self.head_activations(rows)
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:

@@ -39,10 +39,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         with within("model", ValueError):
             return LanguageModel(self.cfg.model)
 
-    def least_activations(self, rows: int) -> int:
-        """Also count the logits that are in memory at once."""
-        logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
-        return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
+    def head_activations(self, rows: int) -> int:
+        """Return the number of logits that are in memory at once."""
+        return min(rows * self.cfg.row_tokens * self.cfg.model.vocab_size, LOGITS_PER_BLOCK)
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that ``data`` names."""

@@ -241,11 +241,14 @@ class Regression(Objective[SeriesData]):
             known = str(error).partition(":")[0] in kind.Options.model_fields
             raise UsageError(f"{at if known else 'model'}.{error}") from None
 
-    def least_activations(self, rows: int) -> int:
-        """Also count one token per patch; for a forecaster, only its input window."""
-        if self.options.forecaster:
-            return rows * self.cfg.data.sequence_length * self.options.width
-        return super().least_activations(rows) // self.options.patch
+    @property
+    def block_tokens(self) -> int:
+        """One token per patch; a forecaster is counted without its blocks."""
+        return 0 if self.options.forecaster else self.cfg.row_tokens // self.options.patch
+
+    def head_activations(self, rows: int) -> int:
+        """Return the size of a forecaster's input windows."""
+        return rows * self.cfg.data.sequence_length * self.options.width if self.options.forecaster else 0
 
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""

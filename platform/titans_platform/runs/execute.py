@@ -203,8 +203,13 @@ class Worker:
                 model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
             )
         with self.phases.phase("checkpoint"):
-            if checkpoint.restore(folder, trainer) is None and cfg.start_from:
-                checkpoint.load_model(Path(cfg.start_from), trainer.model)
+            if checkpoint.restore(folder, trainer) is None:
+                if start := self.spec.start:
+                    checkpoint.restore_from(start.point, trainer)
+                    # none of this run's last twentieth is done
+                    trainer.progress.tail_loss, trainer.progress.tail_steps = 0.0, 0
+                elif cfg.start_from:
+                    checkpoint.load_model(Path(cfg.start_from), trainer.model)
         _record_world_size(trainer)
         if self.reporter:
             self.reporter.start(trainer.progress.step)
@@ -270,8 +275,8 @@ class Worker:
 
     def _evaluate(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
         config = self.cfg.eval.model_copy(update={"columns": columns})
-        length = self.cfg.data.sequence_length
-        return evaluate(trainer.model, self.data, config, length, device=trainer.device)
+        length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
+        return evaluate(trainer.model, self.data, config, length, device=trainer.device, precision=precision)
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()

@@ -87,6 +87,8 @@ class Reporter:
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
+        if spec.start and not (self.folder.path / METRICS).exists():
+            copy_metrics(spec.start.run, self.folder, spec.start.step)
         self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where

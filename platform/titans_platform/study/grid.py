@@ -27,7 +27,7 @@ from titans_platform.loading import (
     validate,
 )
 from titans_platform.runs.folder import Result, RunFolder
-from titans_platform.runs.spec import Resources, Tracking
+from titans_platform.runs.spec import Machine, Resources, Tracking
 from titans_platform.study.search import FOUND, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick, read_paper
 
@@ -74,6 +74,8 @@ class StudyRun:
     """All cells of the table: the scale's, the requested ones, and started ones of other seeds."""
     search: SearchState | None = None
     """The search and its trials when the study was opened; None for a study without one."""
+    machine: Machine | None = None
+    """What its cells are placed on, once they are."""
     concurrency: int = 0
     """Concurrent cells; 0 before they are placed."""
     rerun_stale: bool = False
@@ -221,6 +223,8 @@ def load_study(name: str) -> Study:
             pick(axis, study.axes, f"axis (scale {scale_name})", where)
         for row in scale.rows:
             pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", where)
+        with within(f"{where}: scale {scale_name}"):
+            _ = scale.machine
         study.search_at(scale_name)
         columns = study.columns_at(scale_name)
         _check_rows(columns, study.rows_at(scale_name), where)

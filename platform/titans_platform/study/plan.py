@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
@@ -19,13 +20,15 @@ from titans_platform.runs.check import (
     check_resources,
     check_start,
     machine_memory,
+    needed_memory,
     seconds_per_token,
     sizes,
+    training_flops,
 )
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import available
-from titans_platform.runs.spec import Machine, concurrency
+from titans_platform.runs.spec import concurrency
 from titans_platform.study.grid import RECORD, Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
 
 TIMING_SECONDS = 20.0
@@ -33,6 +36,8 @@ TIMING_SECONDS = 20.0
 STARTUP, CELL_OVERHEAD = 20.0, 4.0
 """Seconds before the first step, and of each cell beside training and evaluation, measured on two cores."""
 GIB = 2**30
+MFU = 0.3
+"""Model FLOPs utilisation that is assumed of GPUs on which nothing was timed."""
 
 
 def open_study(
@@ -93,8 +98,8 @@ def check(cells: Iterable[Cell]) -> None:
 
 
 def check_without_data(study: StudyRun) -> None:
-    """Check sources, batch and resources without the data. Raises UsageError, ClusterError."""
-    _check_rows(study.cells, lambda config: check_resources(config, study.resources))
+    """Check batch, resources and memory, and sources without their data. Raises UsageError, ClusterError."""
+    _check_rows(study.cells, lambda config: check_resources(config, study.resources, study.machine))
     unnamed = (cell for cell in study.cells if not cell.name)
     _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
@@ -152,18 +157,16 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
     return replace(study, cells=cells, whole=tuple(named_if_prepared(cell, at_hand) for cell in study.whole))
 
 
-def place(
-    study: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
-) -> tuple[StudyRun, str]:
-    """Set the study's concurrency on ``machine``, by default this one or the cluster of the job.
+def place(study: StudyRun, rerun_stale: bool = False, requested: int | None = None) -> tuple[StudyRun, str]:
+    """Set the study's concurrency on its machine, by default this one or the cluster of the job.
 
     ``requested`` cells run concurrently, by default as many as fit; fewer, with a warning, if the peak memory
     of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
     even one cell fits, or fewer than requested.
     """
-    machine = machine or available(study.resources)
+    machine = study.machine or available(study.resources)
     fit, memory = concurrency(study.resources, machine, requested), machine_memory()
-    placed = replace(study, concurrency=fit, rerun_stale=rerun_stale)
+    placed = replace(study, machine=machine, concurrency=fit, rerun_stale=rerun_stale)
     peaks = [result.peak_rss_bytes or 0 for _, result in placed.results if result]
     cell = max(peaks, default=0) * study.resources.max_workers
     if machine.nodes or fit * cell <= memory:
@@ -181,13 +184,13 @@ def place(
 def estimate(study: StudyRun) -> tuple[float | None, str]:
     """Estimated wall-clock seconds, None if unknown, and the basis of the estimate.
 
-    From finished cells of this study and scale; without any, from optimiser steps timed now. A search before
-    the cells is included.
+    From finished cells of this study and scale; without any, from the FLOPs of a step on GPUs that are known,
+    else from optimiser steps timed now. A search before the cells is included.
     """
     todo, search = study.todo, study.search
     if not todo:
         return 0.0, "nothing to run"
-    seconds, basis = _from_finished(study, todo) or _from_timed_steps(study, todo)
+    seconds, basis = _from_finished(study, todo) or _from_flops(study, todo) or _from_timed_steps(study, todo)
     if seconds is None or search is None or search.over:
         return seconds, basis
     # a rung trains about as long as the first one; the best trial becomes a row with all seeds
@@ -217,6 +220,46 @@ def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] |
     overall = statistics.fmean(statistics.fmean(times) for times in known.values())
     each = [statistics.fmean(known.get(cell.row, [overall])) for cell in todo]
     return wall_seconds(each, study.concurrency), f"{sum(map(len, known.values()))} finished cells"
+
+
+def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
+    """From the FLOPs of each row at an assumed MFU; None where the GPU or a row's FLOPs are unknown."""
+    speeds = {row: speed(config, study) for row, config in {cell.row: cell.config for cell in todo}.items()}
+    if not all(speeds.values()):
+        return None
+    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
+    each = [count / (speeds[row] or 1) for row, count in tokens]
+    return wall_seconds(each, study.concurrency), f"FLOPs at an assumed MFU of {MFU:.0%}"
+
+
+def speed(config: RunConfig, study: StudyRun) -> float | None:
+    """Return an estimate of a cell's training tokens a second on the study's GPUs, if they are known."""
+    gpu, gpus = study.machine and study.machine.gpu, study.resources.gpus
+    if not gpus or gpu is None or not gpu.flops or (flops := training_flops(config)) is None:
+        return None
+    # float32 products are half as fast, in TF32; recomputation is another forward pass
+    peak = gpu.flops if config.optim.precision == "bf16" else gpu.flops / 2
+    return MFU * peak * gpus * config.row_tokens / (flops * (4 / 3 if config.optim.recompute else 1))
+
+
+def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
+    """Return estimates of a cell of each row on the study's GPUs, by the keys of ``--dry-run --json``.
+
+    The memory of one GPU, tokens a second, hours, GPU hours, and dollars at ``price`` a GPU hour.
+    """
+    rows = []
+    if study.machine is None or study.machine.gpu is None:
+        return rows
+    for row, config in {cell.row: cell.config for cell in study.cells}.items():
+        rate = speed(config, study)
+        hours = config.tokens / rate / 3600 if rate else None
+        gpu_hours = hours and hours * study.resources.gpus
+        rows.append({
+            "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
+            "tokens_per_second": rate, "hours": hours, "gpu_hours": gpu_hours,
+            "dollars": gpu_hours and price and price * gpu_hours,
+        })  # fmt: skip
+    return rows
 
 
 def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | None, str]:

@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from titans_core.memory_file import flatten_state, restore_state
 from titans_core.state import ModelState
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
-from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
+from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.parallel import rank
 
@@ -232,14 +232,15 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     the checkpoint is of another model; StorageError.
     """
     if path := _chosen(lambda: newest(folder)):
-        _restore(path, trainer)
+        restore_from(path, trainer)
     elif latest := next(iter(saved(folder)), None):
         why = f"{find_corruption(latest)}, and no checkpoint before it is whole"
         raise UsageError(f"{latest}: {why}; delete {folder} to train from the start")
     return path
 
 
-def _restore(path: Path, trainer: Trainer) -> None:
+def restore_from(path: Path, trainer: Trainer) -> None:
+    """Restore the trainer from one checkpoint; every rank calls it. Raises UsageError, StorageError."""
     state = _state(trainer)
     _load(path, state)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -255,22 +256,6 @@ def _chosen(choose: Callable[[], Path | None]) -> Path | None:
     if dist.is_initialized():
         dist.broadcast_object_list(choice)
     return choice[0]
-
-
-def copy_checkpoint(point: Path, folder: Path, trained: Callable[[Progress], Progress]) -> Path:
-    """Copy a checkpoint to another run's folder, with its progress mapped by ``trained``. Returns the path.
-
-    The copy is atomic. Raises TitansError if it cannot be written.
-    """
-    partial, final = folder / f".partial-{point.name}", folder / point.name
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(point, partial, ignore=shutil.ignore_patterns(MANIFEST))
-        write_manifest(partial, trained(read_manifest(point).progress))
-        os.replace(partial, final)
-    except OSError as error:
-        raise write_error(final, error) from error
-    return final
 
 
 def check_weights(path: Path, model: nn.Module) -> None:

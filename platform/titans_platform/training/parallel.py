@@ -20,6 +20,7 @@ from titans_core.sequence_parallel import SequenceParallel
 from titans_kernels import accelerate, ran
 from titans_platform.config import OptimConfig
 from titans_platform.errors import UsageError
+from titans_platform.provenance import GPUS
 
 
 def world_size() -> int:
@@ -113,12 +114,6 @@ def clip_gradients(model: nn.Module, limit: float | None) -> float:
     return norm.item()
 
 
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12, "V100": 125e12,
-}  # fmt: skip
-"""Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the vendor's data sheet, by a substring of
-the device's name."""
 UNTIMED, WARMUP, TRACED = 2, 1, 3
 """Steps that the profiler skips, warms up in, and traces."""
 
@@ -133,8 +128,8 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
     if flops_per_second is not None:
         metrics["tflops"] = flops_per_second / 1e12
         name = torch.cuda.get_device_name(device)
-        if peak := next((peak for part, peak in PEAK_FLOPS.items() if part in name), None):
-            metrics["mfu"] = flops_per_second / peak
+        if gpu := next((gpu for part, gpu in GPUS.items() if part in name), None):
+            metrics["mfu"] = flops_per_second / gpu.flops
     return metrics
 
 

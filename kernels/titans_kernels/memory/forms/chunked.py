@@ -59,7 +59,7 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does."""
-    if inputs.forgets_by_column:
+    if inputs.by_column:
         return channels.write_and_read(inputs, weights, momentum, options)
     call = ChunkedCall.of(inputs, options)
     arguments = (*_tokens(inputs), *weights, *momentum, *call.base, *call.norm)
@@ -79,7 +79,7 @@ def gradients(
 
     Recomputes the forward pass.
     """
-    if inputs.forgets_by_column:
+    if inputs.by_column:
         return channels.gradients(inputs, weights, momentum, options, doutputs)
     call, tokens = ChunkedCall.of(inputs, options), _tokens(inputs)
     _, kept = call.forward(tokens, (*weights, *momentum), keep=True)
