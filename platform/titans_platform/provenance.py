@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
-import shlex
 import subprocess
-import sys
-import time
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -17,7 +13,6 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 BAKED = "_commit.txt"
-COMMANDS = "commands.jsonl"
 NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 """Packages whose versions may affect results or their storage."""
 
@@ -111,29 +106,6 @@ def _device() -> str:
     # they round differently: the last digits of a run may depend on it
     operators = "compiled" if library(torch.float32) else "PyTorch's"
     return f"CPU, {os.cpu_count()} cores, {operators} operators"
-
-
-def command_line() -> str:
-    """The command line of this process, quoted for a shell."""
-    name = Path(sys.argv[0]).name
-    # a job runs the package as a module
-    return shlex.join(["titans" if name == "__main__.py" else name, *sys.argv[1:]])
-
-
-def note_command(folder: Path) -> None:
-    """Append this process's command to the study's list, for its report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / COMMANDS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), "command": command_line()}) + "\n")
-
-
-def commands(folder: Path) -> list[str]:
-    """The commands that were run on a study, in order, without repeats."""
-    try:
-        lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
-        return list(dict.fromkeys(str(json.loads(line)["command"]) for line in lines))
-    except (OSError, ValueError, KeyError):
-        return []
 
 
 def _git(tree: Path, *arguments: str) -> str:

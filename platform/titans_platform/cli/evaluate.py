@@ -98,7 +98,6 @@ def _by_position(
     import torch
 
     from titans_core import LanguageModel
-    from titans_platform.cli.live import reading_display
     from titans_platform.evals import by_position, evaluating
     from titans_platform.evals.scoring import Scorer
     from titans_platform.report.figures import loss_picture
@@ -119,9 +118,8 @@ def _by_position(
             rows = rows or max(2, min(ROWS, by_position.longest_text(data) // row))
             texts = by_position.long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
             scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
-            tokens = by_position.tokens_to_read(len(texts), rows, row)
-            with evaluating(model), reading_display(tokens, console) as report:
-                losses = by_position.read_by_position(scorer, texts, row, report=report)
+            with evaluating(model), console.status(f"reading {len(texts)} texts of {rows} rows"):
+                losses = by_position.read_by_position(scorer, texts, row)
     # the user's text must not overwrite the figure of the validation data
     suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
     picture = loss_picture(losses, f"by-position{suffix}", f"Loss by position, run {folder.name}")

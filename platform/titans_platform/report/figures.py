@@ -15,7 +15,7 @@ from functools import partial
 from matplotlib.axes import Axes
 
 from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
-from titans_platform.report import plot
+from titans_platform.report import picture as plot
 from titans_platform.report.figure_data import (
     THROUGHPUT,
     Curve,

@@ -26,7 +26,7 @@ from titans_platform.data import Tokenizer
 from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes
-from titans_platform.report import plot
+from titans_platform.report import picture as plot
 from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Picture, panel
 from titans_platform.report.publish import figure, html
 from titans_platform.text import count

@@ -73,8 +73,6 @@ class StudyReport:
     sections: tuple[Section, ...]
     """The verdict, if there is one."""
     pictures: tuple[Picture, ...]
-    commands: tuple[str, ...]
-    """Commands that were run on the study."""
     facts: Mapping[str, str]
     links: Links | None
 
@@ -99,15 +97,14 @@ class StudyReport:
 
 def build_report(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None,
-    commands: Sequence[str] = (), links: Links | None = None,
+    links: Links | None = None,
 ) -> StudyReport:  # fmt: skip
     """Build the report of a table.
 
     Args:
         table: The study's numbers.
-        curves: Training loss by step, by MLflow run id.
+        curves: Training loss by step, by cell.
         search: Record of the study's search: its trials, and what it found.
-        commands: Commands that were run on the study.
         links: Addresses of the runs; None if the tracking store could not be read.
     """
     search = search or {}
@@ -129,7 +126,7 @@ def build_report(
         notes=(*_notes(table, marks, only), *filter(None, search_notes)), marks=marks,
         comparisons=tuple(comparisons),
         sections=tuple(filter(None, [verdict(comparisons, table)])),
-        commands=tuple(commands), facts=_facts(table), links=links,
+        facts=_facts(table), links=links,
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
     )  # fmt: skip
 

@@ -132,12 +132,12 @@ class RunSpec:
     """The run's folder under ``root/cells``; computed by `run_name`."""
     commit: str
     """The commit of the code that runs it."""
-    data: str = ""
-    """Fingerprint of its data."""
     resources: Resources = Resources()
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """Copied into the result: ``study`` and ``row``."""
+    data: str = ""
+    """Fingerprint of its data."""
     start: Start | None = None
     """Where a run that has not begun starts from; None: from its own checkpoint, or step 0."""
     profile: bool = False

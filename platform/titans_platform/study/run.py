@@ -18,7 +18,6 @@ from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.files import write_json
 from titans_platform.objectives import build_objective, run_name
-from titans_platform.provenance import note_command
 from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, Result, RunFolder
 from titans_platform.runs.load import located
@@ -58,7 +57,6 @@ def prepare(study: StudyRun, progress: Progress) -> StudyRun:
     """
     study = name_cells(study, lambda config: build_objective(config).prepare(study.root, progress))
     check_with_data(study)
-    note_command(study.path)
     study.write()
     return study
 
