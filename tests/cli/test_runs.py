@@ -1,4 +1,4 @@
-"""`titans runs` and `titans clean`: what is listed, deleted and kept."""
+"""`titans runs`: what is listed, deleted and kept."""
 
 import json
 import shutil
@@ -59,25 +59,3 @@ def test_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refused)
     assert not cell.exists()
     capsys.readouterr()
     assert listed(root, capsys) == []
-
-
-def checkpoints(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("cells/*/checkpoints/step-*"))
-
-
-def test_clean_keeps_the_checkpoint_that_is_used(root, capsys):
-    (cell,) = (root / "cells").iterdir()
-    before = checkpoints(root)
-    assert len(before) > 1
-    assert titans(root, "clean", "--dry-run", "--json") == 0
-    result = json.loads(capsys.readouterr().out)
-    assert (len(result["bytes"]), result["deleted"]) == (len(before) - 1, False)
-    assert (checkpoints(root), titans(root, "clean")) == (before, 0)
-    assert capsys.readouterr().out.splitlines()[-1].startswith("freed ")
-    assert (checkpoints(root), titans(root, "eval", cell.name, "--json")) == (before[-1:], 0)
-    (cell / "result.json").rename(cell / "result.stale.json")
-    assert titans(root, "clean", "--all-checkpoints") == 0
-    assert checkpoints(root) == before[-1:], "the run is not finished"
-    (cell / "result.stale.json").rename(cell / "result.json")
-    assert (titans(root, "clean", "--all-checkpoints"), checkpoints(root)) == (0, [])
-    assert titans(root, "train", "--help") == 0

@@ -136,15 +136,19 @@ def test_missing_failed_and_stale_cells_are_marked(root):
     view = table(root)
     lines = "\n".join(printed(view))
     # the end of a long note is its fix
-    parts = (
-        "LMM†",
-        "commit deadbeefdead;",
-        "6.00 1/2",
-        "seed 1: failed: ValueError: loss is nan",
-        "fix=lr",
-        "— 0/2",
-    )
-    assert ([part for part in parts if part not in lines], view.missing) == ([], 3)
+    parts = ("LMM†", "commit deadbeefdead;", "6.00 1/2", "seed 1: failed: ValueError: loss is nan", "fix=lr")
+    assert [part for part in (*parts, "— 0/2") if part not in lines] == []
+    assert view.missing == 3
+
+
+@pytest.mark.parametrize(("device", "noted"), [("NVIDIA H100", True), ("CPU, 2 cores", False)])
+def test_rows_without_kernels_on_a_gpu_are_named(root, device, noted):
+    first, *others = cells()
+    for cell in (first, *others):
+        form = "chunked" if cell.row == first.row else "triton"
+        finish(root, cell, environment={"device": device}, forms=[f"neural_memory: {form}"])
+    line = f"{first.row}: the memory ran on a GPU without kernels (chunked); do not compare times."
+    assert (line in build_report(table(root)).notes) == noted
 
 
 def test_every_format_has_the_verdict(root):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ Layers = tuple[Tensor, ...]
 
 Result = tuple[Tensor, Layers, Layers]
 """y [B, T, H, D], weights and momentum after the last token."""
+
+_AS_ON_GPU = False
 
 
 class Extension(NamedTuple):
@@ -50,7 +53,7 @@ class Inputs(NamedTuple):
         q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
         extra: Tensor | None = None,
     ) -> Inputs:  # fmt: skip
-        """With no gates of the rule's own for None."""
+        """Collect the inputs; ``extra`` None stands for no gates of the rule's own."""
         extra = theta.new_empty(*eta.shape[:3], 0) if extra is None else extra
         return Inputs(q, k, v, alpha, eta, theta, extra)
 
@@ -65,7 +68,7 @@ class Inputs(NamedTuple):
         return any(gate.ndim == self.q.ndim for gate in self[3:6])
 
     def to_state_dtype(self) -> Inputs:
-        """All inputs cast to the dtype of the state."""
+        """Cast all inputs to the dtype of the state."""
         return Inputs(*(x.to(self.state_dtype) for x in self))
 
 
@@ -112,7 +115,9 @@ class Options(NamedTuple):
         self, inputs: Inputs, rules: tuple[type[Rule], ...] = (Rule,), *, norm: bool = True,
         columns: bool = True,
     ) -> str | None:  # fmt: skip
-        """Why a form for ``rules``, with or without LN and gates per column, does not support a call."""
+        """Return the reason for which a form for ``rules``, with or without LN and gates per column, refuses
+        a call.
+        """
         if type(self.rule) not in rules:
             return f"it does not support the rule {self.rule}"
         if self.norm and not norm:
@@ -135,6 +140,22 @@ def distances(weights: Layers, base: Layers) -> Layers:
 def state_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the state for tokens x: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let forms be chosen as on a GPU, to trace a model on fake tensors without one."""
+    global _AS_ON_GPU
+    before, _AS_ON_GPU = _AS_ON_GPU, True
+    try:
+        yield
+    finally:
+        _AS_ON_GPU = before
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, and for any tensor within `as_on_gpu`."""
+    return x.is_cuda or _AS_ON_GPU
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

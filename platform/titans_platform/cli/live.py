@@ -159,7 +159,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
 
 @contextmanager
 def report_interrupt(study: StudyRun, console: Console) -> Iterator[None]:
-    """On Ctrl-C, print how many cells are finished."""
+    """Print the number of finished cells on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -238,7 +238,9 @@ def measures_table(result: Measures) -> Table:
 
 
 def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
+    """Yield a table for each task with buckets, by bucket and length: a needle's depth, a token's
+    position.
+    """
     by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")
@@ -254,7 +256,7 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
 
 
 def _short(value: float | None) -> str:
-    """Three decimals below ten, one above; a dash for None."""
+    """Format a number with three decimals below ten, one above; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

@@ -79,7 +79,7 @@ class ByPosition:
         return self._mean(self.losses[FRESH] - self.losses[CARRIED], first, last)
 
     def buckets(self) -> list[tuple[int, int]]:
-        """First and last position of each bucket: powers of two times T, down to an eighth of it."""
+        """Return first and last position of each bucket: powers of two times T, down to an eighth of it."""
         sizes = [self.row >> 3, self.row >> 2, self.row >> 1, self.row]
         while sizes[-1] < self.length:
             sizes.append(2 * sizes[-1])
@@ -135,7 +135,7 @@ def read_by_position(
 
 
 def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
-    """For each way, the number of rows read before each row; None: all."""
+    """Return, for each way, the number of rows read before each row; None: all."""
     rows_before = {way: None if way == CARRIED else 0 for way in ways}
     return rows_before | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
@@ -199,7 +199,7 @@ def longest_text(prepared: Any) -> int:
 
 
 def _stretches(prepared: Any) -> list[tuple[Any, int, int]]:
-    """Each split of held-out text, with its first token and the end of its last."""
+    """Return each split of held-out text, with its first token and the end of its last."""
     splits = [source.validation for source in prepared.sources if not source.items]
     return [(split, 0, int(split.held.sum())) for split in splits if len(split.held)]
 

@@ -164,13 +164,17 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
+    slow = {row.row.name: form for row in table.rows for r in row.results for form in r.plain_forms}
+    for form in sorted(set(slow.values())):
+        rows = ", ".join(name for name, its in slow.items() if its == form)
+        lines.append(f"{rows}: the memory ran on a GPU without kernels ({form}); do not compare times.")
     if table.other_seeds:
         lines.append(f"Seeds that are not the scale's are counted: {', '.join(map(str, table.other_seeds))}.")
     for made, mark in marks.items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale runs them again.")
     if only not in ("", table.commit):
-        here = commit(table.commit)
-        lines.append(f"All cells were made by commit {commit(only)}; the code here is {here}.")
+        current = commit(table.commit)
+        lines.append(f"All cells were made by commit {commit(only)}; the code here is {current}.")
     if table.missing:
         has = "has" if table.missing == 1 else "have"
         cells = plural(table.missing, "cell")
@@ -185,6 +189,7 @@ def _facts(table: Table) -> dict[str, str]:
         "commit": _counted(result.commit for result in results),
         "data fingerprint": _counted(result.data_fingerprint for result in results),
         "version of the evaluation": _counted(result.eval_version for result in results),
+        "operators": _counted(", ".join(result.forms) for result in results),
     }
     made = [result.environment for result in results]
     facts |= {name: _counted(each.get(name) for each in made) for each in made for name in each}

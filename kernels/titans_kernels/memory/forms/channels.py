@@ -77,9 +77,9 @@ def _write_and_read(
     outputs = []
     for i, rows in enumerate(layout.rows):
         index = layout.index(StepRange(i, i + 1, slice(None)))
-        here = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
+        chunk = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
         running = [x[:rows] for x in state]
-        arguments = (here, running, _last(layout, i, rows), options)
+        arguments = (chunk, running, _last(layout, i, rows), options)
         y, *after = checkpoint(_step, *arguments, use_reentrant=False) if again else _step(*arguments)
         outputs.append(y)
         state = [
@@ -100,7 +100,9 @@ class Chunk(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, last: Tensor | int) -> Chunk:
-        """From alpha and eta [n, H, b, G] and the index of the last token, shared or per document."""
+        """Compute the coefficients from alpha and eta [n, H, b, G] and the last token's index, shared or per
+        document.
+        """
         keep, eta = torch.broadcast_tensors(*(gate.movedim(2, 0) for gate in (1 - alpha, eta)))
         C, _, m, h, c, n = _Scan.apply(keep, eta, last)
         beta = keep.cumprod(0)
