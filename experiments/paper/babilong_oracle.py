@@ -31,7 +31,7 @@ class Oracle:
         self.fact = re.compile("|".join(map(re.escape, facts)))
 
     def answer(self, before: str) -> str | None:
-        """What the text up to the answer decides."""
+        """Return the answer that the text up to it decides."""
         text, _, asked = before.rpartition("\nQuestion: ")
         return self.known.get((tuple(self.fact.findall(text)), asked.partition("\n")[0]))
 
