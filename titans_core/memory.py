@@ -297,8 +297,8 @@ class NeuralMemory(Projections):
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
         """Sigmoid of each gate's linear layer by name, [B, T, outputs] in the precision of the state."""
         layers = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        given = {name: layer(x) for name, layer in layers.items() if layer is not None}
-        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in given.items()}
+        logits = {name: layer(x) for name, layer in layers.items() if layer is not None}
+        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in logits.items()}
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None

@@ -71,7 +71,7 @@ def naive(block: TNT, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("projection", ["clipped", "keys", "none"])
-def test_it_is_the_published_recurrence(projection):
+def test_tnt_equals_published_recurrence(projection):
     tnt = block(projection=projection)
     x = torch.randn(1, 29, 16, dtype=torch.float64, requires_grad=True)
     y, _ = tnt.mix(x, None, Positions(torch.arange(29)[None]))
@@ -83,7 +83,7 @@ def test_it_is_the_published_recurrence(projection):
         torch.testing.assert_close(grad, right, rtol=1e-8, atol=1e-9)
 
 
-def test_local_memories_do_not_reach_beyond_their_shard():
+def test_local_memory_does_not_read_beyond_its_shard():
     tnt = block(local_chunks=[4])
     x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
     for W in tnt.shared.initial_weights:
@@ -100,13 +100,13 @@ def test_local_memories_do_not_reach_beyond_their_shard():
      r"options\.shard: 12 is not a multiple of the local chunk 5"),
     ({"options": {}, "feature_degree": 2}, r"^memory.feature_degree: 2 is not supported by variant tnt"),
 ])  # fmt: skip
-def test_what_does_not_fit_is_refused(fields, message):
+def test_config_that_does_not_fit_raises_value_error(fields, message):
     with pytest.raises(ValueError, match=message):
         LanguageModel(config(**fields))
 
 
 @pytest.mark.slow
-def test_it_passes_the_audit():
+def test_tnt_passes_audit():
     report = audit(
         variant_factory(VARIANT, options={"global_chunk": 8, "local_chunks": [2, 4], "shard": 8}), length=40
     )
