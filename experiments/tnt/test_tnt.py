@@ -23,10 +23,10 @@ def config(options: dict, **memory) -> ModelConfig:
     )  # fmt: skip
 
 
-def block(**options) -> TNT:
+def block(memory: dict | None = None, **options) -> TNT:
     torch.manual_seed(0)
     options = {"global_chunk": 6, "local_chunks": [2, 4], "shard": 12} | options
-    tnt = LanguageModel(config(options, surprise_bound=None)).double().blocks[0]
+    tnt = LanguageModel(config(options, surprise_bound=None, **memory or {})).double().blocks[0]
     with torch.no_grad():
         for p in tnt.parameters():
             p += 0.1 * torch.randn_like(p)
@@ -114,6 +114,26 @@ def test_traces_are_those_of_the_recurrence_and_split_at_shards(cuts):
     assert (local >= torch.arange(29)[:, None] // 12 * 12).all()
 
 
+@pytest.mark.parametrize("length", [7, 12, 17])
+def test_shard_after_a_detached_state_starts_from_the_weights_of_its_own_step(length):
+    tnt, at = block({"conv": False}), torch.arange(12 + length)[None]
+    x = torch.randn(1, 12 + length, 16, dtype=torch.float64)
+    with torch.no_grad():  # the global memory is carried: here it writes and reads nothing
+        tnt.shared.theta.bias.fill_(-1e9)
+        for W in tnt.shared.initial_weights:
+            W.zero_()
+        _, state = tnt.mix(x[:, :12], None, Positions(at[:, :12]))
+        starts = [W for memory in tnt.local for W in memory.initial_weights]
+        for W in starts:  # a step of the optimiser
+            W.add_(0.1 * torch.randn_like(W))
+    y, _ = tnt.mix(x[:, 12:], state, Positions(at[:, 12:]))
+    expected = naive(tnt, x[:, 12:])
+    torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
+    grads, wanted = (torch.autograd.grad(each.sin().sum(), starts) for each in (y, expected))
+    assert all(g.any() for g in wanted)
+    torch.testing.assert_close(grads, wanted, rtol=1e-8, atol=1e-9)
+
+
 def test_local_memories_do_not_reach_beyond_their_shard():
     tnt = block(local_chunks=[4])
     x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
@@ -126,14 +146,9 @@ def test_local_memories_do_not_reach_beyond_their_shard():
     assert reach[12:21].min() > 0
 
 
-@pytest.mark.parametrize(("fields", "message"), [
-    ({"options": {"local_chunks": [5], "shard": 12}},
-     r"options\.shard: 12 is not a multiple of the local chunk 5"),
-    ({"options": {}, "feature_degree": 2}, r"^memory.feature_degree: 2 is not supported by variant tnt"),
-])  # fmt: skip
-def test_what_does_not_fit_is_refused(fields, message):
-    with pytest.raises(ValueError, match=message):
-        LanguageModel(config(**fields))
+def test_shard_that_is_no_multiple_of_the_local_chunk_is_refused():
+    with pytest.raises(ValueError, match=r"options\.shard: 12 is not a multiple of the local chunk 5"):
+        LanguageModel(config({"local_chunks": [5], "shard": 12}))
 
 
 @pytest.mark.slow
