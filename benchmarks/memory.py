@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 
 def layer(**sizes: Any) -> Op:
-    """Our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
+    """Build our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
     s = BenchShape(**sizes)
     config = MemoryConfig(
         depth=s.depth, heads=s.heads, expansion=s.hidden // s.head_dim,
@@ -59,7 +59,7 @@ def layer(**sizes: Any) -> Op:
 
 
 def operator(**sizes: Any) -> Op:
-    """Our operator alone, `titans_kernels.neural_memory`."""
+    """Build our operator alone, `titans_kernels.neural_memory`."""
     inputs = make(BenchShape(**sizes), torch.float32, CPU, seed=0)
     return Op(lambda: inputs.call("auto")[0], inputs.leaves)
 

@@ -59,7 +59,7 @@ class Documents(NamedTuple):
 
     @staticmethod
     def from_starts(starts_BT: Tensor) -> Documents:
-        """From a mask that is True where a document begins; the first token of a row always does."""
+        """Read a mask that is True where a document begins; the first token of a row always does."""
         starts = starts_BT.clone()
         starts[:, 0] = True
         flat = starts.flatten()

@@ -70,11 +70,16 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
+<<<<<<< HEAD
     def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache, after: MemoryCache) -> None:
         """Take tokens written after ``cache``, which left ``after``, and read with q [B, T, H, E]."""
+=======
+    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
+        """Take note before tokens are written, and read with q [B, T, H, E], starting from ``cache``."""
+>>>>>>> main
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
-        """Before weights of an earlier token are read with q [B, T, H, E]."""
+        """Take note before weights of an earlier token are read with q [B, T, H, E]."""
 
 
 class Recorder(Protocol):
@@ -84,7 +89,9 @@ class Recorder(Protocol):
         self, memory: NeuralMemory, read: Callable[[Tensor], Tensor], writes: Writes, after: MemoryState,
         cu_seqlens: Tensor | None,
     ) -> None:  # fmt: skip
-        """After tokens were written; ``read(q)`` is what other queries [B, T, H, E] would have read."""
+        """Record after tokens were written; ``read(q)`` is what other queries [B, T, H, E] would have
+        read.
+        """
 
 
 class NeuralMemory(Projections):
@@ -162,7 +169,9 @@ class NeuralMemory(Projections):
         documents: Documents | None = None,
         padded: bool = False,
     ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
-        """As `forward`, up to the read: y [B, T, H, E], the queries, what was written, and the cache."""
+        """Run `forward` up to the read: return y [B, T, H, E], the queries, what was written, and the
+        cache.
+        """
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
             return *self._packed(x_BTD, cache or self.start(1), documents), None

@@ -72,7 +72,7 @@ class Projections(nn.Module):
     def project(
         self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[list[Tensor], ConvState]:
-        """Each of ``names`` [B, T, H, E], normalised ones in the precision of the state.
+        """Project to each of ``names`` [B, T, H, E], normalised ones in the precision of the state.
 
         ``conv_state`` is the state after the previous tokens of every row, or, when packed, a batch of one at
         the start of every document. Returns also the state after the last token, meaningless when packed.

@@ -170,7 +170,7 @@ def _one(
 
 
 def _enough(looks: list[dict[str, float]], memory: float) -> str | None:
-    """Why a model is not read on, if it is not."""
+    """Return the reason for which a model is not read on, or None."""
     if looks[-1]["peak_bytes"] > memory:
         return f"more than {memory / 2**30:g} GiB"
     slower = looks[0]["rate"] / looks[-1]["rate"]

@@ -99,7 +99,7 @@ class ByPositionTask(Task):
         return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
 
     def check(self, objective: Any, length: int, data: Any) -> None:
-        """Also read a text of that length."""
+        """Read also a text of that length."""
         if data is not None:
             self.texts(data, length)
 

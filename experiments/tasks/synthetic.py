@@ -327,7 +327,7 @@ class Words(GeneratedTask):
         return [self._said(state)]
 
     def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
-        """As many letters as fit."""
+        """Generate as many letters as fit."""
         seed, queries, width = rng.getrandbits(64), self.options.queries, len(self._letters[0])
 
         def build(characters: int) -> Item:

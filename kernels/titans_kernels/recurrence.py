@@ -120,7 +120,9 @@ def linear_attention(
 
 
 def fla_refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
-    """Why FLA's kernels do not support a call with v [B, T, H, F] and G ``decays``; None if they do."""
+    """Return the reason for which FLA's kernels refuse a call with v [B, T, H, F] and G ``decays``, or
+    None.
+    """
     if not v.is_cuda:
         return "a CPU"
     if v.shape[1] < MIN_TOKENS or min(key_width, v.shape[-1]) < MIN_WIDTH:

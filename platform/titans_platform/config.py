@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, model_validator
 from titans_core.config import Frozen, ModelConfig, PositiveInt
 from titans_kernels.registry import source_file
 from titans_platform.errors import UsageError
-from titans_platform.files import read_json
+from titans_platform.files import hash_of, read_json
 from titans_platform.text import texts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -336,6 +336,8 @@ class RunConfig(Frozen):
         }
         if sources := _sources(parts["run"]):
             parts["sources"] = sources
+        if files := hashes_of(parts["run"].get("eval")):
+            parts["files"] = files
         if workers not in (0, 1):
             parts["workers"] = workers
         if self.eval.at == "best" or self.eval.patience:
@@ -360,6 +362,15 @@ def _sources(value: Any) -> dict[str, str]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     return {text: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for text, file in files.items()}
+
+
+def hashes_of(options: Any) -> dict[str, str]:
+    """Return the hash of each file or folder of files whose path is in the options of tasks."""
+    names = (Path(text) for text in texts(options) if "/" in text or "." in text)
+    # a folder around the runs themselves never stays the same
+    known = (name for name in names if name.exists() and not Path.cwd().is_relative_to(name.resolve()))
+    below = {str(name): sorted(name.rglob("*")) if name.is_dir() else [name] for name in known}
+    return {name: digest([hash_of(p) for p in paths if p.is_file()]) for name, paths in below.items()}
 
 
 def digest(value: Any, length: int = 12) -> str:

@@ -33,7 +33,6 @@ import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import (
     MLFLOW_PARENT_RUN_ID,
     MLFLOW_SOURCE_NAME,
@@ -276,17 +275,6 @@ class TrackingStore:
         where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
         runs = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in runs if CELL_TAG in run.data.tags}
-
-    def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
-        """Return a metric by step, of each run that has it; runs that do not exist are skipped."""
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for run_id in run_ids:
-            with suppress(MlflowException):
-                history = self.client.get_metric_history(run_id, metric)
-                # a column of that name is logged after the last step's value
-                history.sort(key=lambda point: point.timestamp, reverse=True)
-                curves[run_id] = sorted({point.step: point.value for point in history}.items())
-        return {run_id: curve for run_id, curve in curves.items() if curve}
 
     def url(self, run_id: str) -> str:
         """Return the run's page in `titans ui`, below the address of the server."""

@@ -15,6 +15,7 @@ SCALES = {
     "gpu": {
         "resources": {"workers": 2, "gpus_per_worker": 1},
         "gpus": "2xH100",
+        "model": {"memory": {"chunk_size": 16}},
         "optim": {"precision": "bf16"},
     },
 }
@@ -183,6 +184,7 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
     (("--dry-run", "--for", "8xH10"), "--for: 'H10' is not a known GPU; did you mean H100?"),
     (("--dry-run", "--for", "H100"), "--for: 'H100' is no number of GPUs of a kind; give e.g. 8xH100"),
     (("--for", "8xH100"), "--for: works only with --dry-run"),
+    (("--dry-run", "--set", "model.memory.chunk_size=256"), "model.memory.chunk_size: 256 is not one of the"),
     (("--dry-run", "--set", "data.sequence_length=1000000", "--set", "optim.global_batch_size=512"),
      "is too large; give 32, or set optim.recompute: true"),
 ])  # fmt: skip

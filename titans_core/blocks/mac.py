@@ -126,7 +126,7 @@ class MAC(Block):
     def packed(
         self, x_BTD: Tensor, documents: Documents, prefix: KeyCache | None, attention: AttentionState
     ) -> Tensor:
-        """All documents' first segments, then all second ones, and so on; finished documents drop out."""
+        """Process all first segments, then all second ones, and so on; finished documents drop out."""
         layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
         # the layout expects heads: one
         parts_MTD = layout.split(x_BTD.flatten(0, 1)[None, :, None])[:, 0]

@@ -102,7 +102,9 @@ class Bench:
         return measured
 
     def _shares(self, shape: BenchShape, phase: str, ns: float) -> dict[str, float]:
-        """Of the machine's measured rates; work that finds states again is counted, and also left out."""
+        """Return the share of the machine's measured rates, with and without the work of recomputing
+        states.
+        """
         work = flops(shape.pairs, shape.chunk_size)
         again = work["again"] if phase == "backward" else 0
         rate = work[phase] / ns * 1e9

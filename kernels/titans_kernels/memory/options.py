@@ -50,7 +50,7 @@ class Inputs(NamedTuple):
         q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
         extra: Tensor | None = None,
     ) -> Inputs:  # fmt: skip
-        """With no gates of the rule's own for None."""
+        """Collect the inputs; ``extra`` None stands for no gates of the rule's own."""
         extra = theta.new_empty(*eta.shape[:3], 0) if extra is None else extra
         return Inputs(q, k, v, alpha, eta, theta, extra)
 
@@ -65,7 +65,7 @@ class Inputs(NamedTuple):
         return any(gate.ndim == self.q.ndim for gate in self[3:6])
 
     def to_state_dtype(self) -> Inputs:
-        """All inputs cast to the dtype of the state."""
+        """Cast all inputs to the dtype of the state."""
         return Inputs(*(x.to(self.state_dtype) for x in self))
 
 
@@ -112,7 +112,9 @@ class Options(NamedTuple):
         self, inputs: Inputs, rules: tuple[type[Rule], ...] = (Rule,), *, norm: bool = True,
         columns: bool = True,
     ) -> str | None:  # fmt: skip
-        """Why a form for ``rules``, with or without LN and gates per column, does not support a call."""
+        """Return the reason for which a form for ``rules``, with or without LN and gates per column, refuses
+        a call.
+        """
         if type(self.rule) not in rules:
             return f"it does not support the rule {self.rule}"
         if self.norm and not norm:

@@ -159,7 +159,8 @@ def export(run: str, folder: Path, root: Path) -> None:
     try:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
-        card = render("model_card.md", model=model, cfg=cfg, result=load_result(run, root))
+        values = {"model": model, "cfg": cfg, "tokenizer": tokenizer.fingerprint}
+        card = render("model_card.md", **values, result=load_result(run, root))
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None

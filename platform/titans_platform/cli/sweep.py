@@ -194,7 +194,7 @@ def run(
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined
-    from titans_platform.study.plan import place
+    from titans_platform.study.plan import check_without_data, place
 
     console, study = _console(as_json), _opened(**chosen)
     if cluster not in (None, "local"):
@@ -215,6 +215,7 @@ def run(
 
     with joined(study.root):
         study, warning = place(study, rerun_stale, concurrency)
+        check_without_data(study)
         if warning:
             live.say(console, warning)
         if study.todo:

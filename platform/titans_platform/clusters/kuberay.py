@@ -73,7 +73,7 @@ class KubeRay(Cluster):
         return Run(self.kubectl("apply", "--validate=strict", "-f", "-"), stdin=manifests)
 
     def grows_to(self) -> list[dict[str, float]] | None:
-        """Every group at its largest."""
+        """Return the nodes with every group at its largest; None if the cluster does not grow."""
         groups: Any = self.ray.get("workerGroupSpecs") or []
         sizes = [(int(g.get("replicas", 0)), int(g.get("maxReplicas", g.get("replicas", 0)))) for g in groups]
         if all(replicas == most for replicas, most in sizes):

@@ -186,7 +186,7 @@ class Nodes(Cluster):
         return self.require_up()["address"]
 
     def status(self) -> dict[str, Any]:
-        """Down, or what Ray reports, with the process of each node."""
+        """Return `down`, or what Ray reports, with the process of each node."""
         if (running := self.recorded()) is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
         processes = [{**process, "alive": find(process) is not None} for process in running["processes"]]

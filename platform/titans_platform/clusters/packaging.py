@@ -89,7 +89,7 @@ def job_environment(cluster: Cluster) -> dict[str, str]:
 def titans_job(
     cluster: Cluster, arguments: Sequence[str], name: str = "", files: Mapping[str, bytes] | None = None
 ) -> Job:
-    """Any `titans` command as a job."""
+    """Package any `titans` command as a job."""
     words = [word for word in arguments if not word.startswith("-")]
     name = name or "-".join(words[:2]) or "titans"
     return Job(name, tuple(arguments), files or {}, job_environment(cluster), cluster.pip)

@@ -78,7 +78,7 @@ def token_variables(path: Path | str) -> dict[str, str]:
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our environment without the variables in _UNSET, with ``more``, in which `$PATH` is expanded."""
+    """Return our environment without the variables in _UNSET, with ``more``, in which `$PATH` is expanded."""
     ours = {key: value for key, value in os.environ.items() if key not in _UNSET}
     return ours | {key: os.path.expandvars(value) for key, value in (more or {}).items()}
 

@@ -188,7 +188,7 @@ def _up_to_limit(job: PartJob, made: dict[int, Manifest]) -> dict[str, Manifest]
 
 
 def _joined(parts: dict[str, Manifest]) -> Manifest:
-    """One manifest of all parts."""
+    """Join the manifests of all parts."""
 
     def split(which: str) -> SplitInfo:
         infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
@@ -325,7 +325,7 @@ def by_ray(jobs: Iterator[PartJob]) -> Iterator[tuple[int, Manifest]]:
 
 
 def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
-    """One part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
+    """Prepare one part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
     job: PartJob = pickle.loads(row["job"])
     try:
         return {"result": pickle.dumps((job.number or 0, make_part(job)))}

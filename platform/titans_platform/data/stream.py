@@ -217,7 +217,7 @@ class RowStream:
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
-    """All validation rows once, ``batch_size`` at a time, in a fixed order that mixes the sources.
+    """Yield all validation rows once, ``batch_size`` at a time, in a fixed order that mixes the sources.
 
     Any prefix is a representative sample; the last batch may be smaller.
     """

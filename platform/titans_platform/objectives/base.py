@@ -41,6 +41,10 @@ class Data(Protocol):
 D = TypeVar("D", bound=Data)
 
 
+class DataChanged(UsageError):
+    """The prepared data are not what a run was named for."""
+
+
 class Objective(ABC, Generic[D]):
     """The objective of one run. Built from the run's config; holds neither data nor model."""
 
@@ -70,6 +74,13 @@ class Objective(ABC, Generic[D]):
     @abstractmethod
     def open(self, root: Path) -> D:
         """Open prepared data; does not need the sources. Raises UsageError, NotPrepared."""
+
+    def reopen(self, root: Path, fingerprint: str) -> D:
+        """Open the prepared data that a run was named for. Raises DataChanged if they are no longer there."""
+        if (data := self.open(root)).fingerprint != fingerprint:
+            now = f"{data.fingerprint}, and the run's are {fingerprint}"
+            raise DataChanged(f"data: the data under {root} are now {now}; run the command again")
+        return data
 
     @abstractmethod
     def build_model(self) -> Model:

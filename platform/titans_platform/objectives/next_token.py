@@ -10,7 +10,15 @@ from titans_core import LanguageModel
 from titans_core.interventions import Intervention, intervene
 from titans_core.model import LOGITS_PER_BLOCK
 from titans_platform.config import VOCABULARIES
-from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
+from titans_platform.data import (
+    Batch,
+    NotPrepared,
+    PreparedData,
+    Tokenizer,
+    load_tokenizer,
+    open_prepared,
+    prepare,
+)
 from titans_platform.data.sources import FilesSource
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.perplexity import Perplexity
@@ -33,6 +41,13 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     def open(self, root: Path) -> PreparedData:
         """Open the tokenised sources."""
         return open_prepared(self.cfg.data, root)
+
+    def reopen(self, root: Path, fingerprint: str) -> PreparedData:
+        """Open the tokenised sources by their content, also if the text was prepared anew since."""
+        try:
+            return open_prepared(self.cfg.data, root, fingerprint=fingerprint)
+        except NotPrepared:
+            return super().reopen(root, fingerprint)
 
     def build_model(self) -> LanguageModel:
         """Build a language model."""
@@ -69,7 +84,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")
 
     def check(self, data: PreparedData | None = None) -> None:
-        """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
+        """Check also that the vocabulary covers the data, and that task sources name existing tasks."""
         if data is not None:
             check_vocabulary(self.cfg, data.tokenizer)
         elif self.cfg.data.tokenizer in VOCABULARIES:

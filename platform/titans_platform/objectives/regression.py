@@ -120,7 +120,7 @@ class Parts(NamedTuple):
 
     @staticmethod
     def of(steps: int, split: Sequence[float]) -> Parts:
-        """From sizes in steps, or fractions of the series; validation gets the remainder of rounding.
+        """Read sizes in steps, or fractions of the series; validation gets the remainder of rounding.
 
         Raises UsageError if the series is too short.
         """
@@ -182,7 +182,7 @@ class SeriesData:
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"
     ) -> Iterator[Windows]:
-        """Up to ``items`` evenly spaced windows of ``length`` steps, with targets in one split.
+        """Yield up to ``items`` evenly spaced windows of ``length`` steps, with targets in one split.
 
         Targets are the same for every ``length``; inputs may reach back into the previous split.
         Raises UsageError if fewer than ``length`` steps precede the targets, or if the split does not exist.
@@ -265,7 +265,7 @@ class Regression(Objective[SeriesData]):
         self._read()
 
     def check(self, data: SeriesData | None = None) -> None:
-        """Also reject text sources, which would be ignored, and check the number of channels."""
+        """Reject also text sources, which would be ignored, and check the number of channels."""
         options, length = self.options, self.cfg.data.sequence_length
         reject_data(self.cfg, ("sources", "tokenizer"), f"reads {PATH}")
         if length % options.patch:

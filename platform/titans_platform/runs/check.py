@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 
-from titans_core import Model
+from titans_core import Model, NeuralMemory
 from titans_core.sequence_parallel import row_parts
+from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError, within
 from titans_platform.objectives import Objective, build_objective, build_small, run_name
@@ -67,7 +68,7 @@ def _model_alone(cfg: RunConfig) -> RunConfig:
 
 @cache
 def _sizes(text: str) -> Sizes:
-    """All blocks have the same size, so models of one and two blocks give the size at any depth."""
+    """Extrapolate from models of one and two blocks to any depth: all blocks have the same size."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
     one, two = (build_small(objective, blocks) for blocks in (1, 2))
@@ -241,8 +242,32 @@ def check_resources(
     if not machine.nodes and shared:
         machine = replace(machine, cpus=max(machine.cpus, resources.cpus))
     concurrency(resources, machine)
+    if machine.gpu and resources.gpus_per_worker:
+        check_kernels(cfg, machine.gpu.arch)
     if machine.gpu or not machine.nodes:
         _check_memory(cfg, resources, machine)
+
+
+def check_kernels(cfg: RunConfig, arch: int) -> None:
+    """Check that kernels compute each memory on a GPU of ``arch``, e.g. 90, or that its backend is named.
+
+    Without kernels a step takes up to thirty times as long. Raises UsageError.
+    """
+    dtype = torch.bfloat16 if cfg.optim.precision == "bf16" else torch.float32
+    for module in build_small(build_objective(cfg)).modules():
+        if isinstance(module, NeuralMemory) and module.config.backend == "auto":
+            with within("model.memory", ValueError):
+                support = supports(module.config, cfg.model.d_model // module.config.heads, dtype, arch)
+            if not support.kernels:
+                raise UsageError(f"model.memory.{support.reason}")
+
+
+def gpu_arch(device: torch.device | str) -> int:
+    """Return the architecture of a GPU, e.g. 90; 0 for a CPU."""
+    if torch.device(device).type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def check_start(cfg: RunConfig) -> None:

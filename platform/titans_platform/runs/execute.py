@@ -25,7 +25,7 @@ from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
-from titans_platform.runs.check import training_flops
+from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
 from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
 from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
@@ -168,8 +168,10 @@ class Worker:
         self.phases = Phases()
         with self.phases.phase("data"):
             self.objective = spec.objective
-            self.data = self.objective.open(spec.root)
+            self.data = self.objective.reopen(spec.root, spec.data)
         with self.phases.phase("record"):
+            if rank() == 0:
+                spec.folder.keep_data(self.data)
             self.reporter = Reporter(spec) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Result | dict[str, float]:
@@ -197,6 +199,8 @@ class Worker:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("build"):
             self.objective.check(self.data)
+            if arch := gpu_arch(self.device):
+                check_kernels(cfg, arch)
             stream = self._stream()
             model, length = self.objective.build_model(), cfg.data.sequence_length
             trainer = Trainer(

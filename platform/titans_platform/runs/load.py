@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 from titans_core import Model
 from titans_kernels import accelerate
-from titans_platform.config import RunConfig
+from titans_platform.config import VOCABULARIES, RunConfig
+from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
-from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, Result, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, TOKENIZER, Result, RunFolder
 from titans_platform.runs.spec import RunSpec, Start
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import (
@@ -75,7 +76,7 @@ def find_checkpoint(run: str, root: Path) -> Path:
         fix = f"to use an older checkpoint, give {older}" if older else "no older checkpoint is intact"
         raise UsageError(f"{run}: checkpoint {points[0]} is damaged: {damage}; {fix}")
     best = read_manifest(points[0]).progress.best_step
-    if best and read_config(points[0]).eval.at == "best":
+    if best and config_of(points[0].parents[1]).eval.at == "best":
         return at_step(points[0].parent, best).resolve()
     return points[0].resolve()
 
@@ -89,8 +90,18 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read the config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
-    return config_of(point.parents[1], overrides)
+    """Return the config of the run that wrote the checkpoint at ``point``, with the run's own copy of its
+    tokenizer: the file that the config names may have changed since. Raises UsageError.
+    """
+    folder = point.parents[1]
+    cfg, record = config_of(folder, overrides), RunFolder(folder.parents[1], folder.name).record()
+    if (spec := cfg.data.tokenizer) in VOCABULARIES:
+        return cfg
+    kept = next(map(str, folder.glob(f"{TOKENIZER}.*")), None)
+    if kept is None or load_tokenizer(kept).fingerprint != record.get("tokenizer"):
+        why = f"{folder} has no intact copy of its tokenizer {spec}"
+        raise UsageError(f"data.tokenizer: {why}; train the run again")
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"tokenizer": kept})})
 
 
 def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:

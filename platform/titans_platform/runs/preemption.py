@@ -105,7 +105,7 @@ def torch_config() -> Any:
 
 @contextmanager
 def interruptible(folder: RunFolder) -> Iterator[None]:
-    """While the block runs, the first Ctrl-C or SIGTERM asks the run to stop at a checkpoint.
+    """Stop the run at a checkpoint on the first Ctrl-C or SIGTERM within the block.
 
     A second signal, or GRACE seconds after the first, raises KeyboardInterrupt. Has no effect outside the
     main thread.

@@ -132,14 +132,14 @@ class RunSpec:
     """The run's folder under ``root/cells``; computed by `run_name`."""
     commit: str
     """The commit of the code that runs it."""
-    data: str = ""
-    """Fingerprint of its data."""
+    data: str
+    """Fingerprint of the data from which ``name`` was computed; it trains on no other data."""
     resources: Resources = Resources()
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """Copied into the result: ``study`` and ``row``."""
     start: Start | None = None
-    """Where a run that has not begun starts from; None: from its own checkpoint, or step 0."""
+    """Start of a run that has not begun; None: its own checkpoint, or step 0."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 
@@ -199,7 +199,7 @@ class Machine:
 
     @staticmethod
     def described(text: str, where: str) -> Machine:
-        """A cluster such as 16xH100, 8 GPUs a node. Raises UsageError that begins with ``where``."""
+        """Read a cluster such as 16xH100, 8 GPUs a node. Raises UsageError that begins with ``where``."""
         count, x, name = text.strip().partition("x")
         if not (x and re.fullmatch("[1-9][0-9]{0,4}", count)):
             raise UsageError(f"{where}: {text!r} is no number of GPUs of a kind; give e.g. 8xH100")
@@ -230,7 +230,8 @@ def this_machine(resources: Resources = Resources()) -> Machine:
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
         flops = next((gpu.flops for gpu in _gpus(device.name)), 0.0)
-        gpu = Gpu(device.name, device.total_memory / 2**30, flops)
+        arch = 10 * device.major + device.minor
+        gpu = Gpu(device.name, device.total_memory / 2**30, flops, arch)
     return Machine(cores(), torch.cuda.device_count(), gpu=gpu)
 
 

@@ -48,6 +48,8 @@ class Cell:
     seed: int
     config: RunConfig
     name: str | None = None
+    data: str = ""
+    """Fingerprint of the data that the name was computed from."""
 
     def folder(self, root: Path) -> RunFolder:
         """Return the run's folder under a storage root; for a cell without a name, one that never exists."""
@@ -75,7 +77,7 @@ class StudyRun:
     search: SearchState | None = None
     """The search and its trials when the study was opened; None for a study without one."""
     machine: Machine | None = None
-    """What its cells are placed on, once they are."""
+    """The machine of its cells, once they are placed."""
     concurrency: int = 0
     """Concurrent cells; 0 before they are placed."""
     rerun_stale: bool = False
@@ -295,7 +297,7 @@ def chosen_cells(configs: Mapping[str, RunConfig], rows: Collection[str], seeds:
 
 
 def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, RunConfig]]) -> None:
-    """Every line of the table needs every column, from one run or several. Raises UsageError."""
+    """Check that every line of the table has every column, from one run or several. Raises UsageError."""
     measured: dict[str, set[str]] = {}
     for row, config in configs:
         measured.setdefault(row.as_line().name, set()).update(config.eval.columns)

@@ -16,7 +16,6 @@ from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
-    check_batch,
     check_resources,
     check_start,
     machine_memory,
@@ -108,7 +107,6 @@ def check_with_data(study: StudyRun) -> None:
     """Run a worker's checks before any cell starts. Raises UsageError."""
 
     def check(config: RunConfig) -> None:
-        check_batch(config, study.resources)
         check_start(config)
         objective = build_objective(config)
         objective.check(objective.open(study.root))
@@ -142,8 +140,9 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
-        name = run_name(config, known[key].fingerprint, study.resources.hashed_workers)
-        return replace(cell, config=config, name=name)
+        data = known[key].fingerprint
+        name = run_name(config, data, study.resources.hashed_workers)
+        return replace(cell, config=config, name=name, data=data)
 
     def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:
         with suppress(NotPrepared):
@@ -210,7 +209,7 @@ def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
 
 
 def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
-    """From the mean seconds of each row's finished cells; None without any."""
+    """Estimate from the mean seconds of each row's finished cells; None without any."""
     known: dict[str, list[float]] = {}
     for cell in study.cells:
         if (result := cell.folder(study.root).shown_result()) and result.train_seconds:
@@ -223,7 +222,7 @@ def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] |
 
 
 def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
-    """From the FLOPs of each row at an assumed MFU; None where the GPU or a row's FLOPs are unknown."""
+    """Estimate from the FLOPs of each row at an assumed MFU; None if the GPU or a row's FLOPs are unknown."""
     speeds = {row: speed(config, study) for row, config in {cell.row: cell.config for cell in todo}.items()}
     if not all(speeds.values()):
         return None

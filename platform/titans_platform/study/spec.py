@@ -50,7 +50,9 @@ class Axis(Frozen):
         return self
 
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
-        """Each value with the fields it sets; a point named by a number has that number as its value."""
+        """Return each value with the fields it sets; a point named by a number has that number as its
+        value.
+        """
         if self.points:
             return [(_number(name), fields) for name, fields in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
@@ -346,7 +348,7 @@ class Printed(Frozen):
         return self
 
     def by_size(self) -> dict[str, dict[str, Numbers]]:
-        """Its rows by model size."""
+        """Return its rows by model size."""
         return self.sizes or {self.size: self.rows}
 
     def numbers(self, row: str, size: str) -> dict[str, float | None]:

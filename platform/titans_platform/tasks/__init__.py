@@ -154,7 +154,7 @@ class GeneratedTask(Task):
             yield item
 
     def check(self, objective: Any, length: int, data: Any) -> None:
-        """Also generate an item of that length."""
+        """Generate also an item of that length."""
         if data is not None:
             self.item(random.Random(0), length, data.tokenizer)
 
@@ -184,7 +184,7 @@ class GeneratedTask(Task):
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
     def _fresh_items(self, context: Context) -> Iterable[Item]:
-        """Up to `config.items` distinct items that do not occur in the training rows.
+        """Return up to `config.items` distinct items that do not occur in the training rows.
 
         A process that measures many runs on the same data draws them once, unless they are long.
 

@@ -288,7 +288,7 @@ def split_question(item: Item) -> tuple[list[str], str, str]:
 
 @lru_cache(maxsize=8)
 def previous_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ...]]:
-    """For each question, the earlier questions of its story; their facts are a prefix of its own."""
+    """Return for each question the earlier questions of its story; their facts are a prefix of its own."""
     earlier: dict[Item, tuple[Item, ...]] = {}
     story: tuple[Item, ...] = ()
     for item in questions:

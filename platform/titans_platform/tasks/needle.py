@@ -148,7 +148,7 @@ class Needle(GeneratedTask):
         return opening, NEEDLE.replace("NOUN", noun) + end, QUESTION.replace("NOUN", noun), " {value}"
 
     def _haystack(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
-        """Exactly `characters` characters, and the offsets at which a needle may be inserted."""
+        """Return exactly `characters` characters, and the offsets at which a needle may be inserted."""
         passkey = self.options.kind == "passkey"
         if self.options.style == "compact":
             if not passkey:

@@ -270,7 +270,7 @@ class Reasoning(GeneratedTask):
         return rng.choice(questions)
 
     def _filler(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
-        """Exactly `characters` characters, and the offsets at which a sentence may be inserted."""
+        """Return exactly `characters` characters, and the offsets at which a sentence may be inserted."""
         if self._compact:
             return lowercase_words(rng, characters), range(characters + 1)
         filler = prose(rng, characters - 1) + "\n" if characters else ""

@@ -191,7 +191,7 @@ class Recall(KeyValue):
     Options = RecallOptions
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """One block; rebound keys occur twice."""
+        """Generate one block; rebound keys occur twice."""
         keys = rng.sample(self._keys, self.options.pairs)
         latest = dict(zip(keys, spread(rng, self._values, len(keys)), strict=True))
         again = set(rng.sample(keys, round(self.options.rebind * len(keys))))

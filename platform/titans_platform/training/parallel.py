@@ -34,7 +34,7 @@ def rank() -> int:
 
 
 def data_shard(cfg: OptimConfig) -> tuple[int, int]:
-    """Which share of a batch's rows this worker has: of all, or all of them under `parallel: sequence`."""
+    """Return this worker's share of a batch's rows: one of all, or all of them under `parallel: sequence`."""
     return (0, 1) if cfg.parallel == "sequence" else (rank(), world_size())
 
 

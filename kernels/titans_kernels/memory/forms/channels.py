@@ -100,7 +100,9 @@ class Chunk(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, last: Tensor | int) -> Chunk:
-        """From alpha and eta [n, H, b, G] and the index of the last token, shared or per document."""
+        """Compute the coefficients from alpha and eta [n, H, b, G] and the last token's index, shared or per
+        document.
+        """
         keep, eta = torch.broadcast_tensors(*(gate.movedim(2, 0) for gate in (1 - alpha, eta)))
         C, _, m, h, c, n = _Scan.apply(keep, eta, last)
         beta = keep.cumprod(0)

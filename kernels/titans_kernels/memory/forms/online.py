@@ -52,7 +52,7 @@ SMALL = 1024
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the online form does not support a call, or None if it does."""
+    """Return the reason for which the online form does not support a call, or None if it does."""
     if reason := options.refusal(inputs, (Rule, GatedDelta), norm=False, columns=False):
         return reason
     if len(weights) > 1:

@@ -140,7 +140,7 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, theta: Tensor, state: DecodeState) -> _Rows:
-        """From the gates [B, H, T] of the new tokens.
+        """Compute the rows from the gates [B, H, T] of the new tokens.
 
         The new tokens see the earlier coefficients as one more weight and one more momentum, which evolve as
         W and S do: by the products ``kept`` and ``moved`` from the first new token on.
