@@ -174,20 +174,24 @@ class NeuralMemory(Projections):
         """
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
-            return *self._packed(x_BTD, cache or self.start(1), documents), None
+            return self._packed(x_BTD, cache or self.start(1), documents, padded)
         cache = cache or self.start(x_BTD.shape[0])
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
         y, cache = self._write(q, writes, cache, record=not padded)
         return y, q, writes, cache._replace(conv_state=conv_state)
 
     def read(
-        self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
-    ) -> tuple[Tensor, ConvState]:
+        self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, ConvState]:  # fmt: skip
         """Return M(q) at given weights, without a write (eq. 21); ``conv_state`` is of q only."""
-        (q,), conv_state = self.project(x_BTD, "q", conv_state)
+        (q,), conv_state = self.project(x_BTD, "q", conv_state, documents)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
-        return self.output(self.predict(q, weights), x_BTD), conv_state
+        if documents is None or len(weights[0]) == 1:
+            return self.output(self.predict(q, weights), x_BTD), conv_state
+        y = documents.row(self.predict(documents.rows(q), weights))
+        return self.output(y, x_BTD), conv_state
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """M(q) of q [B, T, H, E], at given weights."""
@@ -326,8 +330,10 @@ class NeuralMemory(Projections):
         return tuple(gate[:, -1:].clone() for gate in writes[2:])
 
     def _packed(
-        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents
-    ) -> tuple[Tensor, Tensor, Writes]:
+        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents, padded: bool
+    ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
+        if documents.part:
+            return self._packed_parts(x_BTD, cache, documents, padded)
         _check_packed_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
         q, writes, _ = self._project_tokens(x_BTD, conv_state, documents)
@@ -336,7 +342,21 @@ class NeuralMemory(Projections):
         y, _ = self._run_operator(
             q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
         )
-        return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes
+        return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes, None
+
+    def _packed_parts(
+        self, x_1TD: Tensor, cache: MemoryCache, documents: Documents, padded: bool
+    ) -> tuple[Tensor, Tensor, Writes, MemoryCache]:
+        """Parts of documents in one row, from a state of each or one of all; returns the state after each."""
+        q, writes, conv_state = self._project_tokens(x_1TD, cache.conv_state, documents)
+        N, (weights, momentum) = len(documents.cu_seqlens) - 1, cache.start
+        state = MemoryState(tuple(W.expand(N, -1, -1, -1) for W in weights), momentum)
+        y, after = self._run_operator(
+            q, self._per_chunk(writes, documents), state, documents.cu_seqlens, record=not padded
+        )
+        memory = DecodeState.of(after)
+        memory = memory if self.carries_momentum else _without_momentum(memory)
+        return y, q, writes, MemoryCache(memory, conv_state)
 
     def extend(self, q: Tensor, writes: Writes, cache: MemoryCache) -> tuple[Tensor, MemoryCache]:
         """Write tokens after ``cache``; what q [B, T, H, E] reads after each, and the new cache."""

@@ -149,6 +149,8 @@ def _heads(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """`Projections.project`: one product, and one pass for SiLU, convolution and norm of all names."""
     layers, convs = _projections(module, names), _convolutions(module, names)
+    if documents is not None and documents.part:  # each part has a state of its own
+        return NotImplemented
     usable = serves(x, *(layer.weight for layer in layers)) and not torch.is_autocast_enabled("cpu")
     if not usable or not _intact(*layers, *convs):
         return NotImplemented

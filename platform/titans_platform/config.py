@@ -192,9 +192,10 @@ class OptimConfig(Frozen):
     (sequence), which passes its recurrent state on to the next."""
     shard_workers: PositiveInt | None = None
     """hsdp: workers in a shard group, of consecutive ranks; None: the workers of a node."""
-    recompute: bool = False
+    recompute: bool | Literal["selective"] | None = None
     """Activation checkpointing: keep only the input of each block and recompute the rest in the backward
-    pass. Less memory for a third more compute. Not part of the run's hash."""
+    pass (true: a third more compute), or keep the results of matrix products, attention and the memory's
+    kernels (selective). None: selective in compiled blocks on a GPU. Not part of the run's hash."""
     compile: bool | None = None
     """Compile the blocks with torch.compile; None: only on a GPU. Rounding differs."""
 

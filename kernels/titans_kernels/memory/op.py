@@ -19,6 +19,7 @@ from titans_kernels.memory.options import (
     Options,
     Result,
     distances,
+    on_gpu,
     operand_dtype,
     state_dtype,
     whole,
@@ -99,7 +100,7 @@ def _folded(compute: Compute, base: bool = True) -> Compute:
         for part in added:
             v = v - part(k)
         if added:  # the kernels need operands of one dtype
-            inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
+            inputs = inputs._replace(v=v.to(inputs.v.dtype) if on_gpu(inputs.v) else v)
         y, weights, momentum = compute(inputs, whole(weights, options.base), momentum, options)
         for part in reversed(added):
             y = part(q) + y
@@ -235,10 +236,10 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     # C++ cannot be traced by torch.compile or run on meta tensors
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
     backend = "chunked" if traced and backend == "native" else backend
-    reason, slower, on_gpu = None, "", inputs.q.is_cuda or options.arch is not None
+    reason, slower, here_on_gpu = None, "", on_gpu(inputs.q) or options.arch is not None
     for form in FORMS:
         if backend == "auto":
-            here = {"any": True, "cpu": not traced, "cuda": on_gpu}
+            here = {"any": True, "cpu": not traced, "cuda": here_on_gpu}
             if not here[form.device]:
                 continue
         elif backend != form.name:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ Layers = tuple[Tensor, ...]
 
 Result = tuple[Tensor, Layers, Layers]
 """y [B, T, H, D], weights and momentum after the last token."""
+
+_AS_ON_GPU = False
 
 
 class Extension(NamedTuple):
@@ -137,6 +140,22 @@ def distances(weights: Layers, base: Layers) -> Layers:
 def state_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the state for tokens x: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let forms be chosen as on a GPU, to trace a model on fake tensors without one."""
+    global _AS_ON_GPU
+    before, _AS_ON_GPU = _AS_ON_GPU, True
+    try:
+        yield
+    finally:
+        _AS_ON_GPU = before
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, and for any tensor within `as_on_gpu`."""
+    return x.is_cuda or _AS_ON_GPU
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

@@ -53,8 +53,11 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     accelerate(model.to(device))
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
-        block.recompute = cfg.recompute
-        if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+        compiled = cfg.compile or (cfg.compile is None and device.type == "cuda")
+        block.recompute = cfg.recompute or False
+        if cfg.recompute is None and compiled and device.type == "cuda":
+            block.recompute = "selective"
+        if compiled:
             # block by block, in place and before sharding: identical blocks share the compiled code
             block.compile()
             ran.note("blocks", "compiled")
