@@ -70,13 +70,8 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-<<<<<<< HEAD
     def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache, after: MemoryCache) -> None:
         """Take tokens written after ``cache``, which left ``after``, and read with q [B, T, H, E]."""
-=======
-    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
-        """Take note before tokens are written, and read with q [B, T, H, E], starting from ``cache``."""
->>>>>>> main
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
         """Take note before weights of an earlier token are read with q [B, T, H, E]."""
