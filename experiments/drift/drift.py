@@ -279,8 +279,8 @@ class Drift(Objective[DriftData]):
             raise UsageError(f"objective.options.width: {odd}; make it even")
         for name, value in {"depth": 1, "chunk_size": 1, "surprise_bound": None}.items():
             if (given := getattr(memory, name)) != value:
-                why = f"the best risk of objective drift is not known for {given}"
-                raise UsageError(f"model.memory.{name}: {why}; set it to {json.dumps(value)}")
+                cause = f"the best risk of objective drift is not known for {given}"
+                raise UsageError(f"model.memory.{name}: {cause}; set it to {json.dumps(value)}")
         super().check(data)
 
 

@@ -117,6 +117,6 @@ class ByPositionTask(Task):
             if given and given > rows:
                 raise UsageError(f"{field}: {given} is beyond the {rows} rows of a text; raise lengths")
         if options.measure == WINDOW and (least := min(options.windows)) > rows - 2:
-            here = f"{least} rows before another are all that {rows} rows have"
-            raise UsageError(f"windows: {here}; raise lengths")
+            cause = f"{least} rows before another are all that {rows} rows have"
+            raise UsageError(f"windows: {cause}; raise lengths")
         return long_texts(prepared, rows, budget)

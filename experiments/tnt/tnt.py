@@ -95,8 +95,8 @@ class LocalMemory(NeuralMemory):
         outputs, at = [], 0
         while at < T:
             whole = 0 if seen or self.watcher is not None else (T - at) // self.shard * self.shard
-            here = slice(at, at + (whole or min(self.shard - seen, T - at)))
-            part, now = q[:, here], Writes(*(x[:, here] for x in writes))
+            tokens = slice(at, at + (whole or min(self.shard - seen, T - at)))
+            part, now = q[:, tokens], Writes(*(x[:, tokens] for x in writes))
             if whole:
                 flat = [x.flatten(0, 1)[None] for x in (part, *now)]
                 starts = torch.arange(0, B * whole + 1, whole, dtype=torch.int32, device=q.device)
@@ -109,7 +109,7 @@ class LocalMemory(NeuralMemory):
                 if not seen:
                     opened, keys, _ = self.fresh(B)
             outputs.append(y)
-            at = here.stop
+            at = tokens.stop
         return torch.cat(outputs, 1), LocalState(opened, keys, seen)
 
     def _whole(self, q: Tensor, writes: Writes, position: Tensor, borders: Tensor) -> Tensor:

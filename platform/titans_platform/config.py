@@ -272,11 +272,11 @@ class RunConfig(Frozen):
             return self
         for key in ("bptt_rows", "stream_groups", "reset_probability"):
             if (given := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
-                why = "has no effect on shuffled rows, which all start from the initial state"
-                raise ValueError(f"optim.{key}: {given} {why}; set data.rows to streams")
+                cause = "has no effect on shuffled rows, which all start from the initial state"
+                raise ValueError(f"optim.{key}: {given} {cause}; set data.rows to streams")
         if self.optim.parallel == "sequence":
-            why = "a row's state from worker to worker, but documents begin inside shuffled rows"
-            raise ValueError(f"optim.parallel: sequence passes {why}; set data.rows to streams")
+            cause = "a row's state from worker to worker, but documents begin inside shuffled rows"
+            raise ValueError(f"optim.parallel: sequence passes {cause}; set data.rows to streams")
         return self
 
     @model_validator(mode="after")

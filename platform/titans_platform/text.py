@@ -57,9 +57,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}h{left:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def plural(n: int, what: str) -> str:
+def plural(n: int, noun: str) -> str:
     """Format a number of things: 1 seed, 3 seeds."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def commit(name: str) -> str:

@@ -107,9 +107,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Reject a model whose state cannot be carried across rows. Raises UsageError."""
         model, length = build_small(self), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-        here = f"data.sequence_length: streams are reset between rows of {length} tokens"
+        cause = f"data.sequence_length: streams are reset between rows of {length} tokens"
         for window in self.cfg.optim.windows or (None,):
-            with within(here, ValueError, ", and "), intervene(model, Intervention(window=window)):
+            with within(cause, ValueError, ", and "), intervene(model, Intervention(window=window)):
                 model(tokens, model(tokens).state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
         if model.state_bytes(length << 20) != model.state_bytes(length << 21):
             raise UsageError(

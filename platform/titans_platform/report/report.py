@@ -173,8 +173,8 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     for made, mark in marks.items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale runs them again.")
     if only not in ("", table.commit):
-        here = commit(table.commit)
-        lines.append(f"All cells were made by commit {commit(only)}; the code here is {here}.")
+        current = commit(table.commit)
+        lines.append(f"All cells were made by commit {commit(only)}; the code here is {current}.")
     if table.missing:
         has = "has" if table.missing == 1 else "have"
         cells = plural(table.missing, "cell")

@@ -307,8 +307,8 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
         share = -(-rows // workers)
         if micro and share % micro:
             fit = ", ".join(str(n) for n in range(share, 0, -1) if share % n == 0)
-            why = f"{micro} does not divide the {share} rows of a worker"
-            raise UsageError(f"optim.micro_batch_size: {why}; give one of {fit}")
+            cause = f"{micro} does not divide the {share} rows of a worker"
+            raise UsageError(f"optim.micro_batch_size: {cause}; give one of {fit}")
 
 
 def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> None:

@@ -148,8 +148,8 @@ def run_cells(study: StudyRun, began: float) -> None:
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
-                why = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
-                spec.folder.record_failure(TitansError(f"{why}; see {study.path / LOG}"), study.commit)
+                cause = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
+                spec.folder.record_failure(TitansError(f"{cause}; see {study.path / LOG}"), study.commit)
     record = timings(began, study.todo, study.root, study.concurrency)
     write_json(study.path / TIMINGS, record)
 

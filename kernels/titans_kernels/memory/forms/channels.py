@@ -77,9 +77,9 @@ def _write_and_read(
     outputs = []
     for i, rows in enumerate(layout.rows):
         index = layout.index(StepRange(i, i + 1, slice(None)))
-        here = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
+        chunk = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
         running = [x[:rows] for x in state]
-        arguments = (here, running, _last(layout, i, rows), options)
+        arguments = (chunk, running, _last(layout, i, rows), options)
         y, *after = checkpoint(_step, *arguments, use_reentrant=False) if again else _step(*arguments)
         outputs.append(y)
         state = [
