@@ -19,11 +19,7 @@ from titans_platform.errors import TitansError, UsageError
 pytestmark = pytest.mark.slow
 
 
-<<<<<<< HEAD
-def test_command_prints_json_of_every_length(answer):
-=======
 def test_memory_command_prints_json_for_every_length(answer):
->>>>>>> main
     result = answer("bench", "memory", "--quick", "--pairs", "2", "--threads", "1")
     assert [row["length"] for row in result["rows"]] == [32, 64]
     for row in result["rows"]:
@@ -36,11 +32,7 @@ def test_memory_command_prints_json_for_every_length(answer):
     assert result["peer"] is None
 
 
-<<<<<<< HEAD
-def test_wrong_operator_is_not_timed(monkeypatch, capsys):
-=======
 def test_wrong_operator_is_refused_before_timing(monkeypatch, capsys):
->>>>>>> main
     right = chunked.coefficients
     wrong = lambda *gates: (gates_ := right(*gates))._replace(C=gates_.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
@@ -52,11 +44,7 @@ def test_wrong_operator_is_refused_before_timing(monkeypatch, capsys):
     assert "not timed" in error
 
 
-<<<<<<< HEAD
-def test_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, refused):
-=======
 def test_missing_peer_error_names_the_install_command(monkeypatch, refused):
->>>>>>> main
     monkeypatch.setattr(memory, "versions", dict)
     with pytest.raises(UsageError, match=f"pip install {memory.PEER_REQUIREMENT}$"):
         memory.run([32], 1, 1, against=PEER)
@@ -125,11 +113,7 @@ def test_ratios_use_one_round_and_long_rows_our_own_base():
 
 
 @pytest.mark.usefixtures("fake_workers")
-<<<<<<< HEAD
-def test_peer_that_dies_is_a_result(monkeypatch):
-=======
 def test_crash_of_a_peer_is_recorded_as_its_result(monkeypatch):
->>>>>>> main
     monkeypatch.setattr(FakeWorker, "dies", True)
     result = memory.run([1024], 3, 1, against=PEER)
     (row,) = result["rows"]
@@ -149,11 +133,7 @@ def test_failure_of_our_form_fails_the_command(monkeypatch):
         memory.run([1024], 3, 1)
 
 
-<<<<<<< HEAD
-def test_process_that_fails_says_why():
-=======
 def test_failed_process_reports_its_error():
->>>>>>> main
     missing = TimingProcess("benchmarks.memory:nobody", {}, 1, "nobody at T = 16")
     with missing, pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
         missing.turn()

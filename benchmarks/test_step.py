@@ -34,11 +34,7 @@ def test_differing_losses_are_refused_for_one_config_and_marked_for_a_newer_one(
     assert step._compare(ours, ours | {"config": {}})["same_losses"]
 
 
-<<<<<<< HEAD
-def test_refused_row_is_printed_and_the_command_fails(monkeypatch, capsys):
-=======
 def test_refused_row_is_printed_and_fails_the_command(monkeypatch, capsys):
->>>>>>> main
     result = {"study": "s", "scale": "smoke", "threads": 1, "rounds": 1, "against": "x"}
     refused = {"row": "LMM", "refused": "same config, but its losses differ by 1.0e-02"}
     monkeypatch.setattr(step, "run", lambda *args, **options: result | {"rows": [refused]})
