@@ -212,7 +212,8 @@ class NeuralMemory(Projections):
         norm, residual = self.inner_norm, None
         if self.config.residual != "none":
             residual = Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
-        return Extension(residual, self.base, self.rule, gates)
+        delta = not self.config.momentum and (self.config.rule == "gated_delta" or not self.config.decay)
+        return Extension(residual, self.base, self.rule, gates, delta)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """Return the cache before the first token: initial weights, updated by any persistent tokens.
