@@ -407,7 +407,8 @@ class NeuralMemory(Projections):
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
         c, weights = self.config, state.weights
-        if cu_seqlens is not None and self.recorder is not None:  # from a start of each, states are returned
+        if cu_seqlens is not None and self.recorder is not None and weights[0].ndim == 3:
+            # from a start of each, states are returned
             weights = tuple(W.expand(len(cu_seqlens) - 1, *W.shape) for W in weights)
         momentum, theta = expand_momentum(state.momentum, weights), writes.theta
         if c.write_budget is not None:
