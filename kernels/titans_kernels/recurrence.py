@@ -285,6 +285,8 @@ def fla_delta_rule(
     q, k [B, T, H, E] and v [B, T, H, F] must have one dtype; beta and the logarithm of a are [B, T, H]; if it
     is None, a is 1. ``state`` is [B, H, E, F], or of each packed document. Returns y and the state after.
     """
+    if log_decay is None and q.dtype == torch.float32:  # which the kernel without a decay refuses
+        log_decay = torch.zeros_like(beta)
     name = "delta_rule" if log_decay is None else "gated_delta_rule"
     ran.note("neural_memory", f"flash-linear-attention's chunk_{name}")
     kernel: Any = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")

@@ -164,6 +164,7 @@ def test_their_kernels_of_the_delta_rule_are_the_memory_in_chunks_of_one(
         (1, T, H, E), (1, T, H, E), (1, T, H, E), (1, T, H), (1, T, H), (1 + 2 * documents, H, E, E)
     )
     given = given if gated else [x for x in given if x is not keep]
+    operands = torch.float32 if gated else torch.float16  # the kernel without a decay takes no float32
     alpha, zeros = 1 - keep.sigmoid() if gated else torch.zeros(1, T, H), torch.zeros(1, T, H)
     borders = torch.tensor([0, 1, 40, T], dtype=torch.int32) if documents else None
     results = []
@@ -171,13 +172,13 @@ def test_their_kernels_of_the_delta_rule_are_the_memory_in_chunks_of_one(
         monkeypatch.setattr(online, "fla_refusal", lambda *_, served=served: None if served else "a CPU")
         forms_used(forget=True)
         y, after = neural_memory(
-            q / 4, F.normalize(k, dim=-1), v, alpha, zeros, write.sigmoid() / 2, (state,), chunk_size=1,
-            cu_seqlens=borders, backend="online",
+            *(x.to(operands) for x in (q / 4, F.normalize(k, dim=-1), v)), alpha, zeros, write.sigmoid() / 2,
+            (state,), chunk_size=1, cu_seqlens=borders, backend="online",
             extension=Extension(rule="gated_delta" if gated else "paper", is_delta_rule=True),
         )  # fmt: skip
         results.append([y, *after.weights])
         assert any("flash-linear" in form for form in forms_used()) == served
-    agree(*reversed(results), given, within=5e-5)
+    agree(*reversed(results), given, within=5e-5 if gated else 2e-2)
 
 
 def overflowing(test: Callable[..., None]) -> Callable[..., None]:
