@@ -70,8 +70,8 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
-        """Take note before tokens are written, and read with q [B, T, H, E], starting from ``cache``."""
+    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache, after: MemoryCache) -> None:
+        """Take tokens written after ``cache``, which left ``after``, and read with q [B, T, H, E]."""
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
         """Take note before weights of an earlier token are read with q [B, T, H, E]."""
@@ -298,8 +298,8 @@ class NeuralMemory(Projections):
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
         """Sigmoid of each gate's linear layer by name, [B, T, outputs] in the precision of the state."""
         layers = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        given = {name: layer(x) for name, layer in layers.items() if layer is not None}
-        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in given.items()}
+        logits = {name: layer(x) for name, layer in layers.items() if layer is not None}
+        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in logits.items()}
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -386,9 +386,9 @@ class NeuralMemory(Projections):
         self, q: Tensor, writes: Writes, cache: MemoryCache, record: bool
     ) -> tuple[Tensor, MemoryCache]:
         writes = self._per_chunk(writes, cache=cache)
-        if self.watcher is not None:
-            self.watcher.on_write(q, writes, cache)
         y, after = self.extend(q, writes, cache)
+        if self.watcher is not None:
+            self.watcher.on_write(q, writes, cache, after)
         if self.recorder is not None and record:
             self.recorder.on_update(
                 self, lambda q: self.extend(q, writes, cache)[0], writes, after.memory.memory(), None
