@@ -145,7 +145,7 @@ def _row(
 
         rounds = Interleaved({name: partial(started, case) for name, case in cases.items()})
         rounds.run(pairs, lambda message: progress(f"T = {shape.length}, {message}"))
-    if failed := [why for name, why in rounds.failed.items() if name != "peer"]:
+    if failed := [reason for name, reason in rounds.failed.items() if name != "peer"]:
         raise TitansError(failed[0])
     row: dict[str, Any] = {"length": shape.length, "peer_failed": rounds.failed.get("peer")}
     row |= {name: _summary(cases[name], worker) for name, worker in rounds.runners.items()}
@@ -244,8 +244,8 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     for row in rows:
         if "peer" in row:
             chunk = row["peer"]["chunk_size"]
-            what = "what we compute" if chunk == 1 else "reads and writes once a chunk"
-            lines.append(f"  T = {row['length']}: its chunk_size {chunk}, {what}.")
+            equals = "what we compute" if chunk == 1 else "reads and writes once a chunk"
+            lines.append(f"  T = {row['length']}: its chunk_size {chunk}, {equals}.")
         elif row["peer_failed"]:
             lines.append(f"  {row['peer_failed']}.")
     if any("base" in row for row in rows):

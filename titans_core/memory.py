@@ -70,8 +70,8 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
-        """Take note before tokens are written, and read with q [B, T, H, E], starting from ``cache``."""
+    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache, after: MemoryCache) -> None:
+        """Take tokens written after ``cache``, which left ``after``, and read with q [B, T, H, E]."""
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
         """Take note before weights of an earlier token are read with q [B, T, H, E]."""
@@ -212,7 +212,8 @@ class NeuralMemory(Projections):
         norm, residual = self.inner_norm, None
         if self.config.residual != "none":
             residual = Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
-        return Extension(residual, self.base, self.rule, gates)
+        delta = not self.config.momentum and (self.config.rule == "gated_delta" or not self.config.decay)
+        return Extension(residual, self.base, self.rule, gates, delta)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """Return the cache before the first token: initial weights, updated by any persistent tokens.
@@ -297,8 +298,8 @@ class NeuralMemory(Projections):
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
         """Sigmoid of each gate's linear layer by name, [B, T, outputs] in the precision of the state."""
         layers = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        given = {name: layer(x) for name, layer in layers.items() if layer is not None}
-        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in given.items()}
+        logits = {name: layer(x) for name, layer in layers.items() if layer is not None}
+        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in logits.items()}
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -385,9 +386,9 @@ class NeuralMemory(Projections):
         self, q: Tensor, writes: Writes, cache: MemoryCache, record: bool
     ) -> tuple[Tensor, MemoryCache]:
         writes = self._per_chunk(writes, cache=cache)
-        if self.watcher is not None:
-            self.watcher.on_write(q, writes, cache)
         y, after = self.extend(q, writes, cache)
+        if self.watcher is not None:
+            self.watcher.on_write(q, writes, cache, after)
         if self.recorder is not None and record:
             self.recorder.on_update(
                 self, lambda q: self.extend(q, writes, cache)[0], writes, after.memory.memory(), None
@@ -406,7 +407,8 @@ class NeuralMemory(Projections):
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
         c, weights = self.config, state.weights
-        if cu_seqlens is not None and self.recorder is not None:  # from a start of each, states are returned
+        if cu_seqlens is not None and self.recorder is not None and weights[0].ndim == 3:
+            # from a start of each, states are returned
             weights = tuple(W.expand(len(cu_seqlens) - 1, *W.shape) for W in weights)
         momentum, theta = expand_momentum(state.momentum, weights), writes.theta
         if c.write_budget is not None:

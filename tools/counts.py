@@ -94,8 +94,8 @@ class Tree:
 
     def arguments(self, package: str, name: str) -> int:
         """Return the number of arguments of a function."""
-        given = self.named(package, ast.FunctionDef, name).args
-        return len(given.posonlyargs + given.args + given.kwonlyargs)
+        signature = self.named(package, ast.FunctionDef, name).args
+        return len(signature.posonlyargs + signature.args + signature.kwonlyargs)
 
     def entries(self, package: str, name: str) -> int:
         """Count the entries of a tuple that a module assigns to a name. Raises ValueError: there is none."""

@@ -286,8 +286,8 @@ def main() -> None:
     reader = Reader(json.loads(sys.argv[1]))
     asks = {"read": reader.read, "again": reader.again, "decode": reader.decode}
     for line in sys.stdin:
-        what, count = line.split()
-        print(json.dumps(asks[what](int(count))), flush=True)
+        command, count = line.split()
+        print(json.dumps(asks[command](int(count))), flush=True)
 
 
 if __name__ == "__main__":

@@ -271,20 +271,20 @@ class RunConfig(Frozen):
         if self.data.rows == "streams":
             return self
         for key in ("bptt_rows", "stream_groups", "reset_probability"):
-            if (given := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
-                why = "has no effect on shuffled rows, which all start from the initial state"
-                raise ValueError(f"optim.{key}: {given} {why}; set data.rows to streams")
+            if (setting := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
+                cause = "has no effect on shuffled rows, which all start from the initial state"
+                raise ValueError(f"optim.{key}: {setting} {cause}; set data.rows to streams")
         if self.optim.parallel == "sequence":
-            why = "a row's state from worker to worker, but documents begin inside shuffled rows"
-            raise ValueError(f"optim.parallel: sequence passes {why}; set data.rows to streams")
+            cause = "a row's state from worker to worker, but documents begin inside shuffled rows"
+            raise ValueError(f"optim.parallel: sequence passes {cause}; set data.rows to streams")
         return self
 
     @model_validator(mode="after")
     def _best_is_kept(self) -> RunConfig:
         needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
         if needs and not (self.eval.every and self.checkpoint.best):
-            given = getattr(self.eval, needs)
-            raise ValueError(f"eval.{needs}: {given} needs eval.every and checkpoint.best: true")
+            setting = getattr(self.eval, needs)
+            raise ValueError(f"eval.{needs}: {setting} needs eval.every and checkpoint.best: true")
         return self
 
     @property

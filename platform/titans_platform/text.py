@@ -57,9 +57,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}h{left:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def plural(n: int, what: str) -> str:
+def plural(n: int, noun: str) -> str:
     """Format a number of things: 1 seed, 3 seeds."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def commit(name: str) -> str:
@@ -98,7 +98,7 @@ def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "t
     from rich.table import Table
 
     options.setdefault("box", box.SIMPLE_HEAD)
-    made = Table(**options)
+    grid = Table(**options)
     for i, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
-    return made
+        grid.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
+    return grid

@@ -33,11 +33,7 @@ import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.utils.mlflow_tags import (
-    MLFLOW_PARENT_RUN_ID,
-    MLFLOW_SOURCE_NAME,
-    MLFLOW_SOURCE_TYPE,
-)
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import NotWritable, UsageError
 from titans_platform.files import write_error
@@ -68,10 +64,10 @@ def store_uri(root: Path) -> str:
     """Return the address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under
     it.
     """
-    if (given := os.environ.get(STORE)) and urlsplit(given).password:
+    if (configured := os.environ.get(STORE)) and urlsplit(configured).password:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         raise UsageError(f"{STORE}: holds a password; {fix}")
-    return given or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    return configured or f"sqlite:///{root.resolve() / 'mlflow.db'}"
 
 
 def check_store(root: Path) -> None:
@@ -109,15 +105,15 @@ def adopt(root: Path) -> None:
     if not (path := root.resolve() / "mlflow.db").exists():
         raise UsageError(f"{path}: no store there to adopt")
     _check_sqlite(path)
-    here = f"{root.resolve().as_uri()}/artifacts"
+    new_uri = f"{root.resolve().as_uri()}/artifacts"
     try:
         with FileLock(f"{path}.lock"), closing(sqlite3.connect(path, timeout=30)) as connection, connection:
             of = "SELECT artifact_location FROM experiments WHERE name = ?"
-            for (there,) in connection.execute(of, (EXPERIMENT,)).fetchall():
+            for (old_uri,) in connection.execute(of, (EXPERIMENT,)).fetchall():
                 for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
                     moved = f"{column} = ? || substr({column}, ?)"
                     update = f"UPDATE {table} SET {moved} WHERE substr({column}, 1, ?) = ?"
-                    connection.execute(update, (here, len(there) + 1, len(there), there))
+                    connection.execute(update, (new_uri, len(old_uri) + 1, len(old_uri), old_uri))
     except sqlite3.Error as error:
         raise _refused(path, "cannot be changed", "is it a store of MLflow?", error) from None
 
@@ -138,9 +134,9 @@ def _start_from_template(path: Path) -> None:
         if not template.exists():
             cache.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=cache) as aside:
-                made = Path(aside) / template.name
-                MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
-                made.replace(template)
+                fresh = Path(aside) / template.name
+                MlflowClient(f"sqlite:///{fresh}").search_experiments(max_results=1)
+                fresh.replace(template)
         shutil.copyfile(template, copy)
         with closing(sqlite3.connect(copy)) as connection, connection:
             # MLflow's default experiment, which is not used, was given the folder that it was made in
@@ -153,11 +149,11 @@ def _connect(uri: str, artifacts: str | None) -> TrackingStore:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         known = client.get_experiment_by_name(EXPERIMENT)
-        there = known.artifact_location if known else ""
-        if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
+        recorded = known.artifact_location if known else ""
+        if artifacts and recorded.startswith("file:") and urlsplit(recorded).path != urlsplit(artifacts).path:
             # MLflow would overwrite the original's artifacts
             fix = "titans ui --adopt --root HERE makes it the copy's own; or work in the original --root"
-            raise _refused(uri, f"was copied or moved here: its artifacts are in {there}", fix)
+            raise _refused(uri, f"was copied or moved here: its artifacts are in {recorded}", fix)
         # show the UI of training runs, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
         experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT, artifacts, kind)
@@ -182,8 +178,8 @@ def _check_sqlite(path: Path) -> None:
         raise write_error(path, error) from None
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY):
-            why = f"cannot be written: {error}; free space there, or give another --root"
-            raise NotWritable(f"{path}: {why}") from None
+            cause = f"cannot be written: {error}; free space there, or give another --root"
+            raise NotWritable(f"{path}: {cause}") from None
         raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
@@ -207,9 +203,9 @@ def check_server(uri: str) -> None:
         raise _refused(uri, "no answer", "is the server up?", error) from None
 
 
-def _refused(store: Path | str, what: str, fix: str, error: Exception | None = None) -> UsageError:
-    why = f": {first_line(error)}" if error else ""
-    return UsageError(f"tracking store {store}: {what}{why}; {fix}")
+def _refused(store: Path | str, cause: str, fix: str, error: Exception | None = None) -> UsageError:
+    detail = f": {first_line(error)}" if error else ""
+    return UsageError(f"tracking store {store}: {cause}{detail}; {fix}")
 
 
 class TrackingStore:

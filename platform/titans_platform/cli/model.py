@@ -126,8 +126,8 @@ def _print(tokens: Iterable[tuple[int, int]], text: TextStream, at_once: bool) -
     return written
 
 
-def _rate(what: str, tokens: int, began: float) -> str:
-    return f"{tokens:,} tokens {what}, {tokens / max(1e-9, time.perf_counter() - began):,.0f} a second"
+def _rate(action: str, tokens: int, began: float) -> str:
+    return f"{tokens:,} tokens {action}, {tokens / max(1e-9, time.perf_counter() - began):,.0f} a second"
 
 
 @click.command()

@@ -10,7 +10,6 @@ import base64
 import copy
 import json
 import shlex
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import yaml
@@ -66,12 +65,6 @@ class KubeRay(Cluster):
         context = ("--context", self.context) if self.context else ()
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
-    def apply(self, objects: Sequence[dict[str, Any]]) -> Step:
-        # the JSON round trip unshares objects, which YAML would write as anchors and aliases
-        manifests = yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)
-        # strict: a misspelt field is an error, which the server would otherwise drop
-        return Run(self.kubectl("apply", "--validate=strict", "-f", "-"), stdin=manifests)
-
     def grows_to(self) -> list[dict[str, float]] | None:
         """Return the nodes with every group at its largest; None if the cluster does not grow."""
         groups: Any = self.ray.get("workerGroupSpecs") or []
@@ -89,15 +82,21 @@ class KubeRay(Cluster):
         for group in (ray["headGroupSpec"], *ray.get("workerGroupSpecs", ())):
             group["template"]["spec"].setdefault("terminationGracePeriodSeconds", POD_GRACE)
         cluster = {**kind, "spec": {"authOptions": auth, **ray}}
-        apply = self.apply([self.placed(item) for item in (*self.manifests, cluster)])
+        # the JSON round trip unshares objects, which YAML would write as anchors and aliases
+        objects = json.loads(json.dumps([self.placed(item) for item in (*self.manifests, cluster)]))
+        # strict: a misspelt field is an error, which the server would otherwise drop
+        apply = Run(
+            self.kubectl("apply", "--validate=strict", "-f", "-"),
+            stdin=yaml.safe_dump_all(objects, sort_keys=False),
+        )
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
         return [apply, self.record_step(), Run(self.kubectl(*ready))]
 
     def placed(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return a Kubernetes object in this namespace, with our label."""
-        given = item.get("metadata") or {}
-        labels = {**LABEL, **(given.get("labels") or {})}
-        return {**item, "metadata": {**given, "namespace": self.namespace, "labels": labels}}
+        metadata = item.get("metadata") or {}
+        labels = {**LABEL, **(metadata.get("labels") or {})}
+        return {**item, "metadata": {**metadata, "namespace": self.namespace, "labels": labels}}
 
     def down_steps(self) -> list[Step]:
         """Delete the RayCluster. The storage stays: it holds the results."""

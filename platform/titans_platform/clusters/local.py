@@ -141,7 +141,7 @@ class Nodes(Cluster):
     def _log(self, number: int) -> Path:
         return self.state_folder / f"node-{number}.log"
 
-    def _wait(self, what: str, count: int) -> Step:
+    def _wait(self, event: str, count: int) -> Step:
         """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
         def wait() -> None:
@@ -155,10 +155,10 @@ class Nodes(Cluster):
                     if find(process) is None:
                         raise ClusterError(f"{process['role']} exited early; see {self._log(number)}")
                 if time.monotonic() > deadline:
-                    raise ClusterError(f"{what}: {_START_SECONDS} s are over; see {self._log(count - 1)}")
+                    raise ClusterError(f"{event}: {_START_SECONDS} s are over; see {self._log(count - 1)}")
                 time.sleep(0.3)
 
-        return Step(f"# wait until {what}", wait)
+        return Step(f"# wait until {event}", wait)
 
     def up(self) -> str:
         """Start the nodes; if one fails to start, stop the others."""

@@ -181,8 +181,8 @@ def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quie
         raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
     if done.returncode:
         printed = (done.stderr or done.stdout or "").strip().splitlines()
-        why = printed[-1] if printed else f"exit code {done.returncode}"
-        raise ClusterError(f"{shlex.join(argv[:3])}: {why}")
+        cause = printed[-1] if printed else f"exit code {done.returncode}"
+        raise ClusterError(f"{shlex.join(argv[:3])}: {cause}")
     return done.stdout or ""
 
 

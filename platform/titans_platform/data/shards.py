@@ -226,8 +226,8 @@ def read_table(files: ShardSource, info: ShardInfo) -> pa.RecordBatch:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(f"{files}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != info.rows:
-        what = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
-        raise UsageError(f"{files}/{info.file}: {what}; {REPAIR}")
+        cause = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
+        raise UsageError(f"{files}/{info.file}: {cause}; {REPAIR}")
     return batch
 
 
@@ -298,8 +298,8 @@ class Split:
         inside = firsts - self.begins[shards]
         crossing = inside + width > self.held[shards]
         for number in np.unique(shards[~crossing]).tolist():
-            mine = np.flatnonzero((shards == number) & ~crossing)
-            _copy(self.shard(number).rows(inside[mine], width), out, into[mine])
+            of_shard = np.flatnonzero((shards == number) & ~crossing)
+            _copy(self.shard(number).rows(inside[of_shard], width), out, into[of_shard])
         for i in np.flatnonzero(crossing).tolist():
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 

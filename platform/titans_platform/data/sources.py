@@ -239,8 +239,8 @@ class FilesSource(RecordSource):
         except ImportError as error:
             raise UsageError(f"{self.field}.path: {one_line(error, 160)}; pip install it") from None
         except Exception as error:  # file systems have no common exception
-            why = one_line(error, 160)
-            raise UsageError(f"{self.field}.path: {self.path} cannot be listed: {why}") from error
+            cause = one_line(error, 160)
+            raise UsageError(f"{self.field}.path: {self.path} cannot be listed: {cause}") from error
         files = []
         for name, info in listed.items():
             if info["type"] == "file":

@@ -59,11 +59,11 @@ def evaluate(
     with evaluating(model), lower:
         for column, labelled in tasks.items():
             values, chances = [], []
-            for label, task, asked in labelled:
+            for label, task, task_config in labelled:
                 measured: list[Measurement] = []
-                for length in (row_length(multiple, sequence_length) for multiple in asked.lengths):
+                for length in (row_length(multiple, sequence_length) for multiple in task_config.lengths):
                     # columns may share a task, as an average and its parts do
-                    same = asked.model_dump_json(exclude={"lengths"}), length
+                    same = task_config.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
                         known[same] = task.measure(Context(scorer, prepared, config, length))
                     measured.append(known[same])

@@ -78,7 +78,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             most = source.max_tokens
             if source.kind == "files":
                 size = FilesSource(source, f"data.sources.{i}", Path()).text_bytes()
-                most = min((given for given in (most, size) if given is not None), default=None)
+                most = min((limit for limit in (most, size) if limit is not None), default=None)
             if most is not None and most <= length and source.weight:
                 more = f"{length:,} is more than the at most {most:,} tokens of data.sources.{i}"
                 raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")
@@ -107,9 +107,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Reject a model whose state cannot be carried across rows. Raises UsageError."""
         model, length = build_small(self), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-        here = f"data.sequence_length: streams are reset between rows of {length} tokens"
+        cause = f"data.sequence_length: streams are reset between rows of {length} tokens"
         for window in self.cfg.optim.windows or (None,):
-            with within(here, ValueError, ", and "), intervene(model, Intervention(window=window)):
+            with within(cause, ValueError, ", and "), intervene(model, Intervention(window=window)):
                 model(tokens, model(tokens).state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
         if model.state_bytes(length << 20) != model.state_bytes(length << 21):
             raise UsageError(

@@ -243,8 +243,8 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     Raises UsageError if the data are not prepared.
     """
     data = build_objective(cfg).open(root).fingerprint
-    given = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
-    return RunSpec(cfg, root.resolve(), **given | {"resources": resources} | fields)
+    identity = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
+    return RunSpec(cfg, root.resolve(), **identity | {"resources": resources} | fields)
 
 
 def check_resources(
@@ -325,8 +325,8 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
         share = -(-rows // workers)
         if micro and share % micro:
             fit = ", ".join(str(n) for n in range(share, 0, -1) if share % n == 0)
-            why = f"{micro} does not divide the {share} rows of a worker"
-            raise UsageError(f"optim.micro_batch_size: {why}; give one of {fit}")
+            cause = f"{micro} does not divide the {share} rows of a worker"
+            raise UsageError(f"optim.micro_batch_size: {cause}; give one of {fit}")
 
 
 def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> None:

@@ -170,11 +170,11 @@ class Reporter:
         self._end(lambda run: run.close(status), status)
         self._tell(lambda logger: logger.close())
 
-    def _tell(self, what: Callable[[Logger], None]) -> None:
+    def _tell(self, call: Callable[[Logger], None]) -> None:
         """Call each logger; one that fails is warned about and left out from then on."""
         for logger in list(self._loggers):
             try:
-                what(logger)
+                call(logger)
             except Exception as error:
                 log.warning("log.loggers: %s: %s", type(logger).__name__, one_line(error))
                 self._loggers.remove(logger)
@@ -210,8 +210,8 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
         values |= {name: task.value, f"{name}/stderr": task.stderr}
     values |= {name: getattr(result, name) for name in FINAL}
     run.summary({name: value for name, value in values.items() if value is not None}, result.steps)
-    made = {"commit": result.commit, "data": result.data_fingerprint, "eval_version": result.eval_version}
-    tags = {f"titans.{name}": value for name, value in (result.environment | made).items()}
+    origin = {"commit": result.commit, "data": result.data_fingerprint, "eval_version": result.eval_version}
+    tags = {f"titans.{name}": value for name, value in (result.environment | origin).items()}
     run.tags(tags | {"mlflow.source.git.commit": result.commit})
     run.close(ended=ended)
 
@@ -352,9 +352,9 @@ class Journal:
             self.keep(ended=status)
         except Exception as error:
             run, steps = self._file.parent.name, sum(1 for _ in _lines(self._file, self._sent, self._size))
-            what = f"{steps} steps of its log" if steps else "its end"
+            lost = f"{steps} steps of its log" if steps else "its end"
             return (
-                f"run {run}: {what} did not reach MLflow ({one_line(error, 120)}); kept in {self._file} and "
+                f"run {run}: {lost} did not reach MLflow ({one_line(error, 120)}); kept in {self._file} and "
                 "sent by the next titans train, sweep run or ui"
             )
         return None

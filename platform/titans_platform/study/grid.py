@@ -307,7 +307,7 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
             raise UsageError(f"{where}: missing; list the tasks of this column")
 
 
-def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
+def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
     """Names of the selected rows: by name, by the name of their line, or by a pattern with ``*``.
 
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
@@ -317,7 +317,7 @@ def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[st
     for row in rows:
         for name in (row.name, row.as_line().name):
             named.setdefault(name, set()).add(row.name)
-    names = [name for text in asked for name in _names(text, {name.casefold() for name in named})]
+    names = [name for text in requested for name in _names(text, {name.casefold() for name in named})]
     return {row for name in names for known in _matching(name, list(named), where) for row in named[known]}
 
 

@@ -148,8 +148,8 @@ def run_cells(study: StudyRun, began: float) -> None:
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
-                why = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
-                spec.folder.record_failure(TitansError(f"{why}; see {study.path / LOG}"), study.commit)
+                cause = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
+                spec.folder.record_failure(TitansError(f"{cause}; see {study.path / LOG}"), study.commit)
     record = timings(began, study.todo, study.root, study.concurrency)
     write_json(study.path / TIMINGS, record)
 
@@ -270,8 +270,8 @@ def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> Run
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
     tracking = replace(study.tracking, title=title, params=params(cell, rows), tags=tags)
     labels = {"study": study.study.name, "row": cell.row}
-    given = cell.config, study.root, cell.name, study.commit, cell.data
-    return RunSpec(*given, study.resources, tracking, labels)
+    run = cell.config, study.root, cell.name, study.commit, cell.data
+    return RunSpec(*run, study.resources, tracking, labels)
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:

@@ -52,8 +52,7 @@ class Measurement:
     chance: float
     items: int
     buckets: dict[str, float] = field(default_factory=dict)
-    """The value by bucket: perplexity by the number of tokens that a prediction could see (`"64-127"`),
-    accuracy by the depth of a needle (`"30-40%"`)."""
+    """The value by bucket, such as accuracy by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
     """Accuracy of the task's best heuristic, or chance if that is higher; None: the task lists none."""
     heuristic: str | None = None
@@ -206,15 +205,15 @@ class GeneratedTask(Task):
         config, length, options = context.config, context.length, self.options.model_dump(mode="json")
         about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
         rng, misses = random.Random(digest(about)), 0
-        given: set[str] = set()
-        while len(given) < config.items and misses < PATIENCE:
+        drawn: set[str] = set()
+        while len(drawn) < config.items and misses < PATIENCE:
             item = self.item(rng, length, context.scorer.tokenizer)
             misses += 1
-            if item.hash not in given and item.hash not in context.prepared.item_hashes:
+            if item.hash not in drawn and item.hash not in context.prepared.item_hashes:
                 misses = 0
-                given.add(item.hash)
+                drawn.add(item.hash)
                 yield item
-        if not given:
+        if not drawn:
             raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
 
 
@@ -229,10 +228,10 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Item
     task = kind(options)
     shares: dict[str, list[float]] = {name: [] for name in task.heuristics}
     for item in task.floor_items(length, tokenizer):
-        asked = list(item.questions())
+        questions = list(item.questions())
         for name, heuristic in task.heuristics.items():
-            guesses = [(heuristic(before), answer.strip()) for before, answer in asked]
-            shares[name].append(fmean(said.count(answer) / max(1, len(said)) for said, answer in guesses))
+            guesses = [(heuristic(before), answer.strip()) for before, answer in questions]
+            shares[name].append(fmean(guess.count(answer) / max(1, len(guess)) for guess, answer in guesses))
     scores = {name: fmean(values) for name, values in shares.items()}
     best = max(scores, key=scores.__getitem__)
     stderr = (pvariance(shares[best]) / len(shares[best])) ** 0.5

@@ -95,8 +95,8 @@ class Needle(GeneratedTask):
         stated = compact if self.options.style == "compact" else ruler
 
         def unanswered(before: str) -> list[str]:
-            said = {"".join(answer) for answer in re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)}
-            return [value for value in stated.findall(before) if value not in said]
+            answered = {"".join(answer) for answer in re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)}
+            return [value for value in stated.findall(before) if value not in answered]
 
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
 

@@ -111,8 +111,8 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
     for key, value in PAIR.findall(before):
         bound.pop(key, None)
         bound[key] = value
-    asked = ASKED.search(before)
-    return asked[0] if asked else "", bound
+    query = ASKED.search(before)
+    return query[0] if query else "", bound
 
 
 def newest_value(before: str) -> list[str]:

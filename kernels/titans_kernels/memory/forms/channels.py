@@ -56,11 +56,11 @@ def gradients(
     """
     depth, based = len(weights), len(options.base)
 
-    def outputs(*given: Tensor) -> tuple[Tensor, ...]:
-        W, S, rest = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
+    def outputs(*leaves: Tensor) -> tuple[Tensor, ...]:
+        W, S, rest = leaves[6 : 6 + depth], leaves[6 + depth : 6 + 2 * depth], leaves[6 + 2 * depth :]
         residual = Residual(*rest[based:]) if options.norm else options.residual
         own = options._replace(residual=residual, base=rest[:based])
-        y, W, S = _write_and_read(Inputs.of(*given[:6]), W, S, own, False)
+        y, W, S = _write_and_read(Inputs.of(*leaves[:6]), W, S, own, False)
         return y, *W, *S
 
     _, pullback, *_ = torch.func.vjp(outputs, *inputs[:6], *weights, *momentum, *options.base, *options.norm)
@@ -77,9 +77,9 @@ def _write_and_read(
     outputs = []
     for i, rows in enumerate(layout.rows):
         index = layout.index(StepRange(i, i + 1, slice(None)))
-        here = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
+        chunk = Inputs(*(x[index].flatten(0, len(index) - 2) for x in chunks))
         running = [x[:rows] for x in state]
-        arguments = (here, running, _last(layout, i, rows), options)
+        arguments = (chunk, running, _last(layout, i, rows), options)
         y, *after = checkpoint(_step, *arguments, use_reentrant=False) if again else _step(*arguments)
         outputs.append(y)
         state = [
