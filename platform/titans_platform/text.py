@@ -31,9 +31,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float, decimals: int | None = None) -> str:
-    """Format a number for a small space, such as a tile or a tick: 50K, 1234, 1.5; no more digits than it
-    needs.
-    """
+    """Format a number for a small space, such as a tick: 50K, 1234, 1.5; no more digits than needed."""
     if abs(value) >= 10_000:
         return count(value)
     if decimals is None:

@@ -65,9 +65,7 @@ class Unreachable(UsageError):
 
 
 def store_uri(root: Path) -> str:
-    """Return the address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under
-    it.
-    """
+    """Return the address of the store of ``root``: TITANS_MLFLOW if set, else an SQLite file under it."""
     if (configured := os.environ.get(STORE)) and urlsplit(configured).password:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         raise UsageError(f"{STORE}: holds a password; {fix}")

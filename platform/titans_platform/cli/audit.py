@@ -97,9 +97,7 @@ def _found(option: str, path: str) -> Any:
 
 
 def _factory(target: str, dim: int, arguments: dict[str, Any], adapter: str | None) -> Callable[[], Any]:
-    """Return a function that builds the layer, tried once. Raises UsageError: it cannot be imported or
-    built.
-    """
+    """Return a function that builds the layer, tried once. Raises UsageError: it cannot be built."""
     kind, adapt = _found("TARGET", target), _found("--adapter", adapter) if adapter else lambda layer: layer
     if not callable(kind) or not callable(adapt):
         raise UsageError(f"{target if callable(adapt) else adapter}: is not a class or a function")

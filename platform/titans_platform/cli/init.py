@@ -46,9 +46,7 @@ def init(path: Path, data: str | None, preset: str, force: bool) -> None:
 
 
 def run_file(data: str | None, preset: str) -> str:
-    """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such
-    preset.
-    """
+    """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text or preset."""
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
     from titans_platform.loading import complete, validate

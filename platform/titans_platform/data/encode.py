@@ -158,9 +158,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def task_identity(config: SourceConfig) -> list[Any]:
-    """Return what determines the items of a task source, as JSON: task versions and the files that tasks
-    read.
-    """
+    """Return what determines the items of a task source, as JSON: task versions and the files they read."""
     from titans_platform.tasks import build_task
 
     return [[task.task, build_task(task).version, hashes_of(task.options)] for task in config.tasks]

@@ -364,8 +364,9 @@ def kind_of(path: Path) -> str | None:
 
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Use `datasets` without progress bars, without logging errors that it also raises, and without a request
-    per local file to its download counter, which takes seconds when offline.
+    """Use `datasets` without progress bars, and without logging errors that it also raises.
+
+    It makes no request per local file to its download counter, which takes seconds when offline.
     """
     bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS

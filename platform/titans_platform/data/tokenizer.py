@@ -207,8 +207,9 @@ def names_hub(spec: str) -> bool:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Load the tokenizer ``spec`` names: ``byte``, ``dna``, the path of a .model or .json file, or a Hub
-    repository that has a tokenizer.json. Raises UsageError.
+    """Load the tokenizer that ``spec`` names. Raises UsageError.
+
+    It is ``byte``, ``dna``, the path of a .model or .json file, or a Hub repository with a tokenizer.json.
     """
     if spec in BUILT_IN:
         return BUILT_IN[spec]()

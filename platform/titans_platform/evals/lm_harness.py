@@ -118,9 +118,7 @@ class LmEval(Task):
         return fmean(CHANCES[name] for name in self.options.names)
 
     def measure(self, context: Context) -> Measurement:
-        """Measure the metric on `config.items` documents of each task; stderr is 0 if the harness reports
-        none.
-        """
+        """Measure `config.items` documents of each task; stderr is 0 if the harness reports none."""
         model = harness_model(context.scorer, context.length)
         import lm_eval  # pyright: ignore[reportMissingImports]
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]

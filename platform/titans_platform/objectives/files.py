@@ -54,9 +54,7 @@ READERS: dict[str, Callable[[Any], pa.Table]] = {
 
 
 def read_table(name: str, field: str) -> pa.Table:
-    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming
-    ``field``.
-    """
+    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError with ``field``."""
     path = Path(name).expanduser()
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if suffix not in READERS:

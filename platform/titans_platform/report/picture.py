@@ -287,9 +287,7 @@ def heat(
     axis: Axes, tiles: Sequence[Sequence[float | str]], across: Dimension, down: Dimension, column: Column,
     scale: Normalize,
 ) -> None:  # fmt: skip
-    """Draw a heat map with its numbers; the better, the stronger the colour. A tile with a text is
-    hatched.
-    """
+    """Draw a heat map with its numbers: the better, the stronger the colour. A tile with text is hatched."""
     means = np.array([[np.nan if isinstance(tile, str) else tile for tile in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
     shades = 0.5 + 0 * means if scale.vmin == scale.vmax else shades

@@ -262,9 +262,7 @@ def _run_trials(
 
 
 def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
-    """Return the spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are
-    params.
-    """
+    """Return the spec of a named cell's run, logged as ``title`` with the fields that ``rows`` change."""
     assert cell.name is not None
     assert study.tracking
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
