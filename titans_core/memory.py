@@ -208,7 +208,8 @@ class NeuralMemory(Projections):
         norm, residual = self.inner_norm, None
         if self.config.residual != "none":
             residual = Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
-        return Extension(residual, self.base, self.rule, gates)
+        delta = not self.config.momentum and (self.config.rule == "gated_delta" or not self.config.decay)
+        return Extension(residual, self.base, self.rule, gates, delta)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """Return the cache before the first token: initial weights, updated by any persistent tokens.
@@ -402,7 +403,8 @@ class NeuralMemory(Projections):
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
         c, weights = self.config, state.weights
-        if cu_seqlens is not None and self.recorder is not None:  # from a start of each, states are returned
+        if cu_seqlens is not None and self.recorder is not None and weights[0].ndim == 3:
+            # from a start of each, states are returned
             weights = tuple(W.expand(len(cu_seqlens) - 1, *W.shape) for W in weights)
         momentum, theta = expand_momentum(state.momentum, weights), writes.theta
         if c.write_budget is not None:
