@@ -35,11 +35,7 @@ import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.utils.mlflow_tags import (
-    MLFLOW_PARENT_RUN_ID,
-    MLFLOW_SOURCE_NAME,
-    MLFLOW_SOURCE_TYPE,
-)
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.config import digest
 from titans_platform.errors import NotWritable, UsageError
