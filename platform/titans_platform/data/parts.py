@@ -224,7 +224,7 @@ def _write(
     train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))
     hashes: list[int] = []
     for one in encoded:
-        (validation if one.validation else train).add(one.tokens, one.loss)
+        (validation if one.validation else train).add(one.tokens, one.loss, one.first)
         if one.item is not None:
             hashes.append(int(one.item, 16))
         if progress:

@@ -7,7 +7,6 @@ which the workers of a node share.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import io
 import mmap
@@ -267,7 +266,7 @@ class ShardCache:
     """
 
     def __init__(self, gigabytes: float, folder: Path | None = None):
-        default = Path(tempfile.gettempdir()) / f"titans-cache-{getpass.getuser()}"
+        default = Path(tempfile.gettempdir()) / f"titans-cache-{os.getuid()}"
         self.folder = folder or Path(os.environ.get(CACHE) or default)
         self.bytes = int(gigabytes * 1e9)
 

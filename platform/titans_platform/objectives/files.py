@@ -5,7 +5,6 @@ Shapes: N steps and C channels of a series.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import lzma
@@ -23,9 +22,7 @@ from pyarrow import csv, json, parquet
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder, check_shared
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import read_json, write_json
-
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+from titans_platform.files import OPENERS, read_json, write_json
 
 R = TypeVar("R")
 

@@ -75,7 +75,11 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
     columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
     cpus, gpus = math.ceil(resources.cpus * study.concurrency), resources.gpus * study.concurrency
-    with (study.path / LOG).open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        (study.path / LOG).open("w", buffering=1, encoding="utf-8") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         parent = store.study_run(study.label, tags, columns)
         end_orphaned_runs(store, parent, study.root)
         try:
