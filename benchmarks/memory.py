@@ -46,7 +46,7 @@ Progress = Callable[[str], None]
 
 
 def layer(**sizes: Any) -> Op:
-    """Our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
+    """Build our layer, `titans_core.NeuralMemory`, from x [B, T, heads * head_dim] to y."""
     s = BenchShape(**sizes)
     config = MemoryConfig(
         depth=s.depth, heads=s.heads, expansion=s.hidden // s.head_dim,
@@ -59,7 +59,7 @@ def layer(**sizes: Any) -> Op:
 
 
 def operator(**sizes: Any) -> Op:
-    """Our operator alone, `titans_kernels.neural_memory`."""
+    """Build our operator alone, `titans_kernels.neural_memory`."""
     inputs = make(BenchShape(**sizes), torch.float32, CPU, seed=0)
     return Op(lambda: inputs.call("auto")[0], inputs.leaves)
 
@@ -145,7 +145,7 @@ def _row(
 
         rounds = Interleaved({name: partial(started, case) for name, case in cases.items()})
         rounds.run(pairs, lambda message: progress(f"T = {shape.length}, {message}"))
-    if failed := [why for name, why in rounds.failed.items() if name != "peer"]:
+    if failed := [reason for name, reason in rounds.failed.items() if name != "peer"]:
         raise TitansError(failed[0])
     row: dict[str, Any] = {"length": shape.length, "peer_failed": rounds.failed.get("peer")}
     row |= {name: _summary(cases[name], worker) for name, worker in rounds.runners.items()}
@@ -244,8 +244,8 @@ def lines_of(result: dict[str, Any]) -> list[str]:
     for row in rows:
         if "peer" in row:
             chunk = row["peer"]["chunk_size"]
-            what = "what we compute" if chunk == 1 else "reads and writes once a chunk"
-            lines.append(f"  T = {row['length']}: its chunk_size {chunk}, {what}.")
+            equals = "what we compute" if chunk == 1 else "reads and writes once a chunk"
+            lines.append(f"  T = {row['length']}: its chunk_size {chunk}, {equals}.")
         elif row["peer_failed"]:
             lines.append(f"  {row['peer_failed']}.")
     if any("base" in row for row in rows):

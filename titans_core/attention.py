@@ -16,7 +16,16 @@ from titans_core.config import AttentionConfig
 from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RotaryEmbedding, rotate
 from titans_core.projections import ConvState, Projections, expand_rows
-from titans_core.window import KeyCache, last_keys, packed_attention, softmax_attention, window_attention
+from titans_core.window import (
+    KeyCache,
+    flash_attention,
+    flash_supports,
+    last_keys,
+    packed_attention,
+    segment_attention,
+    window_attention,
+)
+from titans_kernels.memory.options import on_gpu, operand_dtype
 
 
 class AttentionState(NamedTuple):
@@ -53,14 +62,23 @@ class Attention(Projections):
     Scores of normalised queries and keys are ``scale_H * sqrt(E)`` times their cosine; the scale is learned.
     """
 
-    def __init__(self, d_model: int, config: AttentionConfig):
+    def __init__(self, d_model: int, config: AttentionConfig, pointwise: bool = False):
         kernel, unit = config.conv_kernel if config.conv else None, "qk" if config.qk_norm else ""
-        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, config.silu)
+        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, config.silu, pointwise)
         self.config = config
         # switches of `titans_core.interventions`; the cache keeps the keys of config.window
         self.window, self.muted, self.cut = config.window, False, False
-        self.w_o = nn.Linear(d_model, d_model, bias=False)
+        self.add_output(d_model, config.output)
         self.scale_H = nn.Parameter(torch.ones(config.heads)) if config.qk_norm else None
+
+    def project(
+        self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
+    ) -> tuple[list[Tensor], ConvState]:
+        """As `Projections.project`; on a GPU values have the precision of products, for flash attention."""
+        heads, after = super().project(x_BTD, names, conv_state, documents)
+        if on_gpu(x_BTD):  # the convolution's weights are float32 under autocast
+            heads[-1] = heads[-1].to(operand_dtype(heads[-1]))
+        return heads, after
 
     def start(self, prefix_PD: Tensor | None = None) -> tuple[KeyCache | None, AttentionState]:
         """Keys and values of the persistent tokens, and the state after them, for a batch of one.
@@ -90,7 +108,7 @@ class Attention(Projections):
         (q, k, v), conv_state = self.project(x_BTD, "qkv", state.conv_state, documents)
         y, keys, held_B = self.attend(q, k, v, position_BT, state, prefix, documents)
         after = None if keys is None else AttentionState(KeyCache(*keys), conv_state, held_B)
-        return self._output(y), after
+        return self._output(y, x_BTD), after
 
     def attend(
         self, q: Tensor, k: Tensor, v: Tensor, position_BT: Tensor, state: AttentionState,
@@ -101,14 +119,18 @@ class Attention(Projections):
         Returns y [B, T, H, E], keys and values to cache, None when packed, and `AttentionState.held_B`.
         """
         rotary, window = self.rotary(position_BT), self.window
-        plain_q, new = self._queries(q, v), self._keys(k, v, rotary)
+        plain_q, new, T = self._queries(q, v), self._keys(k, v, rotary), q.shape[1]
         q = rotate(plain_q, rotary)
+        masked = documents is not None or prefix is not None or (window is not None and window < T)
+        if masked and state.keys is None and not self.cut and flash_supports(q):
+            y = flash_attention(q, [new], prefix, plain_q, window, documents).transpose(1, 2)
+            return y, None if documents is not None else last_keys(new, self.kept(state, T, T)[0]), None
         if documents is not None:
             seen = _unrotated_prefix(plain_q, q, new, prefix) if rotary else (q, new, prefix)
             y = packed_attention(*seen, window, documents, self.cut)
             return y[..., : self.head_dim].transpose(1, 2), None, None
         keys = new if state.keys is None else state.keys.extended(new)
-        T, S = q.shape[2], keys.k.shape[2]
+        S = keys.k.shape[2]
         seen = _unrotated_prefix(plain_q, q, keys, prefix) if rotary else (q, keys, prefix)
         hidden_BS = None
         if state.held_B is not None:  # cached keys from before a row's reset
@@ -143,6 +165,7 @@ class Attention(Projections):
         position_BT: Tensor,
         state: SegmentState,
         prefix: KeyCache | None,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, SegmentState]:
         """Attend over ``[p] || r || Z`` of one segment, or the next part of one (eqs. 22-23).
 
@@ -150,20 +173,22 @@ class Attention(Projections):
         plain causal mask over the concatenation would show it the future. For the same reason r and Z have a
         convolution each. ``position_BT`` counts from the start of the segment: in a text of any length
         positions are then as in training. ``state`` is of the segment's earlier part, `closed` at its start.
-        Returns [B, T, D] and the state after the tokens.
+        ``documents`` are whole segments in one row, with a state each. Returns [B, T, D] and the state after
+        the tokens.
         """
         rotary = self.rotary(position_BT)
-        (q, k, v), conv_state = self.project(x_BTD, "qkv", state.tokens.conv_state)
-        (read_k, read_v), read_conv_state = self.project(read_BTD, "kv", state.reads.conv_state)
+        (q, k, v), conv_state = self.project(x_BTD, "qkv", state.tokens.conv_state, documents)
+        (read_k, read_v), read_conv_state = self.project(read_BTD, "kv", state.reads.conv_state, documents)
         q, tokens, reads = self._queries(q, v), self._keys(k, v, rotary), self._keys(read_k, read_v, rotary)
-        if state.tokens.keys is not None and state.reads.keys is not None:
-            tokens, reads = state.tokens.keys.extended(tokens), state.reads.keys.extended(reads)
-        T, S = q.shape[2], tokens.k.shape[2]
-        causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
-        mask = torch.cat([causal, causal], 1)
-        y = softmax_attention(rotate(q, rotary), reads.extended(tokens), mask, prefix)
+        q = rotate(q, rotary)
+        if state.tokens.keys is None and flash_supports(q):
+            y = flash_attention(q, [tokens, reads], prefix, q, None, documents)
+        else:
+            if state.tokens.keys is not None and state.reads.keys is not None:
+                tokens, reads = state.tokens.keys.extended(tokens), state.reads.keys.extended(reads)
+            y = segment_attention(q, tokens, reads, prefix, documents)
         after = SegmentState(AttentionState(reads, read_conv_state), AttentionState(tokens, conv_state))
-        return self._output(y.transpose(1, 2)), after
+        return self._output(y.transpose(1, 2), x_BTD), after
 
     def state_bytes(self, length: int) -> int:
         """Bytes of keys and values one sequence carries after ``length`` tokens, and of the convolution."""
@@ -189,11 +214,11 @@ class Attention(Projections):
     def _keys(self, k_BTHE: Tensor, v_BTHE: Tensor, rotary: RotaryEmbedding | None) -> KeyCache:
         return KeyCache(rotate(k_BTHE.transpose(1, 2).to(v_BTHE.dtype), rotary), v_BTHE.transpose(1, 2))
 
-    def _output(self, y_BTHE: Tensor) -> Tensor:
-        """Heads merged and projected, [B, T, D]."""
+    def _output(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return the heads merged and projected, [B, T, D]; normalised and gated by x first if configured."""
         if self.muted:
             return y_BTHE.new_zeros(*y_BTHE.shape[:2], self.w_o.out_features)
-        return self.w_o(y_BTHE.flatten(2))
+        return self.merge(y_BTHE, x_BTD) if self.config.output else self.w_o(y_BTHE.flatten(2))
 
 
 def _unrotated_prefix(

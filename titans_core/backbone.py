@@ -93,7 +93,8 @@ class Backbone(Model):
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
         positions, start = _positions(x_BTD, state, document_starts)
-        positions = positions._replace(reset_B=reset_B)
+        documents = positions.documents and cast(Block, self.blocks[0]).layout(positions.documents)
+        positions = positions._replace(documents=documents, reset_B=reset_B)
         before = [None] * len(self.blocks) if state is None else state.blocks
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):

@@ -53,9 +53,10 @@ class MemoryConfig(Frozen):
     """Past surprise, eta_t of eq. 14; off: eta_t = 0."""
     decay: bool = True
     """Forgetting, alpha_t of eq. 13; off: alpha_t = 0."""
-    channel_gates: Literal["none", "alpha"] = "none"
+    channel_gates: Literal["none", "alpha", "all"] = "none"
     """Gates that are a vector, with one value per output channel of each layer of the memory (with an
-    expansion, as many neighbouring hidden channels share one), instead of one per head. Slower."""
+    expansion, as many neighbouring hidden channels share one), instead of one per head: alpha, or alpha, eta
+    and theta as in eqs. 32 and 33. Slower; no Triton kernel supports it."""
     forget_to: Literal["zero", "initial"] = "zero"
     """The target of decay: zero, as in the paper, or the learned initial weights M_0. Over a long text,
     decay to zero also erases M_0, and a deep memory at zero cannot learn any more; with initial, a memory
@@ -135,6 +136,9 @@ class AttentionConfig(Frozen):
     conv_kernel: Annotated[int, Field(ge=1, le=2**16)] = 4
     qk_norm: bool = True
     """L2-normalise queries and keys, with a learned scale per head."""
+    output: Annotated[tuple[Literal["norm", "gate"], ...], Field(strict=False)] = ()
+    """Applied to the heads before the output projection, as `memory.output` is to reads: Section 4.4 has both
+    in all blocks. Of the Transformer too, with ``projections: titans``."""
 
 
 class ModelConfig(Frozen):
@@ -154,6 +158,9 @@ class ModelConfig(Frozen):
     mlp_expansion: Annotated[float, Field(ge=0, le=1024)] = 8 / 3
     """Hidden width of each block's SwiGLU layer over d_model; 0 omits the layer."""
     tie_embeddings: bool = True
+    pointwise_conv: bool = False
+    """The pointwise half of the depthwise-separable convolution (Section 4.4): a linear layer over the
+    channels after each depthwise convolution of a block's memory and attention. Baselines have none."""
     memory: MemoryConfig = MemoryConfig()
     attention: AttentionConfig = AttentionConfig()
 

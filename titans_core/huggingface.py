@@ -92,7 +92,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
     @classmethod
     def from_pretrained(cls, *args: Any, **kwargs: Any) -> Any:
-        """As transformers does it, with every weight copied to an address that torch would allocate.
+        """Load as transformers does, with every weight copied to an address that torch would allocate.
 
         Weights mapped from safetensors begin at any byte, and alignment may change a product's last bit.
         """
@@ -260,7 +260,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         pad_to_multiple_of: int | None = None,
         mean_resizing: bool = True,
     ) -> nn.Embedding:
-        """As transformers does it; the model's own config follows."""
+        """Resize as transformers does; the model's own config follows."""
         before = self.model.config.vocab_size
         embedding = super().resize_token_embeddings(new_num_tokens, pad_to_multiple_of, mean_resizing)
         if not mean_resizing:  # as `titans_core.init` does; transformers leaves it to `_init_weights`
@@ -284,7 +284,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
     ) -> Tensor:
-        """As transformers does it, but generation counts on from the last token also behind padding."""
+        """Count positions as transformers does, but go on from the last token also behind padding."""
         if (mask := model_kwargs.get("attention_mask")) is not None:
             return (mask.long().cumsum(-1) - 1).clamp(min=0)
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)

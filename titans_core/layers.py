@@ -50,30 +50,44 @@ class HeadNorm(nn.Module):
 
 
 class CausalConv(nn.Module):
-    """Depthwise convolution over the last K tokens; starts afresh at each document."""
+    """Depthwise convolution over the last K tokens; starts afresh at each document.
 
-    def __init__(self, channels: int, kernel: int):
+    With ``pointwise`` it is depthwise-separable: a linear layer over the channels follows.
+    """
+
+    def __init__(self, channels: int, kernel: int, pointwise: bool = False):
         super().__init__()
         self.weight_KC = nn.Parameter(torch.empty(kernel, channels))
+        self.pointwise = nn.Linear(channels, channels, bias=False) if pointwise else None
 
     def forward(
         self, x_BTC: Tensor, state_BKC: Tensor, documents: Documents | None = None
     ) -> tuple[Tensor, Tensor]:
-        """y_t = sum_j w_j x_{t-j}.
+        """y_t = sum_j w_j x_{t-j}, through the pointwise layer if there is one.
 
         ``state_BKC`` holds the K - 1 inputs before the first token ([1, K - 1, C] before every document
         when packed). Returns y and the state after the last token.
         """
-        kernel, T = self.weight_KC.shape[0], x_BTC.shape[1]
-        padded = torch.cat([state_BKC.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
-        y = self.weight_KC[0] * x_BTC
-        for j in range(1, kernel):
-            shifted = padded[:, kernel - 1 - j : kernel - 1 - j + T]
-            if documents is not None:
-                shifted = _reset(shifted, state_BKC, documents.position_BT, j)
-            y = torch.addcmul(y, self.weight_KC[j], shifted)
+        w, T = self.weight_KC, x_BTC.shape[1]
+        state = state_BKC if documents is None else state_BKC[:1]
+        padded = torch.cat([state.expand(x_BTC.shape[0], -1, -1).to(x_BTC.dtype), x_BTC], 1)
+        position = None if documents is None else documents.position_BT[..., None]
+        y, last = w[0] * x_BTC, len(w) - 1
+        for j in range(1, len(w)):
+            shifted = padded[:, last - j : last - j + T]
+            if position is not None:
+                shifted = torch.where(position >= j, shifted, 0)
+            y = torch.addcmul(y, w[j], shifted)
+        after = None
+        if documents is not None and documents.part and last:
+            y, after = _continued(y, x_BTC, w, state_BKC, documents.cu_seqlens)
+        elif position is not None:
+            for t in range(last):  # masks: the gradient of an index into the state would be accumulated
+                before_C = (w[t + 1 :] * state_BKC[0, t:].flip(0)).sum(0)
+                y = y + torch.where(position == t, before_C, 0)
+        y = y if self.pointwise is None else self.pointwise(y)
         # a copy: a view would keep every input alive for as long as the state
-        return y, padded[:, T:].clone()
+        return y, padded[:, T:].clone() if after is None else after
 
     def zero_state(self, batch: int) -> Tensor:
         """Return the state before the first token: zeros [B, K - 1, C]."""
@@ -81,11 +95,17 @@ class CausalConv(nn.Module):
         return self.weight_KC.new_zeros(batch, kernel - 1, channels)
 
 
-def _reset(shifted: Tensor, state_BKC: Tensor, position: Tensor, j: int) -> Tensor:
-    """Take input j back from ``state`` if fewer than j tokens of the document precede the position."""
-    last = state_BKC.shape[1] - 1
-    before = state_BKC[0, (last + 1 + position - j).clamp(0, last)]
-    return torch.where((position >= j)[..., None], shifted, before.to(shifted.dtype))
+def _continued(y: Tensor, x: Tensor, w: Tensor, state: Tensor, borders: Tensor) -> tuple[Tensor, Tensor]:
+    """Add what ``state`` [N or 1, K - 1, C] brings to N parts in one row; with the state after each."""
+    first, end, last = borders[:-1, None].long(), borders[1:, None].long(), len(w) - 1
+    state, step = state.expand(len(first), -1, -1).to(x.dtype), torch.arange(last, device=x.device)
+    before = torch.stack([(w[t + 1 :] * state[:, t:].flip(1)).sum(1) for t in range(last)], 1)
+    before = torch.where((first + step < end)[..., None], before, 0)
+    at = (first + step).clamp(max=x.shape[1] - 1).flatten()
+    y = y.index_add(1, at, before.flatten(0, 1)[None].to(y.dtype))
+    back = end - last + step
+    held = state.gather(1, (back - first + last).clamp(0, last - 1)[..., None].expand_as(state))
+    return y, torch.where((back >= first)[..., None], x[0, back.clamp(min=0)], held)
 
 
 class SwiGLU(nn.Module):

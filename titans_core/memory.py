@@ -11,12 +11,11 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from titans_core.config import MemoryConfig
 from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
-from titans_core.layers import GateLinear, HeadNorm, RMSNorm
+from titans_core.layers import GateLinear, HeadNorm
 from titans_core.projections import ConvState, Projections, expand_rows
 from titans_kernels import (
     AnyState,
@@ -36,9 +35,12 @@ from titans_kernels import (
 )
 from titans_kernels.memory.budget import effective_steps
 
+CHANNEL_GATES = {"none": (), "alpha": ("alpha",), "all": ("alpha", "eta", "theta")}
+"""Gates with a number per channel, by `MemoryConfig.channel_gates`."""
+
 
 class Writes(NamedTuple):
-    """Inputs of an update: k, v [B, T, H, E]; gates [B, T, H], or alpha [B, T, H, E]."""
+    """Inputs of an update: k, v [B, T, H, E]; gates [B, T, H], or per channel [B, T, H, E]."""
 
     k: Tensor
     v: Tensor
@@ -55,7 +57,7 @@ class MemoryCache(NamedTuple):
     memory: AnyState
     conv_state: ConvState
     gates: tuple[Tensor, ...] = ()
-    """With one gate per chunk, the open chunk's, [B, 1, H] each."""
+    """With one gate per chunk, the open chunk's, [B, 1, H] or [B, 1, H, E] each."""
     steps: tuple[Tensor, ...] = ()
     """With a write budget, the effective steps of the open chunk's tokens, [B, H, p]."""
 
@@ -68,11 +70,11 @@ class MemoryCache(NamedTuple):
 class Watcher(Protocol):
     """Hooks called for every write and read of a memory: see `titans_core.inspection`."""
 
-    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> None:
-        """Before tokens are written, and read with q [B, T, H, E], starting from ``cache``."""
+    def on_write(self, q: Tensor, writes: Writes, cache: MemoryCache, after: MemoryCache) -> None:
+        """Take tokens written after ``cache``, which left ``after``, and read with q [B, T, H, E]."""
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None:
-        """Before weights of an earlier token are read with q [B, T, H, E]."""
+        """Take note before weights of an earlier token are read with q [B, T, H, E]."""
 
 
 class Recorder(Protocol):
@@ -82,7 +84,9 @@ class Recorder(Protocol):
         self, memory: NeuralMemory, read: Callable[[Tensor], Tensor], writes: Writes, after: MemoryState,
         cu_seqlens: Tensor | None,
     ) -> None:  # fmt: skip
-        """After tokens were written; ``read(q)`` is what other queries [B, T, H, E] would have read."""
+        """Record after tokens were written; ``read(q)`` is what other queries [B, T, H, E] would have
+        read.
+        """
 
 
 class NeuralMemory(Projections):
@@ -92,35 +96,35 @@ class NeuralMemory(Projections):
         d_model: width D of the input and output.
         config: the memory's components.
         initialized: False leaves initialisation to the model, whose depth scales the output projection.
+        pointwise: as `ModelConfig.pointwise_conv`.
 
     Raises:
         ValueError: the rule is unknown, or does not take the given parameters; one line that begins with the
             field of `ModelConfig`.
     """
 
-    def __init__(self, d_model: int, config: MemoryConfig, *, initialized: bool = True):
+    def __init__(
+        self, d_model: int, config: MemoryConfig, *, initialized: bool = True, pointwise: bool = False
+    ):
         channels, kernel = d_model, config.conv or None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
-        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit)
+        super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, pointwise=pointwise)
         own = _rule(config)
         self.config, self.rule = config, own
         self.carries_momentum = config.momentum or own.has_own_chunk or type(own).update is not Rule.update
         """True if a state holds momentum; if eta is always 0, it has one zero per head and layer instead."""
-        self.forgets_by_channel = config.decay and config.channel_gates == "alpha"
-        self.alpha = None
-        if config.decay:
-            self.alpha = GateLinear(d_model, channels if self.forgets_by_channel else config.heads)
-        self.eta = GateLinear(d_model, config.heads) if config.momentum else None
-        self.theta = GateLinear(d_model, config.heads)
+        outputs = dict.fromkeys(("alpha", "eta", "theta"), config.heads)
+        outputs |= dict.fromkeys(CHANNEL_GATES[config.channel_gates], channels)
+        self.alpha = GateLinear(d_model, outputs["alpha"]) if config.decay else None
+        self.eta = GateLinear(d_model, outputs["eta"]) if config.momentum else None
+        self.theta = GateLinear(d_model, outputs["theta"])
         self.extra = GateLinear(d_model, config.heads * own.extra_gates) if own.extra_gates else None
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
         layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]
         self.initial_weights = nn.ParameterList(layers)
         self.inner_norm = HeadNorm(config.heads, self.head_dim) if config.residual == "norm" else None
-        self.output_norm = RMSNorm(self.head_dim) if "norm" in config.output else None
-        self.output_gate = nn.Linear(d_model, channels, bias=False) if "gate" in config.output else None
-        self.w_o = nn.Linear(channels, d_model, bias=False)
+        self.add_output(d_model, config.output)
         self.recorder: Recorder | None = None
         self.watcher: Watcher | None = None
         # switches of `titans_core.interventions`
@@ -160,23 +164,29 @@ class NeuralMemory(Projections):
         documents: Documents | None = None,
         padded: bool = False,
     ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
-        """As `forward`, up to the read: y [B, T, H, E], the queries, what was written, and the cache."""
+        """Run `forward` up to the read: return y [B, T, H, E], the queries, what was written, and the
+        cache.
+        """
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
-            return *self._packed(x_BTD, cache or self.start(1), documents), None
+            return self._packed(x_BTD, cache or self.start(1), documents, padded)
         cache = cache or self.start(x_BTD.shape[0])
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
         y, cache = self._write(q, writes, cache, record=not padded)
         return y, q, writes, cache._replace(conv_state=conv_state)
 
     def read(
-        self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState
-    ) -> tuple[Tensor, ConvState]:
+        self, x_BTD: Tensor, weights: tuple[Tensor, ...], conv_state: ConvState,
+        documents: Documents | None = None,
+    ) -> tuple[Tensor, ConvState]:  # fmt: skip
         """Return M(q) at given weights, without a write (eq. 21); ``conv_state`` is of q only."""
-        (q,), conv_state = self.project(x_BTD, "q", conv_state)
+        (q,), conv_state = self.project(x_BTD, "q", conv_state, documents)
         if self.watcher is not None:
             self.watcher.on_read(q, weights)
-        return self.output(self.predict(q, weights), x_BTD), conv_state
+        if documents is None or len(weights[0]) == 1:
+            return self.output(self.predict(q, weights), x_BTD), conv_state
+        y = documents.row(self.predict(documents.rows(q), weights))
+        return self.output(y, x_BTD), conv_state
 
     def predict(self, q: Tensor, weights: tuple[Tensor, ...]) -> Tensor:
         """M(q) of q [B, T, H, E], at given weights."""
@@ -241,15 +251,17 @@ class NeuralMemory(Projections):
         """Bytes one sequence carries after ``length`` tokens: memory, open chunk, convolution inputs."""
         c, opened = self.config, length % self.config.chunk_size
         shapes = [W.shape[1:] for W in self.start_weights]
-        groups = self.head_dim if self.forgets_by_channel else None
-        per_head = state_numel(shapes, opened, self.rule, groups)
+        outputs = [gate.out_features for gate in (self.alpha, self.eta, self.theta) if gate is not None]
+        gates = sum(outputs) // c.heads + 3 - len(outputs)  # without momentum or decay, a zero per head
+        by_channel = gates > 3
+        per_head = state_numel(shapes, opened, self.rule, gates if by_channel else None)
         if not self.carries_momentum:
-            recomputed = opened > 0 and (groups is not None or not self.rule.linear)
+            recomputed = opened > 0 and (by_channel or not self.rule.linear)
             per_head -= (1 + recomputed) * (sum(D * F for D, F in shapes) - len(shapes))
         if c.write_budget is not None:
             per_head += opened
         if c.gates_per == "chunk" and opened:
-            per_head += 2 + (groups or 1) + self.rule.extra_gates
+            per_head += gates + self.rule.extra_gates
         state = state_dtype(self.theta.weight).itemsize * c.heads * per_head
         return state + self.conv_bytes()
 
@@ -272,12 +284,11 @@ class NeuralMemory(Projections):
     def gates(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """alpha, eta, theta and the rule's own gates of tokens x [B, T, D], as in `Writes`."""
         sigmoids = self.sigmoids(x)
-        theta = self.config.max_theta * sigmoids["theta"]
-        none = torch.zeros_like(theta)
-        alpha, eta = (sigmoids.get(name, none) for name in ("alpha", "eta"))
+        none = torch.zeros_like(sigmoids["theta"][..., : self.heads])
+        split = lambda y: y if y.shape[-1] == self.heads else y.unflatten(-1, (self.heads, -1))  # noqa: E731
+        alpha, eta, theta = (split(sigmoids.get(name, none)) for name in ("alpha", "eta", "theta"))
+        theta = self.config.max_theta * theta
         alpha = alpha if self.config.max_alpha == 1.0 else self.config.max_alpha * alpha
-        if self.forgets_by_channel:
-            alpha = alpha.unflatten(-1, (self.heads, self.head_dim))
         if not self.decays:
             alpha = torch.zeros_like(alpha)
         extra = sigmoids.get("extra", none[..., :0]).unflatten(-1, (self.heads, self.rule.extra_gates))
@@ -314,8 +325,10 @@ class NeuralMemory(Projections):
         return tuple(gate[:, -1:].clone() for gate in writes[2:])
 
     def _packed(
-        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents
-    ) -> tuple[Tensor, Tensor, Writes]:
+        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents, padded: bool
+    ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
+        if documents.part:
+            return self._packed_parts(x_BTD, cache, documents, padded)
         _check_packed_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
         q, writes, _ = self._project_tokens(x_BTD, conv_state, documents)
@@ -324,7 +337,21 @@ class NeuralMemory(Projections):
         y, _ = self._run_operator(
             q.flatten(0, 1)[None], self._per_chunk(flat, documents), state, documents.cu_seqlens
         )
-        return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes
+        return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes, None
+
+    def _packed_parts(
+        self, x_1TD: Tensor, cache: MemoryCache, documents: Documents, padded: bool
+    ) -> tuple[Tensor, Tensor, Writes, MemoryCache]:
+        """Parts of documents in one row, from a state of each or one of all; returns the state after each."""
+        q, writes, conv_state = self._project_tokens(x_1TD, cache.conv_state, documents)
+        N, (weights, momentum) = len(documents.cu_seqlens) - 1, cache.start
+        state = MemoryState(tuple(W.expand(N, -1, -1, -1) for W in weights), momentum)
+        y, after = self._run_operator(
+            q, self._per_chunk(writes, documents), state, documents.cu_seqlens, record=not padded
+        )
+        memory = DecodeState.of(after)
+        memory = memory if self.carries_momentum else _without_momentum(memory)
+        return y, q, writes, MemoryCache(memory, conv_state)
 
     def extend(self, q: Tensor, writes: Writes, cache: MemoryCache) -> tuple[Tensor, MemoryCache]:
         """Write tokens after ``cache``; what q [B, T, H, E] reads after each, and the new cache."""
@@ -341,7 +368,7 @@ class NeuralMemory(Projections):
         return y, MemoryCache(after, cache.conv_state, self._held(writes, after), held)
 
     def steps(self, writes: Writes, cache: MemoryCache) -> tuple[Tensor, Tensor]:
-        """theta [B, T, H] after the write budget, for tokens written after ``cache``.
+        """theta after the write budget, for tokens written after ``cache``.
 
         And the effective steps of the open chunk's tokens and of these [B, H, p + T]; empty without a budget.
         """
@@ -358,9 +385,9 @@ class NeuralMemory(Projections):
         self, q: Tensor, writes: Writes, cache: MemoryCache, record: bool
     ) -> tuple[Tensor, MemoryCache]:
         writes = self._per_chunk(writes, cache=cache)
-        if self.watcher is not None:
-            self.watcher.on_write(q, writes, cache)
         y, after = self.extend(q, writes, cache)
+        if self.watcher is not None:
+            self.watcher.on_write(q, writes, cache, after)
         if self.recorder is not None and record:
             self.recorder.on_update(
                 self, lambda q: self.extend(q, writes, cache)[0], writes, after.memory.memory(), None
@@ -398,21 +425,19 @@ class NeuralMemory(Projections):
         """Normalise reads [B, T, H, E], gate them by x and project them to [B, T, D]."""
         if self.muted:
             return x_BTD.new_zeros(*x_BTD.shape[:-1], self.w_o.out_features)
-        y, gate = y_BTHE, None
-        if self.output_gate is not None:
-            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
-        if self.output_norm is not None:
-            y = self.output_norm(y, gate)
-        elif gate is not None:
-            y = y.to(gate.dtype) * F.silu(gate)
-        return self.w_o(y.flatten(-2).to(x_BTD.dtype))
+        return self.merge(y_BTHE, x_BTD)
 
 
 def _rule(config: MemoryConfig) -> Rule:
     try:
-        return find_rule(config.rule)
+        rule = find_rule(config.rule)
     except ValueError as error:
         raise ValueError(f"memory.{error}") from None
+    if rule.has_own_chunk and config.channel_gates == "all":
+        raise ValueError(
+            f"memory.channel_gates: all, but rule {rule} takes eta and theta per head; set alpha"
+        )
+    return rule
 
 
 def _without_momentum(state: AnyState) -> AnyState:

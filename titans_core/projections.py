@@ -1,4 +1,4 @@
-"""Queries, keys and values of the memory and of attention (Section 4.4).
+"""Queries, keys and values of the memory and of attention, and their output (Section 4.4).
 
 Shapes: B batch, T tokens, D model width, H heads, E head width, C = H * E channels, K convolution width.
 """
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_core.layers import CausalConv
+from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import state_dtype
 
 ConvState = dict[str, Tensor]
@@ -17,7 +17,7 @@ ConvState = dict[str, Tensor]
 
 
 class Projections(nn.Module):
-    """Linear projections of q, k and v, SiLU, a causal depthwise convolution, L2-normalised heads.
+    """Linear projections of q, k and v, SiLU, a causal convolution, L2-normalised heads, and their output.
 
     Args:
         d_model: width D of the input.
@@ -26,6 +26,7 @@ class Projections(nn.Module):
         conv_kernel: K; None for no convolution.
         normalized: names of the projections to L2-normalise, such as ``"qk"``.
         silu: whether SiLU follows the projections.
+        pointwise: whether the convolution is depthwise-separable, and not depthwise alone.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class Projections(nn.Module):
         conv_kernel: int | None,
         normalized: str,
         silu: bool = True,
+        pointwise: bool = False,
     ):
         super().__init__()
         self.heads, self.head_dim, self.normalized, self.silu = heads, head_dim, normalized, silu
@@ -45,14 +47,32 @@ class Projections(nn.Module):
         self.w_v = nn.Linear(d_model, channels, bias=False)
         self.has_conv = conv_kernel is not None
         if conv_kernel is not None:
-            self.conv_q = CausalConv(channels, conv_kernel)
-            self.conv_k = CausalConv(channels, conv_kernel)
-            self.conv_v = CausalConv(channels, conv_kernel)
+            self.conv_q = CausalConv(channels, conv_kernel, pointwise)
+            self.conv_k = CausalConv(channels, conv_kernel, pointwise)
+            self.conv_v = CausalConv(channels, conv_kernel, pointwise)
+
+    def add_output(self, d_model: int, parts: tuple[str, ...]) -> None:
+        """Add the output projection and the ``parts`` before it; last, as initialisation is in order."""
+        channels = self.heads * self.head_dim
+        self.output_norm = RMSNorm(self.head_dim) if "norm" in parts else None
+        self.output_gate = nn.Linear(d_model, channels, bias=False) if "gate" in parts else None
+        self.w_o = nn.Linear(channels, d_model, bias=False)
+
+    def merge(self, y_BTHE: Tensor, x_BTD: Tensor) -> Tensor:
+        """Return heads [B, T, H, E] normalised, gated by x and projected, [B, T, D]."""
+        y, gate = y_BTHE, None
+        if self.output_gate is not None:
+            gate = self.output_gate(x_BTD).unflatten(-1, y.shape[-2:])
+        if self.output_norm is not None:
+            y = self.output_norm(y, gate)
+        elif gate is not None:
+            y = y.to(gate.dtype) * F.silu(gate)
+        return self.w_o(y.flatten(-2).to(x_BTD.dtype))
 
     def project(
         self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[list[Tensor], ConvState]:
-        """Each of ``names`` [B, T, H, E], normalised ones in the precision of the state.
+        """Project to each of ``names`` [B, T, H, E], normalised ones in the precision of the state.
 
         ``conv_state`` is the state after the previous tokens of every row, or, when packed, a batch of one at
         the start of every document. Returns also the state after the last token, meaningless when packed.

@@ -95,7 +95,7 @@ def _described(x: Any) -> Any:
 
 
 def _floating(leaves: list[Any]) -> list[int]:
-    """Which leaves have a gradient if any has."""
+    """Return the indices of the leaves that have a gradient if any has."""
     return [i for i, x in enumerate(leaves) if isinstance(x, Tensor) and x.is_floating_point()]
 
 

@@ -89,7 +89,7 @@ def weight_norm(model: nn.Module, state: ModelState) -> dict[str, float]:
 
 
 def out_of_range(seen: dict[str, float], limits: dict[str, float]) -> str | None:
-    """One line that names the quantities of a summary above their limits; None if there are none."""
+    """Name the quantities of a summary above their limits in one line; None if there are none."""
     over = [
         f"{name.replace('_', ' ')} {seen[name]:.3g} is above {limit:.3g}"
         for name, limit in limits.items()

@@ -30,7 +30,8 @@ surprise = torch.func.grad(loss)                                                
 def memory(q, k, v, alpha, eta, theta, M: Weights, S: Weights, b: int):
     """Write each token into M, then read it: q, k, v [T, D] and alpha, eta, theta [T] to y [T, D], M and S.
 
-    A chunk of b tokens takes its gradients at the weights M_t' that it starts from; b = 1 is (13, 14).
+    A chunk of b tokens takes its gradients at the weights M_t' that it starts from; b = 1 is (13, 14). Gates
+    [T, D] have a number for each output of a layer (32, 33): for vectors that are rows, each column of W.
     """
     start, y = M, []
     for t in range(len(k)):
@@ -44,22 +45,22 @@ def memory(q, k, v, alpha, eta, theta, M: Weights, S: Weights, b: int):
 def chunk(q, k, v, alpha, eta, theta, M: Weights, S: Weights):
     """Equal `memory` on one chunk: all its gradients are taken at M, and the weights are linear in them."""
     u = torch.vmap(surprise, (None, 0, 0))(M, k, v)                                             # (18) u_t
-    S = [recurrence(eta, s, -theta[:, None, None] * g) for s, g in zip(S, u, strict=True)]      # (18)
+    S = [recurrence(eta, s, -theta.view(len(k), 1, -1) * g) for s, g in zip(S, u, strict=True)] # (18)
     M = [recurrence(1 - alpha, W, s) for W, s in zip(M, S, strict=True)]                        # (16)
     return torch.vmap(read)(M, q), [W[-1] for W in M], [s[-1] for s in S]                       # (15)
 
 def recurrence(g: Tensor, X: Tensor, U: Tensor) -> Tensor:
     """Return all X_t = g_t X_{t-1} + U_t [T, D, E]: beta_t X_0 plus the sum of (beta_t / beta_i) U_i."""
-    t, beta = range(len(g)), g.cumprod(0)                                                       # (16) beta
-    B = torch.stack([torch.stack([g[j + 1 : i + 1].prod() * (j <= i) for j in t]) for i in t])  # (17) B
-    return torch.einsum("t,de->tde", beta, X) + torch.einsum("ti,ide->tde", B, U)               # (16, 17)
+    t, g = range(len(g)), g.view(len(g), -1)
+    B = torch.stack([torch.stack([g[j + 1 : i + 1].prod(0) * (j <= i) for j in t]) for i in t]) # (17) B
+    return torch.einsum("te,de->tde", g.cumprod(0), X) + torch.einsum("tie,ide->tde", B, U)     # (16, 17)
 
 class Parameters(SimpleNamespace):
     """Trained tensors by name, of a memory, an attention or a block; H heads of width E.
 
     Memory and attention: W_q, W_k, W_v [D, H E], conv_q, conv_k, conv_v [K, H E], W_o [H E, D], heads. Memory
-    alone: M_0, W_gates [D, 3 H], c_gates [3 H], norm [E], W_y [D, H E]. Attention alone: scale [H]. Block:
-    memory, attention, persistent tokens P [N, D], weights of norms [D]: norm, inner_norm, gate_norm.
+    alone: M_0, W_gates [D, 3 H] or [D, 3 H E], c_gates [3 H] or [3 H E], norm [E], W_y [D, H E]. Attention
+    alone: scale [H]. Block: memory, attention, persistent tokens P [N, D], norm, inner_norm, gate_norm [D].
     """
 
 def rms(x: Tensor, weight: Tensor) -> Tensor:
@@ -80,7 +81,8 @@ def output(p: Parameters, y: Tensor, x: Tensor) -> Tensor:
 def write(p: Parameters, x: Tensor, now: slice, M: Weights, S: Weights, b: int):
     """Write the tokens ``now`` of x [T, D] and read them; each head is a memory of its own."""
     q, k, v = (project(p, name, x)[now] for name in "qkv")                                      # (11)
-    alpha, eta, theta = torch.sigmoid(x[now] @ p.W_gates + p.c_gates).chunk(3, 1)
+    gates = torch.sigmoid(x[now] @ p.W_gates + p.c_gates).chunk(3, 1)
+    alpha, eta, theta = (gate.unflatten(1, (p.heads, -1)) for gate in gates)
     heads = torch.vmap(memory, (1, 1, 1, 1, 1, 1, 0, 0, None), (1, 0, 0))
     y, M, S = heads(q, k, v, alpha, eta, theta, M, S, b)
     return output(p, y, x[now]), M, S

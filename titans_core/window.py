@@ -5,6 +5,7 @@ Shapes: B batch, H heads, T queries, S keys, E head width, P keys of the prefix,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -13,7 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_core.documents import Documents
-from titans_kernels import document_borders
+from titans_kernels import document_borders, state_dtype
+from titans_kernels.memory.options import on_gpu
 
 
 class KeyCache(NamedTuple):
@@ -90,8 +92,6 @@ def packed_attention(
     B, T = documents.index_BT.shape
     if prefix is None and documents.one_per_row:
         return _dense(q, keys, prefix)
-    if prefix is None and _flash_supports(q):
-        return _varlen(q, keys, documents.cu_seqlens)
     if torch.compiler.is_compiling():  # lengths are data-dependent
         index = documents.index_BT
         mask = (index[:, None, :, None] == index[:, None, None]).tril()
@@ -101,6 +101,27 @@ def packed_attention(
     parts = (x.transpose(0, 1).flatten(1, 2)[None].split(lengths, 2) for x in (q, *keys))
     y = torch.cat([_dense(q, KeyCache(k, v), prefix) for q, k, v in zip(*parts, strict=True)], 2)
     return y[0].unflatten(1, (B, T)).transpose(0, 1)
+
+
+def segment_attention(
+    q: Tensor, tokens: KeyCache, reads: KeyCache, prefix: KeyCache | None, documents: Documents | None
+) -> Tensor:
+    """Attention of the last T of S tokens of a segment to the reads and tokens up to their own; [B, H, T, E].
+
+    ``documents`` are segments in one row, which do not see each other.
+    """
+    if documents is not None:
+        q, *others = (_swapped(documents.rows(_swapped(x))) for x in (q, *tokens, *reads))
+        y = segment_attention(q, KeyCache(*others[:2]), KeyCache(*others[2:]), prefix, None)
+        return _swapped(documents.row(_swapped(y)))
+    T, S = q.shape[2], tokens.k.shape[2]
+    causal = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    return softmax_attention(q, reads.extended(tokens), torch.cat([causal, causal], 1), prefix)
+
+
+def _swapped(x: Tensor) -> Tensor:
+    """[B, H, T, E] to [B, T, H, E], and back."""
+    return x.transpose(1, 2)
 
 
 def _dense(q: Tensor, keys: KeyCache, prefix: KeyCache | None, hidden_BS: Tensor | None = None) -> Tensor:
@@ -137,18 +158,104 @@ def _blocked(q: Tensor, keys: KeyCache, w: int, prefix: KeyCache | None, index_B
     return y.unflatten(0, (B, blocks)).transpose(1, 2).flatten(2, 3)[:, :, :T]
 
 
-def _flash_supports(q: Tensor) -> bool:
+def flash_supports(q: Tensor) -> bool:
     """Return True if varlen flash attention supports q: half precision on a GPU."""
     low = q.dtype in (torch.bfloat16, torch.float16)
-    return q.is_cuda and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    return on_gpu(q) and low and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
-def _varlen(q: Tensor, keys: KeyCache, cu_seqlens: Tensor) -> Tensor:
-    """Varlen flash attention over all documents, none longer than a row; [B, H, T, E]."""
-    from torch.nn.attention.varlen import varlen_attn  # imports the compiler, which takes seconds
+def flash_attention(
+    q: Tensor, sets: Sequence[KeyCache], prefix: KeyCache | None, plain_q: Tensor, window: int | None,
+    documents: Documents | None = None,
+) -> Tensor:  # fmt: skip
+    """Causal attention without a mask in memory, to several sets of keys and to a prefix; [B, H, T, E].
 
+    Args:
+        q: rotated queries, [B, H, T, E].
+        sets: keys and values of all tokens, [B, H, T, E] each; a token sees those of every set up to its own.
+        prefix: keys and values that every token sees.
+        plain_q: the queries that see the prefix, [B, H, T, E].
+        window: number of keys of a set that a token sees; None for all.
+        documents: of the tokens, which do not see each other's keys; None for one in each row.
+    """
     B, _, T, _ = q.shape
-    flat_q, flat_k, flat_v = (x.transpose(1, 2).flatten(0, 1) for x in (q, *keys))
-    y = varlen_attn(flat_q, flat_k, flat_v, cu_seqlens, cu_seqlens, T, T, window_size=(-1, 0))
+    borders = torch.arange(B + 1, dtype=torch.int32, device=q.device) * T
+    borders = borders if documents is None else documents.cu_seqlens
+    flat = lambda x: x.transpose(1, 2).flatten(0, 1)  # noqa: E731
+    k, v = (None, None) if prefix is None else (x[0] for x in prefix)
+    keys = (flat(x) for pair in sets for x in pair)
+    y = _Flash.apply(flat(q), flat(plain_q), k, v, borders, T, -1 if window is None else window - 1, *keys)
     assert isinstance(y, Tensor)
     return y.unflatten(0, (B, T)).transpose(1, 2)
+
+
+class _Flash(torch.autograd.Function):
+    """Flash attention to each set of keys, joined by their log-sum-exps.
+
+    With the joint output and log-sum-exp flash attention's backward gives each set's share of the gradients.
+    """
+
+    @staticmethod
+    def forward(ctx, q, plain_q, prefix_k, prefix_v, borders, longest, left, *keys):
+        parts = [flash_forward(q, *pair, borders, longest, left) for pair in batched(keys)]
+        lses = [lse for _, lse in parts]
+        if prefix_k is not None:
+            scores = _prefix_scores(plain_q, prefix_k)
+            lses.append(scores.logsumexp(-1))
+        lse_HN = torch.stack(lses).logsumexp(0)
+        y = sum(y * (lse - lse_HN).exp().T[..., None] for y, lse in parts)
+        if prefix_k is not None:
+            P = (scores - lse_HN[..., None]).exp()
+            y = y + torch.einsum("hnp,hpe->nhe", P, prefix_v.to(P.dtype))
+        y = y.to(q.dtype)
+        ctx.save_for_backward(q, plain_q, prefix_k, prefix_v, borders, y, lse_HN, *keys)
+        ctx.longest, ctx.left = longest, left
+        return y
+
+    @staticmethod
+    def backward(ctx, dy):
+        q, plain_q, k, v, borders, y, lse_HN, *keys = ctx.saved_tensors
+        dy = dy.contiguous()
+        grads = [
+            flash_backward(dy, q, *pair, y, lse_HN, borders, ctx.longest, ctx.left) for pair in batched(keys)
+        ]
+        dq, *others = (grad[0] for grad in grads)
+        for other in others:
+            dq = dq + other
+        after = None, None, None, *(x for grad in grads for x in grad[1:])
+        if k is None:
+            return dq, None, None, None, *after
+        exact = state_dtype(q)
+        P = (_prefix_scores(plain_q, k) - lse_HN[..., None]).exp()
+        dy, y, v_ = dy.to(exact), y.to(exact), v.to(exact)
+        dP = torch.einsum("nhe,hpe->hnp", dy, v_) - (dy * y).sum(-1).T[..., None]
+        dS = P * dP * q.shape[-1] ** -0.5
+        dplain = torch.einsum("hnp,hpe->nhe", dS, k.to(exact)).to(q.dtype)
+        dk = torch.einsum("hnp,nhe->hpe", dS, plain_q.to(exact)).to(k.dtype)
+        return dq, dplain, dk, torch.einsum("hnp,nhe->hpe", P, dy).to(v.dtype), *after
+
+
+def batched(keys: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of keys and values."""
+    return list(zip(keys[::2], keys[1::2], strict=True))
+
+
+def _prefix_scores(q_NHE: Tensor, k_HPE: Tensor) -> Tensor:
+    """Scores of the prefix in the precision of a state, [H, N, P]."""
+    exact = state_dtype(q_NHE)
+    return torch.einsum("nhe,hpe->hnp", q_NHE.to(exact), k_HPE.to(exact)) * q_NHE.shape[-1] ** -0.5
+
+
+def flash_forward(q, k, v, borders, longest: int, left: int) -> tuple[Tensor, Tensor]:
+    """Return outputs [N, H, E] and log-sum-exps [H, N] of torch's varlen flash attention."""
+    import torch.nn.attention.varlen  # imports the compiler, which takes seconds
+
+    op = torch.ops.torch_attn._varlen_attn
+    return op(q, k, v, borders, borders, longest, longest, left < 0, None, [left, 0])[:2]
+
+
+def flash_backward(dy, q, k, v, y, lse, borders, longest: int, left: int) -> Sequence[Tensor]:
+    """Return gradients of q, k and v, given the outputs and log-sum-exps over all keys."""
+    op, longs = torch.ops.torch_attn._varlen_attn_backward, (longest, longest)
+    unused = torch.empty(2, dtype=torch.uint64, device=q.device)  # the state of dropout
+    return op(dy, q, k, v, y, lse, borders, borders, *longs, left < 0, unused, None, [left, 0])

@@ -30,7 +30,7 @@ def reference_page() -> str:
 
 
 def _sections(model: type[BaseModel], path: str) -> Iterator[tuple[str, type[BaseModel]]]:
-    """Every model below ``model``, with its dotted path; tasks are listed separately."""
+    """Yield every model below ``model``, with its dotted path; tasks are listed separately."""
     yield path, model
     for field in fields_of(model):
         if field.model and field.model is not TaskConfig:

@@ -218,7 +218,7 @@ def measure(tree: Tree) -> dict[str, int]:
 
 
 def exceeded(counts: dict[str, int]) -> list[str]:
-    """One line for each budget that is exceeded."""
+    """Return one line for each budget that is exceeded."""
     return [
         f"{name}: {counts[name]:,}, budget {most:,}"
         for name, (most, _) in BUDGETS.items()

@@ -51,7 +51,7 @@ def titans_pytorch() -> Adapter:
 
 
 def titans_pytorch_mac() -> Adapter:
-    """Two blocks, segments of 32."""
+    """Build two blocks, segments of 32."""
     from titans_pytorch import MemoryAsContextTransformer
 
     model = MemoryAsContextTransformer(
@@ -76,7 +76,7 @@ def titans_trainer() -> Any:
 
 
 def x_transformers() -> Adapter:
-    """One block with rotary positions."""
+    """Build one block with rotary positions."""
     from x_transformers import Decoder
 
     layer = Decoder(dim=D, depth=1, heads=2, attn_dim_head=16, rotary_pos_emb=True)
@@ -91,7 +91,7 @@ def local_attention() -> Any:
 
 
 def mambapy() -> Adapter:
-    """One block; decoding by its `step`."""
+    """Build one block that decodes by its `step`."""
     from mambapy.mamba import Mamba, MambaConfig
 
     model = Mamba(MambaConfig(d_model=D, n_layers=1))
@@ -124,7 +124,7 @@ def minlstm() -> Adapter:
 
 
 def s5() -> Any:
-    """As many states as channels."""
+    """Build a layer with as many states as channels."""
     from s5 import S5
 
     return S5(D, D)
@@ -147,7 +147,7 @@ def gss() -> Adapter:
 
 
 def xlstm_block() -> Adapter:
-    """One mLSTM block; decoding by its `step`."""
+    """Build one mLSTM block that decodes by its `step`."""
     from xlstm import mLSTMBlockConfig, mLSTMLayerConfig, xLSTMBlockStack, xLSTMBlockStackConfig
 
     config = xLSTMBlockStackConfig(
@@ -178,7 +178,7 @@ def _transformers(model: Any, cache: str, **claims: Any) -> Adapter:
 
 
 def transformers_mamba() -> Adapter:
-    """One block."""
+    """Build one block."""
     from transformers import MambaConfig, MambaModel
 
     config = MambaConfig(vocab_size=32, hidden_size=D, num_hidden_layers=1, state_size=8)
@@ -186,7 +186,7 @@ def transformers_mamba() -> Adapter:
 
 
 def transformers_mamba2() -> Adapter:
-    """One block, chunks of 16."""
+    """Build one block, chunks of 16."""
     from transformers import Mamba2Config, Mamba2Model
 
     config = Mamba2Config(
@@ -210,7 +210,7 @@ def transformers_gated_deltanet() -> Adapter:
 
 
 def transformers_recurrent_gemma() -> Adapter:
-    """Two recurrent blocks and one of attention."""
+    """Build two recurrent blocks and one of attention."""
     from transformers import RecurrentGemmaConfig, RecurrentGemmaModel
 
     config = RecurrentGemmaConfig(
@@ -224,7 +224,7 @@ def transformers_recurrent_gemma() -> Adapter:
 
 
 def transformers_rwkv() -> Adapter:
-    """One block."""
+    """Build one block."""
     from transformers import RwkvConfig, RwkvModel
 
     config = RwkvConfig(vocab_size=32, hidden_size=D, num_hidden_layers=1, attention_hidden_size=D)
@@ -232,7 +232,7 @@ def transformers_rwkv() -> Adapter:
 
 
 def transformers_llama() -> Adapter:
-    """One block."""
+    """Build one block."""
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(
@@ -298,7 +298,7 @@ PUBLIC: dict[str, tuple[str, Callable[[], Any]]] = {
 
 
 def ours() -> dict[str, Callable[[], Any]]:
-    """All variants, and the memory rules and options that change what is computed."""
+    """Return all variants, and the memory rules and options that change what is computed."""
     from experiments.rules.names import RULES
     from titans_core.audit.variants import variant_factory, variant_names
 

@@ -405,7 +405,7 @@ def parameter_of_a_late_token(c: int, r: int) -> type[Ema]:
 
 
 def mutants(seed: int = 0) -> dict[str, tuple[str, type[Ema]]]:
-    """Three faults of each kind, at seeded periods and residues: the check that is meant, the layer."""
+    """Make three faults of each kind, at seeded periods and residues: the check to catch it, the layer."""
     draw, made = random.Random(seed), {}
     for name, (check, make) in KINDS.items():
         for c in [*draw.sample(PERIODS, 2), draw.randint(3, 130)]:

@@ -201,7 +201,7 @@ def run(
     problems: int = 12, tuning: int = 4, run: str | None = None,
     root: Path = Path("titans-runs"), progress: Progress = lambda message: None,
 ) -> list[dict[str, Any]]:  # fmt: skip
-    """Every memory at every setting, width, chunk and passes: a row each, with every problem's error.
+    """Fit every memory at every setting, width, chunk and passes: a row each, with every problem's error.
 
     Raises:
         UsageError: the pairs of a run cannot be had (`experiments.depth.pairs.trained`).
@@ -229,7 +229,7 @@ def run(
 
 
 def lower(rows: Sequence[dict[str, Any]], baseline: str) -> dict[tuple[str, int, int], tuple[int, ...]]:
-    """By memory, chunk and passes: in how many settings the baseline, the memory or neither is lower.
+    """Count the settings in which the baseline, the memory or neither is lower, by memory, chunk and passes.
 
     Resolved: Student's 95% interval of the paired difference of stored errors over problems excludes 0; there
     is no correction for many comparisons.
@@ -292,7 +292,7 @@ def _cell(values: Sequence[float]) -> str:
 
 
 def write_csv(rows: Sequence[dict[str, Any]], path: Path) -> None:
-    """One line a row, with mean and standard deviation over problems."""
+    """Write one line a row, with mean and standard deviation over problems."""
     with path.open("w", newline="") as file:
         out = csv.writer(file, lineterminator="\n")
         names = [name for name in rows[0] if name not in ("stored", "held_out")]

@@ -266,7 +266,7 @@ class Drift(Objective[DriftData]):
         return self.open(Path()).rows(np.arange(rows), "sample")
 
     def check(self, data: DriftData | None = None) -> None:
-        """Also reject what `best_gates` does not cover."""
+        """Reject also what `best_gates` does not cover."""
         memory, options = self.cfg.model.memory, self.options
         reject_data(self.cfg, ("sources", "tokenizer"), "generates its rows")
         if (length := self.cfg.data.sequence_length) <= options.burn_in:
@@ -279,8 +279,8 @@ class Drift(Objective[DriftData]):
             raise UsageError(f"objective.options.width: {odd}; make it even")
         for name, value in {"depth": 1, "chunk_size": 1, "surprise_bound": None}.items():
             if (given := getattr(memory, name)) != value:
-                why = f"the best risk of objective drift is not known for {given}"
-                raise UsageError(f"model.memory.{name}: {why}; set it to {json.dumps(value)}")
+                cause = f"the best risk of objective drift is not known for {given}"
+                raise UsageError(f"model.memory.{name}: {cause}; set it to {json.dumps(value)}")
         super().check(data)
 
 
@@ -310,7 +310,7 @@ class DriftTask(Task):
         return 1.0 if self.options.kind == "risk" else math.inf
 
     def measure(self, context: Context) -> Measurement:
-        """On `config.items` rows; the standard error is over rows."""
+        """Measure on `config.items` rows; the standard error is over rows."""
         data: DriftData = context.prepared
         options, model, kind = data.options, cast(DriftModel, context.scorer.model), self.options.kind
         if kind in ("alpha", "eta", "step"):

@@ -57,7 +57,7 @@ class DeltaTTT(Rule):
         for V, S, own, theta in zip(*state, B, thetas, strict=True):
             W = V if own is None else V + own
             gradient = x.mT @ clip_norm(2 * (x @ W - v), options.surprise_bound)
-            forget = broadcast_gate(alpha, W.shape[-1], now.forgets_by_column)
+            forget = broadcast_gate(alpha, W.shape[-1], alpha.ndim > 2)
             V, S = self.update(V, S, gradient, forget, eta[..., None, None], theta[..., None])
             after.append((V, S))
             x = f.value(x @ ((V if own is None else V + own) if self.post else W))

@@ -38,7 +38,7 @@ class LaCT(EndedRule):
         return -v
 
     def inside(self, tokens: Inputs) -> Inputs:
-        """Without decay and momentum: a plain sum."""
+        """Drop decay and momentum, for a plain sum."""
         zero = torch.zeros_like
         return tokens._replace(alpha=zero(tokens.alpha), eta=zero(tokens.eta))
 

@@ -54,7 +54,9 @@ class Case(NamedTuple):
 
 
 def cases(names: Sequence[str] = ()) -> list[Case]:
-    """One case for every rule; the paper's comes first, at every depth and chunk size of the others."""
+    """Return one case for every rule; the paper's comes first, at every depth and chunk size of the
+    others.
+    """
     others = []
     for name, path in RULES.items():
         if name != "paper" and (not names or name in names):

@@ -170,7 +170,7 @@ def _one(
 
 
 def _enough(looks: list[dict[str, float]], memory: float) -> str | None:
-    """Why a model is not read on, if it is not."""
+    """Return the reason for which a model is not read on, or None."""
     if looks[-1]["peak_bytes"] > memory:
         return f"more than {memory / 2**30:g} GiB"
     slower = looks[0]["rate"] / looks[-1]["rate"]
@@ -286,8 +286,8 @@ def main() -> None:
     reader = Reader(json.loads(sys.argv[1]))
     asks = {"read": reader.read, "again": reader.again, "decode": reader.decode}
     for line in sys.stdin:
-        what, count = line.split()
-        print(json.dumps(asks[what](int(count))), flush=True)
+        command, count = line.split()
+        print(json.dumps(asks[command](int(count))), flush=True)
 
 
 if __name__ == "__main__":

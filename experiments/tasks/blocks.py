@@ -70,7 +70,7 @@ class Composition(Associative):
         return {**super().heuristics, **same}
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """All keys of a grid, in random order."""
+        """Generate all keys of a grid, in random order."""
         halves = string.ascii_uppercase[:13], string.ascii_uppercase[13:]
         keys = ["".join(key) for key in product(*(rng.sample(half, self.options.side) for half in halves))]
         rng.shuffle(keys)
@@ -110,7 +110,7 @@ class Episodes(KeyValue):
     Options = EpisodeOptions
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """As many blocks as fit."""
+        """Generate as many blocks as fit."""
         pairs, new = self.options.pairs, round(self.options.renewed * self.options.pairs)
         keys = rng.sample(self._keys, pairs)
         blocks = []
@@ -175,7 +175,7 @@ class Resets(KeyValue):
         }
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """As many blocks as fit; consecutive blocks share no key."""
+        """Generate as many blocks as fit; consecutive blocks share no key."""
         pairs = self.options.pairs
         drawn = rng.sample(self._keys, 2 * pairs)
         keys, over = drawn[:pairs], drawn[pairs:]

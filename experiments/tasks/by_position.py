@@ -99,7 +99,7 @@ class ByPositionTask(Task):
         return Measurement(math.exp(loss), math.exp(loss) * stderr, chance, items, buckets)
 
     def check(self, objective: Any, length: int, data: Any) -> None:
-        """Also read a text of that length."""
+        """Read also a text of that length."""
         if data is not None:
             self.texts(data, length)
 
@@ -117,6 +117,6 @@ class ByPositionTask(Task):
             if given and given > rows:
                 raise UsageError(f"{field}: {given} is beyond the {rows} rows of a text; raise lengths")
         if options.measure == WINDOW and (least := min(options.windows)) > rows - 2:
-            here = f"{least} rows before another are all that {rows} rows have"
-            raise UsageError(f"windows: {here}; raise lengths")
+            cause = f"{least} rows before another are all that {rows} rows have"
+            raise UsageError(f"windows: {cause}; raise lengths")
         return long_texts(prepared, rows, budget)

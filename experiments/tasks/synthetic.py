@@ -327,7 +327,7 @@ class Words(GeneratedTask):
         return [self._said(state)]
 
     def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
-        """As many letters as fit."""
+        """Generate as many letters as fit."""
         seed, queries, width = rng.getrandbits(64), self.options.queries, len(self._letters[0])
 
         def build(characters: int) -> Item:
@@ -353,11 +353,11 @@ class Words(GeneratedTask):
             return ((state[0] + element[0]) % self.options.degree,)
         return tuple(state[place] for place in element)
 
-    def _state(self, said: str) -> tuple[int, ...]:
+    def _state(self, answer: str) -> tuple[int, ...]:
         """Inverse of `_said`; the identity for an empty text."""
-        if not said:
+        if not answer:
             return self._elements[0]
-        return (int(said),) if self._cyclic else tuple(int(digit) - 1 for digit in said)
+        return (int(answer),) if self._cyclic else tuple(int(digit) - 1 for digit in answer)
 
     def _said(self, state: tuple[int, ...]) -> str:
         return str(state[0]) if self._cyclic else "".join(str(place + 1) for place in state)

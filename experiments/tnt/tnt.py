@@ -64,7 +64,10 @@ class TNTState(NamedTuple):
 class LocalMemory(NeuralMemory):
     """A memory with weights and gates of its own, whose queries, keys and values are given.
 
-    It starts anew every ``shard`` tokens, so that all shards of a text are computed at once.
+    It starts anew every ``shard`` tokens, so that all shards of a text are computed at once. A shard starts
+    from the learned weights of the call that has its first token: in training with a carried state these are
+    the current step's, with their gradient. Within a shard that began in an earlier step the state is as
+    detached as any other, and its start gets no gradient.
     """
 
     def __init__(self, d_model: int, config: MemoryConfig, options: TNTOptions):
@@ -88,12 +91,12 @@ class LocalMemory(NeuralMemory):
             flat, borders = [x.flatten(0, 1)[None] for x in (q, *writes)], documents.cu_seqlens
             y = self._whole(flat[0], Writes(*flat[1:]), documents.position_BT.flatten(), borders)
             return y[0].unflatten(0, (B, T)), None
-        opened, keys, seen = state or self.fresh(B)
+        opened, keys, seen = state if state is not None and state.seen else self.fresh(B)
         outputs, at = [], 0
         while at < T:
             whole = 0 if seen or self.watcher is not None else (T - at) // self.shard * self.shard
-            here = slice(at, at + (whole or min(self.shard - seen, T - at)))
-            part, now = q[:, here], Writes(*(x[:, here] for x in writes))
+            tokens = slice(at, at + (whole or min(self.shard - seen, T - at)))
+            part, now = q[:, tokens], Writes(*(x[:, tokens] for x in writes))
             if whole:
                 flat = [x.flatten(0, 1)[None] for x in (part, *now)]
                 starts = torch.arange(0, B * whole + 1, whole, dtype=torch.int32, device=q.device)
@@ -106,7 +109,7 @@ class LocalMemory(NeuralMemory):
                 if not seen:
                     opened, keys, _ = self.fresh(B)
             outputs.append(y)
-            at = here.stop
+            at = tokens.stop
         return torch.cat(outputs, 1), LocalState(opened, keys, seen)
 
     def _whole(self, q: Tensor, writes: Writes, position: Tensor, borders: Tensor) -> Tensor:

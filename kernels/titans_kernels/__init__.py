@@ -19,14 +19,9 @@ if TYPE_CHECKING:
     from titans_kernels.memory.rules import RULES, Rule, find_rule
     from titans_kernels.memory.support import Support, supports
     from titans_kernels.ran import forms_used
-    from titans_kernels.recurrence import (
-        linear_attention,
-        recurrent_linear_attention,
-        recurrent_scan,
-        scan,
-        selective_scan,
-    )
+    from titans_kernels.recurrence import linear_attention, recurrent_linear_attention
     from titans_kernels.registry import Registry, near, source_file
+    from titans_kernels.scans import recurrent_scan, scan, selective_scan
 
 __all__ = [
     "BACKENDS",
@@ -66,7 +61,7 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "registry ran exchange recurrence memory.budget memory.decode "
+    "registry ran exchange recurrence scans memory.budget memory.decode "
     "memory.parts.layout memory.op memory.options memory.residual memory.rules memory.support "
     "memory.forms.state",
 )

@@ -149,6 +149,8 @@ def _heads(
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
     """`Projections.project`: one product, and one pass for SiLU, convolution and norm of all names."""
     layers, convs = _projections(module, names), _convolutions(module, names)
+    if documents is not None and documents.part:  # each part has a state of its own
+        return NotImplemented
     usable = serves(x, *(layer.weight for layer in layers)) and not torch.is_autocast_enabled("cpu")
     if not usable or not _intact(*layers, *convs):
         return NotImplemented
@@ -164,9 +166,16 @@ def _heads(
         None if documents is None else documents.cu_seqlens,
         [n in module.normalized for n in names],
     )
-    heads = short_convolution(y, weight, state, scaled, module.heads, borders)
+    pointwise = [conv.pointwise for conv in convs if conv.pointwise is not None]
+    at_once = [False] * len(names) if pointwise else scaled
+    heads = short_convolution(y, weight, state, at_once, module.heads, borders)
     if heads is None:
         return NotImplemented
+    if pointwise:
+        mixed = [layer(h.flatten(2)).view_as(h) for layer, h in zip(pointwise, heads, strict=True)]
+        heads = [
+            F.normalize(h, dim=-1, eps=1e-6) if unit else h for unit, h in zip(scaled, mixed, strict=True)
+        ]
     if not convs or documents is not None:
         return heads, conv_state
     return heads, conv_state | _conv_state(module, names, _last_inputs(y, state))
@@ -291,7 +300,8 @@ def _segment_weights(block: Any, x: Tensor, prefix: Any, state: Any) -> SegmentW
         or memory.output_norm is None
         or (c.channel_gates, c.gates_per) != ("none", "token")
         or memory.watcher or memory.recorder or memory.muted or not memory.decays
-        or attention.muted or not attention.silu
+        or attention.muted or not attention.silu or attention.config.output
+        or any(conv.pointwise for m in (memory, attention) for conv in _convolutions(m, "q"))
     ):  # fmt: skip
         return None
     none = x.new_empty(0, attention.w_k.out_features)

@@ -1,10 +1,10 @@
-"""Linear attention with decay, used by RetNet, GLA, HGRN2 and Mamba2, and the selective scan of Mamba.
+"""Linear attention with decay, used by RetNet, GLA, HGRN2 and Mamba2.
 
 Each comes as a token-by-token recurrence and as a parallel form with the same signature and result. On a CPU
 the recurrences of GLA, HGRN2 and Mamba run in C++ if a compiler is found (`titans_kernels.native`).
 
 Shapes: B batch, T tokens, H heads, E key width, F value width, N chunks of c tokens (t and s below); G is E
-for a decay per key channel and 1 for a decay per head. Of the selective scan: C channels, N states of each.
+for a decay per key channel and 1 for a decay per head.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import importlib
 import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,9 +21,9 @@ from torch.nn import functional as F
 from torch.torch_version import TorchVersion
 
 from titans_kernels import ran
-from titans_kernels.layers import Partial
 from titans_kernels.memory.options import operand_dtype, state_dtype, without_autocast
 from titans_kernels.native import compiled, parallel_for, pointer, serves
+from titans_kernels.scans import EVERY, resets
 
 MIN_TOKENS, MIN_WIDTH = 16, 16
 """With fewer tokens, as in decoding, the kernels do not pay off; narrower heads do not fill a tensor core."""
@@ -105,7 +104,7 @@ def linear_attention(
             compiled = log_decay.shape[-1] == q.shape[-1] > 1 and v.numel() > 0 and serves(*inputs)
             ran.note("linear_attention", "native" if compiled else "chunked", v)
             if compiled:
-                return _Attend.apply(*inputs, _starts(index_BT))  # pyright: ignore[reportReturnType]
+                return _Attend.apply(*inputs, resets(index_BT))  # pyright: ignore[reportReturnType]
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
     with without_autocast(q):
         q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))
@@ -120,7 +119,9 @@ def linear_attention(
 
 
 def fla_refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
-    """Why FLA's kernels do not support a call with v [B, T, H, F] and G ``decays``; None if they do."""
+    """Return the reason for which FLA's kernels refuse a call with v [B, T, H, F] and G ``decays``, or
+    None.
+    """
     if not v.is_cuda:
         return "a CPU"
     if v.shape[1] < MIN_TOKENS or min(key_width, v.shape[-1]) < MIN_WIDTH:
@@ -194,50 +195,6 @@ def fla_attention(
     return (y, after) if last is None else (y.view_as(v), after[last])
 
 
-def selective_scan(
-    dt: Tensor, x: Tensor, b: Tensor, c: Tensor, rate: Tensor, state: Tensor, index_BT: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
-    """Mamba's recurrence (Gu and Dao 2023, arXiv 2312.00752, eq. 2): for each channel
-
-        h_t = exp(-dt_t rate) h_{t-1} + dt_t x_t b_t,    y_t = <c_t, h_t>
-
-    Compiled on a CPU; elsewhere `scan` of all states, which takes N times the memory of x.
-
-    Args:
-        dt: steps, at least 0, [B, T, C].
-        x: inputs, [B, T, C].
-        b: input weights, the same for all channels, [B, T, N].
-        c: output weights, [B, T, N].
-        rate: rates of decay, at least 0, [C, N].
-        state: h_0, [B, C, N].
-        index_BT: index of the packed document of each token; the state is reset to zero where a document
-            starts inside a row.
-
-    Returns:
-        y [B, T, C] and the state after the last token [B, C, N], in the common dtype of the arguments.
-    """
-    starts = _starts(index_BT)
-    if x.numel() and serves(dt, x, b, c, rate, state):
-        return _Select.apply(dt, x, b, c, rate, state, starts)  # pyright: ignore[reportReturnType]
-    decay = torch.exp(-dt[..., None] * rate)  # [B, T, C, N]
-    if starts is not None:
-        decay = torch.where(starts[..., None, None], 0, decay)
-    h = scan(decay, (dt * x)[..., None] * b[:, :, None], state)
-    # a copy: a view would keep the states of all tokens alive
-    return (h @ c[..., None]).squeeze(-1), h[:, -1].clone() if x.shape[1] else state
-
-
-def _starts(index_BT: Tensor | None) -> Tensor | None:
-    """[B, T]: whether the state is reset before the token."""
-    if index_BT is None:
-        return None
-    return F.pad(index_BT[:, 1:] != index_BT[:, :-1], (1, 0))
-
-
-EVERY = 16
-"""Tokens between the states that the compiled recurrences store for their backward."""
-
-
 class _Attend(torch.autograd.Function):
     """`recurrent_linear_attention` with a decay per key channel, in C++."""
 
@@ -265,138 +222,6 @@ class _Attend(torch.autograd.Function):
         tensors, run = [pointer(x) for x in (*before, *grads)], compiled(dy).attend_backward
         parallel_for(len(saved), lambda *jobs: run(ctx.shape, *tensors, *jobs))
         return *grads, None
-
-
-class _Select(torch.autograd.Function):
-    """`selective_scan` in C++. Channels are independent; few rows are shared out by blocks of channels."""
-
-    @staticmethod
-    def forward(ctx: Any, *given: Any):
-        *tensors, starts = given
-        inputs = [x.contiguous() for x in tensors]
-        dt, _, b, *_, state = inputs
-        (B, T, C), states = dt.shape, b.shape[-1]
-        width = -(-C // -(-torch.get_num_threads() // B))
-        y, end = torch.empty_like(dt), torch.empty_like(state)
-        saved = state.new_empty(B, -(-T // EVERY), C, states)
-        ctx.save_for_backward(*inputs, starts, saved)
-        ctx.shape, ctx.blocks = (ctypes.c_int64 * 5)(T, C, states, width, EVERY), -(-C // width)
-        pointers, run = [pointer(x) for x in (*inputs, starts, y, end, saved)], compiled(dt).select_forward
-        parallel_for(B * ctx.blocks, lambda *jobs: run(ctx.shape, *pointers, *jobs))
-        return y, end
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, dy: Tensor, dend: Tensor):  # pyright: ignore[reportIncompatibleMethodOverride]
-        *inputs, starts, saved = ctx.saved_tensors
-        dt, x, b, _, rate, state = inputs
-        ddt, dx, dstate, drate = *(torch.empty_like(y) for y in (dt, x, state)), Partial(rate)
-        # a part for each block of channels
-        db, dc = b.new_empty(2, ctx.blocks, *b.shape)
-        before = [*inputs[:5], starts, saved, dy.contiguous(), dend.contiguous(), ddt, dx, db, dc, dstate]
-        pointers, run = [pointer(y) for y in before], compiled(dy).select_backward
-        rows = ctypes.c_int64(len(b))
-        parallel_for(
-            len(b) * ctx.blocks, lambda *jobs: run(ctx.shape, *pointers, rows, drate.of(jobs), *jobs)
-        )
-        return ddt, dx, db.sum(0), dc.sum(0), drate.sum(), dstate, None
-
-
-def recurrent_scan(a: Tensor, b: Tensor, state: Tensor) -> Tensor:
-    """``h_t = a_t h_{t-1} + b_t``, token by token, for a, b [B, T, ...] and h_0 [B, ...]; h [B, T, ...]."""
-    outputs = []
-    for a_t, b_t in zip(a.unbind(1), b.unbind(1), strict=True):
-        state = a_t * state + b_t
-        outputs.append(state)
-    return torch.stack(outputs, 1) if outputs else b
-
-
-WIDE = 8192
-"""Elements per token from which a single token saturates a CPU, so that chunks are no faster."""
-
-
-def scan(a: Tensor, b: Tensor, state: Tensor, chunk_size: int | None = None) -> Tensor:
-    """`recurrent_scan` parallel over chunks: T / c + 2 c sequential steps instead of T.
-
-    First computes the states at chunk boundaries, then the tokens of all chunks in parallel. The default
-    ``chunk_size`` minimises the number of steps, with at least 16 tokens; on a CPU a row with many elements
-    per token is one chunk. The backward saves only a and h and is not differentiable itself.
-    """
-    T = a.shape[1]
-    if not T:
-        return b
-    compiling = torch.compiler.is_compiling()
-    whole = a.device.type == "cpu" and a[:, 0].numel() >= WIDE and not compiling
-    size = min(T, chunk_size or (T if whole else max(16, int((T // 2) ** 0.5))))
-    # torch.compile derives its own backward
-    return _swept(_write, a, b, state, size, back=False)[0] if compiling else _Scan.apply(a, b, state, size)
-
-
-class _Scan(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, a: Tensor, b: Tensor, state: Tensor, size: int) -> Tensor:
-        h, _ = _swept(_write, a, b, state, size, back=False)
-        ctx.save_for_backward(a, h, state)
-        ctx.size = size
-        return h
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):  # pyright: ignore[reportIncompatibleMethodOverride]
-        """``dh_t = g_t + a_{t+1} dh_{t+1}``, in reverse order."""
-        a, h, state = ctx.saved_tensors
-        dh, d_state = _swept(_collect, a, grads[0], torch.zeros_like(state), ctx.size, back=True)
-        da = torch.empty_like(dh)
-        torch.mul(dh[:, 0], state, out=da[:, 0])
-        torch.mul(dh[:, 1:], h[:, :-1], out=da[:, 1:])
-        return da, dh, d_state, None
-
-
-def _write(a_t: Tensor, b_t: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
-    h = torch.addcmul(b_t, a_t, h)
-    return h, h
-
-
-def _collect(a_t: Tensor, g_t: Tensor, carry: Tensor) -> tuple[Tensor, Tensor]:
-    dh = g_t + carry
-    return dh, a_t * dh
-
-
-def _swept(
-    step: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]],
-    a: Tensor,
-    b: Tensor,
-    carry: Tensor,
-    size: int,
-    *,
-    back: bool,
-) -> tuple[Tensor, Tensor]:
-    """Return the outputs of ``step`` at each token, [B, T, ...], and the last carry; in reverse if ``back``.
-
-    A step is linear in the carry with factor a_t, so a chunk is a step whose factor is the product of its a.
-    """
-    T = a.shape[1]
-    if short := -T % size:
-        pad = [0, 0] * (a.ndim - 2) + [0, short]
-        a, b = F.pad(a, pad, value=1.0), F.pad(b, pad)
-    a, b = (x.unflatten(1, (-1, size)) for x in (a, b))
-    tokens = list(zip(a.unbind(2), b.unbind(2), strict=True))[:: -1 if back else 1]
-    starts = [carry]
-    if a.shape[1] > 1:
-        end, through = torch.zeros_like(a[:, :, 0]), a.prod(2)
-        for a_t, b_t in tokens:
-            _, end = step(a_t, b_t, end)
-        for n in range(a.shape[1])[:: -1 if back else 1]:
-            starts.append(through[:, n] * starts[-1] + end[:, n])
-        carry = torch.stack(starts[:-1][:: -1 if back else 1], 1)
-    else:
-        carry = carry[:, None]
-    outputs = []
-    for a_t, b_t in tokens:
-        y, carry = step(a_t, b_t, carry)
-        outputs.append(y)
-    y = torch.stack(outputs[:: -1 if back else 1], 2).flatten(1, 2)[:, :T]
-    return y, starts[-1] if a.shape[1] > 1 else carry[:, 0]
 
 
 def _chunks(x: Tensor, size: int) -> Tensor:

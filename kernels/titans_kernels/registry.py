@@ -63,8 +63,8 @@ class Registry(MutableMapping[str, type[Kind]]):
                 base = f"{self.base.__module__}.{self.base.__name__}"
                 raise ValueError(f"{key}: {name} is not a subclass of {base}")
             if missing := sorted(getattr(kind, "__abstractmethods__", ())):
-                names, what = ", ".join(missing), self.base.__name__.lower()
-                raise ValueError(f"{key}: {name} does not define {names}, which a {what} must")
+                names, base_name = ", ".join(missing), self.base.__name__.lower()
+                raise ValueError(f"{key}: {name} does not define {names}, which a {base_name} must")
         except ValueError as error:
             raise self.error(str(error)) from error.__cause__
         return kind

@@ -13,7 +13,7 @@ from pydantic import Field, JsonValue, model_validator
 from titans_core.config import Frozen, ModelConfig, PositiveInt
 from titans_kernels.registry import source_file
 from titans_platform.errors import UsageError
-from titans_platform.files import read_json
+from titans_platform.files import hash_of, read_json
 from titans_platform.text import texts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
@@ -37,6 +37,9 @@ NOT_IN_NAMES: dict[str, Any] = {
 
 _CHECKPOINTS = 10
 """Default number of checkpoints of a run; the interval is at most 500 steps."""
+
+MAX_VALIDATION_TOKENS = 50_000_000
+"""Limit on what is held out of a source with ``max_tokens``; 5% of 15B would be 750M."""
 
 VOCABULARIES = {"byte": 260, "dna": 8}
 """Vocabulary sizes of the built-in tokenizers: bytes or letters, document start, pad, to a multiple of 4."""
@@ -75,7 +78,7 @@ class SourceConfig(Frozen):
     """Stop after this many tokens."""
     validation_fraction: Fraction = 0.05
     """Fraction of the documents (whole files) held out for validation; of a source with one document, the end
-    of its text. Task sources hold out none."""
+    of its text. At most about 50M tokens of a source with ``max_tokens``. Task sources hold out none."""
     tasks: tuple[TaskConfig, ...] = ()
     """task: what to generate; each row is one item of exactly one training length."""
     rows: PositiveInt | None = None
@@ -92,6 +95,11 @@ class SourceConfig(Frozen):
         if self.kind == "corpus" and self.subset not in (None, "prose", "code"):
             raise ValueError(f"subset: the corpus has prose and code, not {self.subset}")
         return self
+
+    @property
+    def held_out(self) -> float:
+        """The fraction that is held out: ``validation_fraction``, or less for MAX_VALIDATION_TOKENS."""
+        return min(self.validation_fraction, MAX_VALIDATION_TOKENS / (self.max_tokens or 1))
 
     def identity(self) -> dict[str, Any]:
         """Return the fields that determine its documents. Later additions are left out at their defaults."""
@@ -184,9 +192,10 @@ class OptimConfig(Frozen):
     (sequence), which passes its recurrent state on to the next."""
     shard_workers: PositiveInt | None = None
     """hsdp: workers in a shard group, of consecutive ranks; None: the workers of a node."""
-    recompute: bool = False
+    recompute: bool | Literal["selective"] | None = None
     """Activation checkpointing: keep only the input of each block and recompute the rest in the backward
-    pass. Less memory for a third more compute. Not part of the run's hash."""
+    pass (true: a third more compute), or keep the results of matrix products, attention and the memory's
+    kernels (selective). None: selective in compiled blocks on a GPU. Not part of the run's hash."""
     compile: bool | None = None
     """Compile the blocks with torch.compile; None: only on a GPU. Rounding differs."""
 
@@ -263,11 +272,11 @@ class RunConfig(Frozen):
             return self
         for key in ("bptt_rows", "stream_groups", "reset_probability"):
             if (given := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
-                why = "has no effect on shuffled rows, which all start from the initial state"
-                raise ValueError(f"optim.{key}: {given} {why}; set data.rows to streams")
+                cause = "has no effect on shuffled rows, which all start from the initial state"
+                raise ValueError(f"optim.{key}: {given} {cause}; set data.rows to streams")
         if self.optim.parallel == "sequence":
-            why = "a row's state from worker to worker, but documents begin inside shuffled rows"
-            raise ValueError(f"optim.parallel: sequence passes {why}; set data.rows to streams")
+            cause = "a row's state from worker to worker, but documents begin inside shuffled rows"
+            raise ValueError(f"optim.parallel: sequence passes {cause}; set data.rows to streams")
         return self
 
     @model_validator(mode="after")
@@ -328,6 +337,8 @@ class RunConfig(Frozen):
         }
         if sources := _sources(parts["run"]):
             parts["sources"] = sources
+        if files := hashes_of(parts["run"].get("eval")):
+            parts["files"] = files
         if workers not in (0, 1):
             parts["workers"] = workers
         if self.eval.at == "best" or self.eval.patience:
@@ -352,6 +363,15 @@ def _sources(value: Any) -> dict[str, str]:
     except ValueError as error:
         raise UsageError(str(error)) from None
     return {text: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for text, file in files.items()}
+
+
+def hashes_of(options: Any) -> dict[str, str]:
+    """Return the hash of each file or folder of files whose path is in the options of tasks."""
+    names = (Path(text) for text in texts(options) if "/" in text or "." in text)
+    # a folder around the runs themselves never stays the same
+    known = (name for name in names if name.exists() and not Path.cwd().is_relative_to(name.resolve()))
+    below = {str(name): sorted(name.rglob("*")) if name.is_dir() else [name] for name in known}
+    return {name: digest([hash_of(p) for p in paths if p.is_file()]) for name, paths in below.items()}
 
 
 def digest(value: Any, length: int = 12) -> str:

@@ -203,8 +203,8 @@ def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
     if not isinstance(holder, list):
         raise UsageError(f"--set {dotted}: {at} is a value, not a section")
     if not key.isdigit() or int(key) >= len(holder):
-        what = f"{at} is a list of length {len(holder)}"
-        raise UsageError(f"--set {dotted}: {what}; give an index from 0, not {key!r}")
+        cause = f"{at} is a list of length {len(holder)}"
+        raise UsageError(f"--set {dotted}: {cause}; give an index from 0, not {key!r}")
     return int(key)
 
 

@@ -1,40 +1,72 @@
-"""The commit of this code: stored in a wheel, read from git in a source tree."""
+"""The commit of this code, the machine it runs on, and the GPUs that it may be planned for."""
 
 from __future__ import annotations
 
 import functools
-import json
 import os
 import platform
-import shlex
 import subprocess
-import sys
-import time
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parent
 BAKED = "_commit.txt"
-COMMANDS = "commands.jsonl"
 NUMBERS = ("titans-lab", "torch", "triton", "numpy", "ray", "mlflow")
 """Packages whose versions may affect results or their storage."""
 
 
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU as a plan sees it."""
+
+    name: str
+    memory: float
+    """GiB that PyTorch can allocate."""
+    flops: float
+    """Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the data sheet; half of it in TF32."""
+    arch: int
+    """Architecture: 90 is sm_90."""
+
+
+GPUS = {
+    gpu.name: gpu
+    for gpu in (
+        Gpu("B200", 178.3, 2250e12, 100), Gpu("H200", 139.8, 989e12, 90), Gpu("H100", 79.1, 989e12, 90),
+        Gpu("A100", 79.1, 312e12, 80), Gpu("L40S", 44.4, 362e12, 89), Gpu("A10G", 22.0, 70e12, 86),
+        Gpu("RTX 4090", 23.5, 165e12, 89), Gpu("V100", 31.7, 125e12, 70),
+    )
+}  # fmt: skip
+"""GPUs by a substring of the device's name, each with the larger memory it is sold with."""
+
+
+def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the CPUs this process may use: by its affinity and the quota of its container."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [own]
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
+        with suppress(OSError, ValueError):  # ValueError: "max", no limit
+            quota, period = map(int, " ".join((cgroups / file).read_text() for file in files).split())
+            quotas += [max(1, quota // period)] * (quota > 0)
+    return min(quotas)
+
+
 def checkout() -> Path | None:
-    """The source tree this code runs from; None if it is installed."""
+    """Return the source tree this code runs from; None if it is installed."""
     tree = PACKAGE.parents[1]
     return tree if PACKAGE.parent.name == "platform" and (tree / "pyproject.toml").is_file() else None
 
 
 def shipped() -> Path:
-    """The folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
+    """Return the folder of data files shipped with the code: sweeps/, clusters/, constraints.txt."""
     return checkout() or PACKAGE / "_shipped"
 
 
 @functools.cache
 def commit() -> str:
-    """The last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted changes.
+    """Return the last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted
+    changes.
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
@@ -45,7 +77,7 @@ def commit() -> str:
 
 
 def commit_of_tree(tree: Path) -> str:
-    """The commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
+    """Return the commit of the repository whose top folder is ``tree``; `unknown` if it is not one."""
     try:
         if Path(_git(tree, "rev-parse", "--show-toplevel")).resolve() != tree.resolve():
             return "unknown"
@@ -59,47 +91,26 @@ def commit_of_tree(tree: Path) -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """What a result was computed with: versions of packages, Python and the system, and the device."""
-    found = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
+    """Describe what a result was computed with: versions of packages, Python and the system, and the
+    device.
+    """
+    versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
         with suppress(metadata.PackageNotFoundError):
-            found[name] = metadata.version(name)
-    return found | {"device": _device()}
+            versions[name] = metadata.version(name)
+    return versions | {"device": _device()}
 
 
 def _device() -> str:
     import torch
 
-    from titans_kernels import native
+    from titans_kernels.native import library
 
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
     # they round differently: the last digits of a run may depend on it
-    operators = "compiled" if native.library(torch.float32) else "PyTorch's"
+    operators = "compiled" if library(torch.float32) else "PyTorch's"
     return f"CPU, {os.cpu_count()} cores, {operators} operators"
-
-
-def command_line() -> str:
-    """The command line of this process, quoted for a shell."""
-    name = Path(sys.argv[0]).name
-    # a job runs the package as a module
-    return shlex.join(["titans" if name == "__main__.py" else name, *sys.argv[1:]])
-
-
-def note_command(folder: Path) -> None:
-    """Append this process's command to the study's list, for its report."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / COMMANDS).open("a", encoding="utf-8") as file:
-        file.write(json.dumps({"time": time.time(), "command": command_line()}) + "\n")
-
-
-def commands(folder: Path) -> list[str]:
-    """The commands that were run on a study, in order, without repeats."""
-    try:
-        lines = (folder / COMMANDS).read_text(encoding="utf-8").splitlines()
-        return list(dict.fromkeys(str(json.loads(line)["command"]) for line in lines))
-    except (OSError, ValueError, KeyError):
-        return []
 
 
 def _git(tree: Path, *arguments: str) -> str:

@@ -57,9 +57,9 @@ def clock(seconds: float | None) -> str:
     return f"{hours}h{left:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def plural(n: int, what: str) -> str:
+def plural(n: int, noun: str) -> str:
     """Format a number of things: 1 seed, 3 seeds."""
-    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+    return f"{n} {noun}" if n == 1 else f"{n} {noun}s"
 
 
 def commit(name: str) -> str:
@@ -69,7 +69,7 @@ def commit(name: str) -> str:
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
-    """Every leaf of nested mappings by its dotted name: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``.
+    """Return every leaf of nested mappings by its dotted name: ``{"a": {"b": 1}}`` is ``{"a.b": 1}``.
 
     A list that holds mappings is flattened too, its items keyed by index; any other list is a leaf.
     """
@@ -84,7 +84,7 @@ def flatten(value: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """Every text in a JSON value, keys apart."""
+    """Yield every text in a JSON value, keys apart."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

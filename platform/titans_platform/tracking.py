@@ -33,7 +33,6 @@ import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.exceptions import MlflowException
 from mlflow.utils.mlflow_tags import (
     MLFLOW_PARENT_RUN_ID,
     MLFLOW_SOURCE_NAME,
@@ -110,15 +109,15 @@ def adopt(root: Path) -> None:
     if not (path := root.resolve() / "mlflow.db").exists():
         raise UsageError(f"{path}: no store there to adopt")
     _check_sqlite(path)
-    here = f"{root.resolve().as_uri()}/artifacts"
+    new_uri = f"{root.resolve().as_uri()}/artifacts"
     try:
         with FileLock(f"{path}.lock"), closing(sqlite3.connect(path, timeout=30)) as connection, connection:
             of = "SELECT artifact_location FROM experiments WHERE name = ?"
-            for (there,) in connection.execute(of, (EXPERIMENT,)).fetchall():
+            for (old_uri,) in connection.execute(of, (EXPERIMENT,)).fetchall():
                 for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
                     moved = f"{column} = ? || substr({column}, ?)"
                     update = f"UPDATE {table} SET {moved} WHERE substr({column}, 1, ?) = ?"
-                    connection.execute(update, (here, len(there) + 1, len(there), there))
+                    connection.execute(update, (new_uri, len(old_uri) + 1, len(old_uri), old_uri))
     except sqlite3.Error as error:
         raise _refused(path, "cannot be changed", "is it a store of MLflow?", error) from None
 
@@ -154,11 +153,11 @@ def _connect(uri: str, artifacts: str | None) -> TrackingStore:
     try:
         client = MlflowClient(tracking_uri=uri, registry_uri=uri)
         known = client.get_experiment_by_name(EXPERIMENT)
-        there = known.artifact_location if known else ""
-        if artifacts and there.startswith("file:") and urlsplit(there).path != urlsplit(artifacts).path:
+        recorded = known.artifact_location if known else ""
+        if artifacts and recorded.startswith("file:") and urlsplit(recorded).path != urlsplit(artifacts).path:
             # MLflow would overwrite the original's artifacts
             fix = "titans ui --adopt --root HERE makes it the copy's own; or work in the original --root"
-            raise _refused(uri, f"was copied or moved here: its artifacts are in {there}", fix)
+            raise _refused(uri, f"was copied or moved here: its artifacts are in {recorded}", fix)
         # show the UI of training runs, not of agents
         kind = {"mlflow.experimentKind": "custom_model_development"}
         experiment = known.experiment_id if known else client.create_experiment(EXPERIMENT, artifacts, kind)
@@ -183,8 +182,8 @@ def _check_sqlite(path: Path) -> None:
         raise write_error(path, error) from None
     except sqlite3.Error as error:
         if getattr(error, "sqlite_errorcode", None) in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_READONLY):
-            why = f"cannot be written: {error}; free space there, or give another --root"
-            raise NotWritable(f"{path}: {why}") from None
+            cause = f"cannot be written: {error}; free space there, or give another --root"
+            raise NotWritable(f"{path}: {cause}") from None
         raise _refused(path, "cannot be opened", "move the file away or give another --root", error) from None
 
 
@@ -208,9 +207,9 @@ def check_server(uri: str) -> None:
         raise _refused(uri, "no answer", "is the server up?", error) from None
 
 
-def _refused(store: Path | str, what: str, fix: str, error: Exception | None = None) -> UsageError:
-    why = f": {first_line(error)}" if error else ""
-    return UsageError(f"tracking store {store}: {what}{why}; {fix}")
+def _refused(store: Path | str, cause: str, fix: str, error: Exception | None = None) -> UsageError:
+    detail = f": {first_line(error)}" if error else ""
+    return UsageError(f"tracking store {store}: {cause}{detail}; {fix}")
 
 
 class TrackingStore:
@@ -276,17 +275,6 @@ class TrackingStore:
         where = f"attributes.status = 'RUNNING' and tags.`{MLFLOW_PARENT_RUN_ID}` = '{parent}'"
         runs = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in runs if CELL_TAG in run.data.tags}
-
-    def curves(self, run_ids: Iterable[str], metric: str = "loss") -> dict[str, list[tuple[int, float]]]:
-        """Return a metric by step, of each run that has it; runs that do not exist are skipped."""
-        curves: dict[str, list[tuple[int, float]]] = {}
-        for run_id in run_ids:
-            with suppress(MlflowException):
-                history = self.client.get_metric_history(run_id, metric)
-                # a column of that name is logged after the last step's value
-                history.sort(key=lambda point: point.timestamp, reverse=True)
-                curves[run_id] = sorted({point.step: point.value for point in history}.items())
-        return {run_id: curve for run_id, curve in curves.items() if curve}
 
     def url(self, run_id: str) -> str:
         """Return the run's page in `titans ui`, below the address of the server."""

@@ -30,7 +30,7 @@ from titans_platform.runs.spec import Resources
     (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),
     (["--set", "start_from=nobody"], "start_from: nobody: no such run under"),
     (["--set", "model.variant=lm"], "model.variant: 'lm' is not one of"),
-    (["--set", "log.loggers=[tensorbord]"], "log.loggers: 'tensorbord' is not one of"),
+    (["--set", "log.loggers=[tensorbord]"], "log.loggers: 'tensorbord' is not an import path"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path, refused, arguments, line):
     root = tmp_path / "runs"
@@ -62,7 +62,7 @@ def test_states_of_streams_that_take_turns_need_memory(tiny_run, monkeypatch):
         data = tiny_run.data.model_copy(update={"rows": "streams"})
         return tiny_run.model_copy(update={"optim": optim, "data": data})
 
-    one, many = (check.least_memory(run(groups), Resources()) for groups in (1, 5))
+    one, many = (check.needed_memory(run(groups), Resources()) for groups in (1, 5))
     state = check.sizes(tiny_run).state_bytes * tiny_run.optim.global_batch_size
     assert [needed["optim.stream_groups"] for needed in (one, many)] == [state, 5 * state]
     monkeypatch.setattr(check, "machine_memory", lambda: sum(one.values()) + state)

@@ -1,4 +1,4 @@
-"""`titans runs` and `titans clean`: what is listed, deleted and kept."""
+"""`titans runs`: what is listed, deleted and kept."""
 
 import json
 import shutil
@@ -59,28 +59,3 @@ def test_a_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refuse
     assert not cell.exists()
     capsys.readouterr()
     assert listed(root, capsys) == []
-
-
-def checkpoints(root: Path) -> list[str]:
-    return sorted(path.name for path in root.glob("cells/*/checkpoints/step-*"))
-
-
-def test_clean_keeps_the_checkpoint_that_is_used(root, capsys):
-    (cell,) = (root / "cells").iterdir()
-    before = checkpoints(root)
-    assert len(before) > 1
-    assert titans(root, "clean", "--dry-run", "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (len(found["bytes"]), found["deleted"]) == (len(before) - 1, False)
-    assert checkpoints(root) == before
-    assert titans(root, "clean") == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("freed ")
-    assert checkpoints(root) == before[-1:]
-    assert titans(root, "eval", cell.name, "--json") == 0
-    (cell / "result.json").rename(cell / "result.stale.json")
-    assert titans(root, "clean", "--all-checkpoints") == 0
-    assert checkpoints(root) == before[-1:], "the run is not finished"
-    (cell / "result.stale.json").rename(cell / "result.json")
-    assert titans(root, "clean", "--all-checkpoints") == 0
-    assert checkpoints(root) == []
-    assert titans(root, "train", "--help") == 0

@@ -15,6 +15,7 @@ from titans_platform.clusters.kuberay import KubeRay
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
+from titans_platform.runs import preemption
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
 from titans_platform.runs.spec import Resources, concurrency
 from titans_platform.study.grid import known_studies
@@ -152,6 +153,8 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     claim, ray = applied(cluster)
     assert claim["kind"] == "PersistentVolumeClaim"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    for pod in pods(ray):
+        assert pod.pop("terminationGracePeriodSeconds") > preemption.GRACE
     assert ray["spec"] == {"authOptions": {"mode": "token"}, **cluster.ray}
     for item, name in ((claim, "titans-storage"), (ray, "kuberay")):
         assert (item["metadata"]["name"], item["metadata"]["namespace"]) == (name, "titans")

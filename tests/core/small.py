@@ -25,6 +25,13 @@ class Robust(Rule):
 
 
 @dataclass(frozen=True)
+class ReadsStart(Rule):
+    """The paper's rule, but tokens read the weights at the start of their chunk."""
+
+    reads: ClassVar[str] = "chunk"
+
+
+@dataclass(frozen=True)
 class Gated(GatedDelta):
     """A write gate of its own, and an update of its own."""
 
@@ -70,7 +77,7 @@ SWITCHES: dict[str, dict] = {
     "decay_per_channel": {"channel_gates": "alpha", "expansion": 2},
     "later_version": {"residual": "norm", "channel_gates": "alpha", "gates_per": "chunk"},
     "write_budget": {"write_budget": 1.0, "max_theta": 1.0},
-    "budget_per_chunk": {"write_budget": 1.5, "gates_per": "chunk", "channel_gates": "alpha"},
+    "budget_per_chunk": {"write_budget": 1.5, "gates_per": "chunk", "channel_gates": "all"},
     "forget_to_initial": {"forget_to": "initial"},
     "linear_to_initial": {"forget_to": "initial", "depth": 1},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv": 1, "chunk_size": 16},
@@ -79,13 +86,14 @@ SWITCHES: dict[str, dict] = {
 
 def config(
     variant: str = "lmm", persistent: int = 3, window: int | None = 12, options: dict | None = None,
-    attention: dict | None = None, segment: int = 16, **memory,
+    attention: dict | None = None, segment: int = 16, pointwise: bool = False, **memory,
 ) -> ModelConfig:  # fmt: skip
     # MAC attends within whole segments
     spans = {"window": None if variant == "mac" else window, "segment_size": segment}
     return ModelConfig(
         variant=variant, options=BASELINE_OPTIONS.get(variant, {}) if options is None else options,
         vocab_size=40, d_model=16, n_layers=2, persistent_tokens=persistent, mlp_expansion=1.0,
+        pointwise_conv=pointwise,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 8, **memory, **BLOCKS[variant].preset_memory}),
         attention=AttentionConfig(heads=2, **spans, **(attention or {})),
     )  # fmt: skip
@@ -106,6 +114,8 @@ SWITCHES["full_window"] = {"window": None}
 CASES += [(v, s) for v in ("mag", "mal", "transformer") for s in ("smallest", "full_window")]
 SWITCHES |= {gating: {"options": {"gating": gating}} for gating in get_args(Gating)}
 SWITCHES["plain_attention"] = {"attention": {"silu": False, "conv": False, "qk_norm": False}}
+SWITCHES["section_4_4"] = {"attention": {"output": ["norm", "gate"]}, "pointwise": True}
+CASES += [(v, "section_4_4") for v in MEMORY_VARIANTS]
 SWITCHES["titans_projections"] = {"options": {"projections": "titans"}}
 CASES += [(v, s) for v in ("mac", "mag") for s in (*get_args(Gating), "plain_attention")]
 SWITCHES["short_conv"] = {"options": {"heads": 2, "conv_kernel": 4}}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.core.small import BASELINE_OPTIONS, MEMORY_VARIANTS, config, tokens
 from titans_core import BLOCKS, Documents, LanguageModel, MemoryConfig, ModelConfig, NeuralMemory, record
@@ -98,3 +99,18 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     needed = variant in [*MEMORIES, "based"]
     assert len(known) in ({1} if needed else {0, 1})
     assert len(made) == len(set(made))
+
+
+# Dynamo does so itself
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer"])
+def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
+    m, counter = model(variant, window=16), CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+    for block in m.blocks:
+        block.compile(backend=counter, fullgraph=True)
+    torch.manual_seed(1)
+    for _ in range(14):
+        loss = m(tokens(4, 64), document_starts=torch.rand(4, 64) < 1 / 14).logits.square().mean()
+        loss.backward()
+    assert counter.frame_count <= 2

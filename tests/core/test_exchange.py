@@ -16,8 +16,9 @@ from titans_core.attention import Attention
 from titans_core.config import AttentionConfig
 from titans_core.documents import Documents
 from titans_core.interventions import Intervention, intervene
-from titans_kernels import accelerate, exchange, native
+from titans_kernels import accelerate, exchange
 from titans_kernels.attention import MAX_SPAN
+from titans_kernels.native import library
 
 pytestmark = needs_compiler
 METHODS = [f"{cls}.{name}" for cls, methods in exchange.METHODS.items() for name in methods]
@@ -96,13 +97,16 @@ MAC_OPTIONS: dict[str, dict] = {
     "no_positions": {"attention": {"positions": "none"}},
     "plain_attention": {"attention": {"conv": False, "qk_norm": False}},
     "short_convolution": {"conv": 2, "attention": {"conv_kernel": 6}},
+    "section_4_4": SWITCHES["section_4_4"],
+    "normalised_attention": {"attention": {"output": ["norm"]}},
 }  # fmt: skip
 CASES = [("mac", name, options) for name, options in MAC_OPTIONS.items()]
 CASES += [
     (variant, name, SWITCHES[name])
     for variant, name in [
         ("lmm", "default"), ("lmm", "plain_output"), ("lmm", "no_conv"),
-        ("mag", "default"), ("mag", "product"), ("mal", "default"), ("transformer", "default"),
+        ("mag", "default"), ("mag", "product"), ("mag", "section_4_4"), ("mal", "default"),
+        ("transformer", "default"), ("lmm", "section_4_4"), ("lmm", "budget_per_chunk"),
         ("transformer", "titans_projections"), ("retnet", "default"),
     ]
 ]  # fmt: skip
@@ -118,7 +122,8 @@ def test_losses_and_gradients_equal_the_plain_model(served, variant, name, optio
     assert_same(results(exchanged(net), 2, CUTS[kind], starts), results(net, 2, CUTS[kind], starts))
     assert served
     if variant == "mac":
-        assert served.count(MAC if kind == "row" else MAC.replace("segments", "packed")) == 2  # blocks
+        calls = served.count(MAC if kind == "row" else MAC.replace("segments", "packed"))
+        assert calls == (0 if options.get("attention", {}).get("output") else 2)  # one a block
 
 
 @pytest.mark.parametrize("kind", ["carried", "inside a segment"])
@@ -405,12 +410,12 @@ def test_copies_and_pickles_are_exchanged_and_parameters_keep_their_names(served
 
 def test_without_a_compiler_nothing_is_exchanged(monkeypatch, served):
     monkeypatch.setenv("TITANS_NATIVE", "0")
-    native.library.cache_clear()
+    library.cache_clear()
     try:
         results(accelerate(model("mac")), 2, [40])
     finally:
         monkeypatch.undo()
-        native.library.cache_clear()
+        library.cache_clear()
     assert not served
 
 

@@ -40,7 +40,11 @@ def error(memory: NeuralMemory, writes, cache) -> Tensor:
 
 
 KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "tests.core.small:Robust"}, {"surprise_bound": None}]
-KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}]
+KINDS += [
+    {"rule": "tests.core.small:ReadsStart"},
+    {"forget_to": "initial"},
+    {"forget_to": "initial", "depth": 1},
+]
 
 
 @pytest.mark.parametrize("switches", [*KINDS, {"write_budget": 1.0}], ids=str)
@@ -61,6 +65,24 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
         for name, layers in (("weight_norm", memory.absolute_weights(weights)), ("momentum_norm", momentum)):
             norm = sum(W[0].square().sum((-1, -2)) for W in layers) ** 0.5
             torch.testing.assert_close(getattr(trace, name)[t], norm, rtol=1e-9, atol=1e-9)
+
+
+def test_memory_that_begins_anew_is_traced_as_two():
+    memory, parts = model().blocks[0].memory, torch.randn(1, 21, 16, dtype=torch.float64).split([13, 8], 1)
+
+    def traced(*parts: Tensor) -> MemoryTrace:
+        with watch(memory) as seen, torch.no_grad():
+            for x in parts:
+                memory(x)
+        return seen.traces(3)[0]
+
+    both, alone = traced(*parts), [traced(x) for x in parts]
+    assert both.restarts.tolist() == [13]
+    for name in ("surprise", "written", "final", "coefficient", "weight_norm"):
+        expected = torch.cat([getattr(one, name) for one in alone])
+        torch.testing.assert_close(getattr(both, name), expected, rtol=0, atol=0, equal_nan=True)
+    second = alone[1].own.position
+    assert torch.equal(both.own.position[13:], torch.where(second < 0, second, second + 13))
 
 
 @pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)

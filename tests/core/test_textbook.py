@@ -28,13 +28,14 @@ OPERATOR = [(depth, b, T) for depth in (1, 2, 3) for b, T in ((1, 9), (4, 13), (
 BLOCKS = ["lmm", "mac", "mag", "mal"]
 
 
-def calls(depth: int, tokens: int) -> list[Tensor]:
-    """Inputs of one head: q, k, v [T, 6], gates [T], then the weights and the momentum of each layer."""
+def calls(depth: int, tokens: int, by_channel: bool = False) -> list[Tensor]:
+    """Inputs of one head: q, k, v [T, 6], gates [T] or [T, 6], then weights and momentum of each layer."""
     g = torch.Generator().manual_seed(depth)
     draw = lambda *shape: torch.randn(*shape, generator=g, dtype=torch.float64)  # noqa: E731
     q, k, v = draw(3, tokens, 6)
-    alpha, eta, theta = torch.sigmoid(draw(3, tokens) - 1)
-    layers = [0.4 * draw(a, b) for a, b in zip([6, *[7] * (depth - 1)], [*[7] * (depth - 1), 6], strict=True)]
+    alpha, eta, theta = torch.sigmoid(draw(3, tokens, *([6] if by_channel else [])) - 1)
+    hidden = [6 if by_channel else 7] * (depth - 1)
+    layers = [0.4 * draw(a, b) for a, b in zip([6, *hidden], [*hidden, 6], strict=True)]
     momenta = [0.1 * draw(*W.shape) for W in layers]
     inputs = [q, torch.nn.functional.normalize(k, dim=-1), v, alpha, eta, 0.3 * theta]
     return [x.detach().requires_grad_() for x in (*inputs, *layers, *momenta)]
@@ -55,9 +56,9 @@ def by_operator(inputs: list[Tensor], b: int) -> list[Tensor]:
     return [y[0, :, 0], *(x[0, 0] for x in (*state.weights, *state.momentum))]
 
 
-def operator_difference(depth: int, b: int, tokens: int) -> float:
+def operator_difference(depth: int, b: int, tokens: int, by_channel: bool = False) -> float:
     """Largest difference of y, state and gradients of their sum weighted at random."""
-    inputs, both = calls(depth, tokens), []
+    inputs, both = calls(depth, tokens, by_channel), []
     for form in (by_textbook, by_operator):
         results = form(inputs, b)
         g = torch.Generator().manual_seed(0)
@@ -130,14 +131,19 @@ def block_difference(variant: str, **settings) -> float:
     return max((x - y).abs().max().item() for x, y in zip(*both, strict=True))
 
 
+by_channel = pytest.mark.parametrize("by_channel", [False, True])
+
+
+@by_channel
 @pytest.mark.parametrize(("depth", "b", "tokens"), OPERATOR)
-def test_operator_equals_textbook(depth, b, tokens):
-    assert operator_difference(depth, b, tokens) < 1e-12
+def test_operator_equals_textbook(depth, b, tokens, by_channel):
+    assert operator_difference(depth, b, tokens, by_channel) < 1e-12
 
 
+@by_channel
 @pytest.mark.parametrize("depth", [1, 2, 3])
-def test_chunk_equals_loop(depth):
-    inputs = calls(depth, 11)
+def test_chunk_equals_loop(depth, by_channel):
+    inputs = calls(depth, 11, by_channel)
     loop, L = by_textbook(inputs, 11), depth
     y, M, S = textbook.chunk(*inputs[:6], inputs[6 : 6 + L], inputs[6 + L :])
     torch.testing.assert_close([y, *M, *S], loop, rtol=1e-12, atol=1e-12)
@@ -149,13 +155,21 @@ def test_block_equals_textbook(variant, depth):
     assert block_difference(variant, depth=depth) < 1e-10
 
 
+@pytest.mark.parametrize("variant", BLOCKS)
+def test_block_with_gates_per_channel_equals_textbook(variant):
+    assert block_difference(variant, channel_gates="all") < 1e-10
+
+
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
 def test_block_that_forgets_to_its_initial_weights_equals_textbook_while_nothing_is_forgotten(variant):
     assert block_difference(variant, forget_to="initial", alpha_bias=-80.0) < 1e-10
 
 
 def differences() -> Iterator[tuple[str, float]]:
-    yield "operator", max(operator_difference(*case) for case in OPERATOR)
+    yield (
+        "operator",
+        max(operator_difference(*case, channel) for case in OPERATOR for channel in (False, True)),
+    )
     for variant in BLOCKS:
         yield variant, max(block_difference(variant, depth=depth) for depth in (1, 2, 3))
 

@@ -1,7 +1,9 @@
 """Large sources in parts: the same shards for any runner, and finished parts are kept."""
 
 import json
+import os
 import pickle
+import sys
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
@@ -10,9 +12,11 @@ from types import SimpleNamespace
 import pyarrow as pa
 import pytest
 
-from titans_platform.config import DataConfig
+import titans_platform.config
+from titans_platform.config import DataConfig, SourceConfig
 from titans_platform.data import PreparedData, by_processes, open_prepared, parts, prepare, shards, sources
 from titans_platform.errors import StorageError, UsageError
+from titans_platform.provenance import cores
 
 FILES, DOCUMENTS = 6, 30
 
@@ -74,6 +78,43 @@ def test_what_is_done_is_not_done_again(texts, tmp_path):
     (prepared.sources[0].files.path / "00003" / "train-00000.arrow").write_bytes(b"")
     assert files(prepare(config(texts), tmp_path / "a", run=counted, repair=True)) == files(prepared)
     assert made[FILES:] == [3]
+
+
+@pytest.mark.parametrize("connected", [True, False])
+def test_parts_are_ray_tasks_in_a_process_connected_to_ray(texts, tmp_path, monkeypatch, connected):
+    ran: list[str] = []
+
+    def runner(name: str) -> parts.Runner:
+        return lambda jobs: (ran.append(name), by_processes(1)(jobs))[1]
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(is_initialized=lambda: connected))
+    monkeypatch.setattr(parts, "by_ray", runner("ray"))
+    monkeypatch.setattr(parts, "by_processes", lambda processes: runner("processes"))
+    prepare(config(texts), tmp_path / "a")
+    assert ran == ["ray" if connected else "processes"]
+
+
+@pytest.mark.parametrize(("files", "quota"), [
+    ({"cpu.max": "250000 100000\n"}, 2), ({"cpu.max": "50000 100000\n"}, 1),
+    ({"cpu.max": "max 100000\n"}, 64),
+    ({"cpu/cpu.cfs_quota_us": "300000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 3),
+    ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, 64), ({}, 64),
+])  # fmt: skip
+def test_cpus_are_at_most_the_quota_of_the_container(tmp_path, monkeypatch, files, quota):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(64))
+    (tmp_path / "cpu").mkdir()
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert cores(tmp_path) == quota
+
+
+def test_a_large_source_holds_out_a_limited_number_of_tokens(texts, tmp_path, monkeypatch):
+    large = SourceConfig(kind="hub", dataset="x", max_tokens=15_000_000_000)
+    assert large.held_out * 15e9 == pytest.approx(50e6)
+    monkeypatch.setattr(titans_platform.config, "MAX_VALIDATION_TOKENS", 300)
+    data = config(texts | {"max_tokens": 6000, "validation_fraction": 0.5})
+    split = prepare(data, tmp_path / "a", run=by_processes(1)).sources[0].manifest.validation
+    assert 0 < split.tokens < 600
 
 
 @pytest.mark.parametrize("limit", [100, 1500, 10**6])

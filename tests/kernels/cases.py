@@ -15,11 +15,11 @@ from titans_kernels import (
     Residual,
     Rule,
     extend_memory,
-    native,
     neural_memory,
 )
+from titans_kernels.native import library
 
-needs_compiler = pytest.mark.skipif(native.library(torch.float64) is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(library(torch.float64) is None, reason="no C++ compiler")
 NATIVE = pytest.param("native", marks=needs_compiler)
 
 
@@ -81,21 +81,23 @@ class Call:
 class Case(Call):
     """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.
 
-    ``groups`` is the A of an alpha by column, ``kind`` what is around the memory, ``base`` whether it decays
-    towards random weights, ``extra`` the number of gates of the rule's own.
+    ``groups`` is the A of an alpha by column, or of alpha, eta and theta, ``kind`` what is around the memory,
+    ``base`` whether it decays towards random weights, ``extra`` the number of gates of the rule's own.
     """
 
     def __init__(
-        self, T: int, depth: int = 2, *, kind: str = "none", groups: int | None = None, batch: int = 1,
-        documents: int | None = None, widths: list[int] | None = None, base: bool = False, extra: int = 0,
+        self, T: int, depth: int = 2, *, kind: str = "none", groups: int | tuple | None = None,
+        batch: int = 1, documents: int | None = None, widths: list[int] | None = None, base: bool = False,
+        extra: int = 0,
     ):  # fmt: skip
         generator = torch.Generator().manual_seed(100 * T + depth)
         rand = lambda *s: torch.rand(*s, generator=generator, dtype=torch.float64)  # noqa: E731
         widths = widths or [4, *[8] * (depth - 1), 4]
         ends = widths[0], widths[0], widths[-1]
         tokens = [F.normalize(rand(batch, T, 2, n) - 0.5, dim=-1) for n in ends]
-        alpha = 0.05 * rand(batch, T, 2, *([groups] if groups else []))
-        eta, theta = 0.9 * rand(batch, T, 2), 0.05 * rand(batch, T, 2)
+        sizes = groups if isinstance(groups, tuple) else (groups, None, None)
+        gates = [rand(batch, T, 2, *([n] if n else [])) for n in sizes]
+        alpha, eta, theta = (most * gate for most, gate in zip((0.05, 0.9, 0.05), gates, strict=True))
         alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
         alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
         rows = documents or batch

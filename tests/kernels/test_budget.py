@@ -8,7 +8,7 @@ from itertools import pairwise, product
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, library
 from torch.nn import functional as F
 
 from tests.kernels.cases import NATIVE
@@ -139,6 +139,28 @@ def test_one_key_repeated_is_written_one_full_step():
     torch.testing.assert_close(steps[0, :, 0], expected, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("channels", ["eta", "theta", "both"])
+def test_columns_of_a_token_shrink_by_the_factor_of_the_largest(channels):
+    k, eta, theta = (x.detach() for x in inputs(2, 23, 2, 3))
+    part = torch.rand(2, 23, 2, 4, dtype=k.dtype, generator=torch.Generator().manual_seed(0))
+    part[..., 1] = 1
+    eta = eta[..., None] * part if channels != "theta" else eta
+    theta = theta[..., None] * part if channels != "eta" else theta
+    leaves = [k, eta.clamp(max=0.9), theta]
+    wide = [x if x.ndim == 4 else x[..., None] for x in leaves[1:]]
+    largest = (wide[1] / (1 - wide[0])).amax(-1)
+    limited = definition(k, torch.zeros_like(largest), largest, 5)
+    factor = torch.where(largest > 0, limited / largest, 1)
+    expected = theta * (factor[..., None] if theta.ndim == 4 else factor)
+    same(write_budget(*leaves, 5), expected)
+    steps = 2 * wide[1] * factor[..., None] / (1 - wide[0]) * (k != 0).any(-1)[..., None]
+    same(steps.amax(-1), budget.effective_steps(*leaves, 5)[1])
+    fits = torch.full_like(theta, 1e-3)
+    assert torch.equal(write_budget(k, leaves[1], fits, 5), fits)
+    leaves = [x.requires_grad_() for x in leaves]
+    assert all(torch.isfinite(g).all() for g in with_gradients(write_budget, leaves, 5))
+
+
 @pytest.mark.parametrize("limit", [1.0, 0.7])
 def test_steps_of_a_cut_chunk_equal_those_of_the_whole(limit):
     k, eta, theta = inputs(2, 23, 2, 3)
@@ -167,11 +189,11 @@ def test_the_operators_keep_the_rules_of_the_library():
     for shape, chunk_size, borders in (CASES[1], CASES[4]):
         leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
         options = chunk_size, borders
-        torch.library.opcheck(budget.budget_steps, (*leaves, *options, 0))
+        library.opcheck(budget.budget_steps, (*leaves, *options, 0))
         tokens = [x.detach() for x in leaves]
         found = budget.budget_steps(*tokens, *options, 0)
         arguments = (*map(torch.ones_like, found), *tokens, *found, *options)
-        torch.library.opcheck(budget.budget_steps_backward, arguments)
+        library.opcheck(budget.budget_steps_backward, arguments)
 
 
 @pytest.mark.slow

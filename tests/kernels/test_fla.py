@@ -16,9 +16,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import Extension, forms_used, linear_attention, native, neural_memory, recurrence
+from titans_kernels import Extension, forms_used, linear_attention, neural_memory, recurrence
 from titans_kernels.memory.forms.triton import pieces
-from titans_kernels.recurrence import recurrent_linear_attention, scan
+from titans_kernels.native import library
+from titans_kernels.recurrence import recurrent_linear_attention
+from titans_kernels.scans import scan
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("fla") is None, reason="fla-core is not installed: pip install -e '.[dev]'"
@@ -205,7 +207,7 @@ def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
         out = [model(tokens).logits, model(tokens, document_starts=starts).logits]
         loss = torch.stack([y.square().mean() for y in out]).sum()
         results.append([*out, *torch.autograd.grad(loss, list(model.parameters()))])
-        plain = "native" if kernel == "gla" and native.library(torch.float32) else "chunked"
+        plain = "native" if kernel == "gla" and library(torch.float32) else "chunked"
         form = f"flash-linear-attention's chunk_{kernel}" if served else plain
         assert forms_used() == [f"linear_attention: {form}"]
     torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)

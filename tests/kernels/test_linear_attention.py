@@ -6,7 +6,8 @@ from torch import Tensor
 
 from tests.kernels.cases import needs_compiler
 from titans_kernels import forms_used, linear_attention, recurrence
-from titans_kernels.recurrence import recurrent_linear_attention, recurrent_scan, scan, selective_scan
+from titans_kernels.recurrence import recurrent_linear_attention
+from titans_kernels.scans import recurrent_scan, scan, selective_scan
 
 
 def inputs(T: int, channels: int, strongest: float = 3.0) -> list[Tensor]:

@@ -11,6 +11,7 @@ from titans_kernels import Extension, MemoryState, Residual, neural_memory, read
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.options import Options
+from titans_kernels.native import library
 
 KINDS = ["none", "input", "norm"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -20,13 +21,14 @@ every_kind = pytest.mark.parametrize("kind", KINDS)
 CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)]
 
 
-def parallel(groups: int | None) -> list[str]:
+def parallel(groups: int | tuple | None) -> list[str]:
     """Parallel forms that support a case."""
-    compiled = groups is None and native.library(torch.float64) is not None
+    compiled = groups is None and library(torch.float64) is not None
     return ["chunked", *(["native"] if compiled else [])]
 
 
-SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2)]
+GATES = [(4, 4, 4), (None, 4, None), (None, None, 4), (2, None, 2)]
+SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2), *(("none", gates) for gates in GATES)]
 PLAIN = ("none", None)
 AROUND = [(*case, base) for base in (False, True) for case in (PLAIN, *SWITCHED)]
 every_case = pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
@@ -115,7 +117,7 @@ BY_HEAD = [("input", None, False), ("norm", None, False), ("none", None, True)]
     ("kind", "groups", "base", "backend"),
     [
         (*case, form)
-        for case in ((*PLAIN, False), *BY_HEAD, ("norm", 2, False))
+        for case in ((*PLAIN, False), *BY_HEAD, ("norm", 2, False), ("none", (4, 4, 4), False))
         for form in ("reference", "generic", "chunked", "auto")
     ]
     + [pytest.param(*case, "native", marks=needs_compiler) for case in BY_HEAD],
@@ -207,22 +209,32 @@ def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch)
     assert len(calls) == 12
 
 
-def test_one_group_is_an_alpha_of_the_head():
+@pytest.mark.parametrize("gates", [(3,), (4,), (5,), (3, 4, 5)])
+def test_one_group_is_a_gate_of_the_head(gates):
     case = Case(30)
-    found = case.whole(chunk_size=8)
-    case.tokens[3] = case.tokens[3][..., None]
-    torch.testing.assert_close(case.whole(chunk_size=8), found, rtol=1e-10, atol=1e-11)
+    by_head = case.whole(chunk_size=8)
+    for i in gates:
+        case.tokens[i] = case.tokens[i][..., None]
+    torch.testing.assert_close(case.whole(chunk_size=8), by_head, rtol=1e-10, atol=1e-11)
 
 
-def test_groups_are_neighbouring_columns_of_every_layer():
-    """What a group forgets is exactly its own columns."""
-    case = Case(1, groups=2)
+@pytest.mark.parametrize("gate", [3, 4, 5])
+def test_groups_are_neighbouring_columns_of_every_layer(gate):
+    """A gate of 1 forgets, one of 0 keeps no momentum and writes nothing, in its own columns alone."""
+    case = Case(1, groups=2 if gate == 3 else (None, 2, None) if gate == 4 else (None, None, 2))
     with torch.no_grad():
-        case.tokens[3].copy_(torch.tensor([1.0, 0.0]))
-        case.tokens[5].zero_()
+        for i, value in ((3, 0.0), (4, 1.0), (5, 1.0)):
+            case.tokens[i].fill_(value if i != 5 or gate == 5 else 0.0)
+        case.tokens[gate].copy_(torch.tensor([1.0, 0.0] if gate == 3 else [0.0, 1.0]))
         for S in case.state.momentum:
-            S.zero_()
+            S.fill_(float(gate == 4))
         _, after = neural_memory(*case.tokens, *case.state, chunk_size=4)
+    if gate != 3:
+        for W, given in zip(after.weights, case.state.weights, strict=True):
+            half, moved = W.shape[-1] // 2, (W - given).detach().abs()
+            assert moved[..., :half].max() == 0
+            assert moved[..., half:].max() > 1e-3
+        return
     for W, given in zip(after.weights, case.state.weights, strict=True):
         half = W.shape[-1] // 2
         assert W[..., :half].abs().max() == 0
@@ -243,7 +255,7 @@ def test_a_read_without_a_write(kind, base):
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])
 @pytest.mark.parametrize(("depth", "kind", "groups", "base"), [
     *((2, *case, False) for case in (("norm", None), ("none", 2), ("norm", 4))),
-    *((2, *case, True) for case in (("none", None), ("norm", None), ("norm", 4))),
+    *((2, *case, True) for case in (("none", None), ("norm", None), ("norm", 4), ("none", (4, 4, 4)))),
     (1, "none", None, True),
 ])  # fmt: skip
 @pytest.mark.slow
@@ -259,8 +271,11 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
 @pytest.mark.parametrize(("backend", "case", "reason"), [
     ("online", {"kind": "norm"}, "it does not support LN inside the memory"),
     ("triton", {"kind": "norm"}, "residual: no kernel computes norm"),
-    *((backend, {"groups": 4}, "it does not support alpha per column") for backend in ("native", "online")),
-    ("triton", {"groups": 4}, "channel_gates: no kernel computes alpha per column"),
+    *((backend, {"groups": groups}, reason)
+      for backend, reason in (("native", "it does not support gates per column"),
+                              ("online", "it does not support gates per column"),
+                              ("triton", "channel_gates: no kernel computes gates per column"))
+      for groups in (4, (None, 4, None), (None, None, 4))),
     ("online", {"base": True, "depth": 2}, "it supports 1 layer, not 2"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
@@ -282,6 +297,11 @@ BAD = {
                "residual: x + f(x) of widths 4 and 3"),
     "groups": (lambda c: {"alpha": c.tokens[3][..., None].expand(-1, -1, -1, 3)},
                "alpha: 3 groups of columns, which 8 columns do not divide into"),
+    "eta": (lambda c: {"eta": c.tokens[4][..., None].expand(-1, -1, -1, 3)},
+            "eta: 3 groups of columns, which 8 columns do not divide into"),
+    "numbers of groups": (lambda c: {"alpha": c.tokens[3][..., None].expand(-1, -1, -1, 2),
+                                     "theta": c.tokens[5][..., None].expand(-1, -1, -1, 4)},
+                          "alpha: 2 groups of columns, another gate has 4"),
 }  # fmt: skip
 
 

@@ -190,7 +190,7 @@ def test_gated_delta_is_gated_deltanet(chunk_size):
 
 
 @pytest.mark.parametrize("rule", [*HOOKS.values(), Halved()], ids=[*HOOKS, "halved"])
-@pytest.mark.parametrize("groups", [None, 2])
+@pytest.mark.parametrize("groups", [None, 2, (2, 2, 2)])
 def test_state_holds_what_is_counted(rule, groups):
     case = made(15, rule, widths=[4, 6, 4], groups=groups)
     for n in (1, 5, 6, 15):
@@ -198,7 +198,8 @@ def test_state_holds_what_is_counted(rule, groups):
         extension = Extension(rule=rule, gates=part[6] if rule.extra_gates else None)
         _, state = extend_memory(*part[:6], DecodeState.of(case.state), chunk_size=6, extension=extension)
         held = sum(x.numel() for x in tree_leaves(state))
-        assert held == 2 * state_numel([(4, 6), (6, 4)], n % 6, rule, groups)
+        gates = groups and sum(groups) if isinstance(groups, tuple) else groups and groups + 2
+        assert held == 2 * state_numel([(4, 6), (6, 4)], n % 6, rule, gates)
 
 
 def test_gates_of_a_rule_are_required_and_not_accepted_without_need():

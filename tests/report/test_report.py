@@ -10,7 +10,8 @@ import pytest
 
 from tests.report.small import Page, save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.report import export, plot
+from titans_platform.report import export
+from titans_platform.report import picture as plot
 from titans_platform.report.figure_data import figure_data
 from titans_platform.report.figures import depth_maps, pictures
 from titans_platform.report.picture import DARK, LIGHT, svg
@@ -63,8 +64,7 @@ def finish(root: Path, cell: Cell, i: int, tasks=(), **fields) -> None:
 
 
 def curves(table: Table) -> dict:
-    runs = [r.mlflow_run_id for row in table.rows for r in row.results]
-    return {run: [(step, 5 / step) for step in range(1, 50)] for run in runs}
+    return {result.cell: [(step, 5 / step) for step in range(1, 50)] for result in table.results}
 
 
 def page(table: Table) -> str:

@@ -145,6 +145,16 @@ def test_a_long_name_is_wrapped_and_no_number_is_cut(root):
     assert any(line.startswith("Transformer++†") for line in lines)
 
 
+@pytest.mark.parametrize(("device", "noted"), [("NVIDIA H100", True), ("CPU, 2 cores", False)])
+def test_rows_without_kernels_on_a_gpu_are_named(root, device, noted):
+    first, *others = cells()
+    for cell in (first, *others):
+        form = "chunked" if cell.row == first.row else "triton"
+        finish(root, cell, environment={"device": device}, forms=[f"neural_memory: {form}"])
+    line = f"{first.row}: the memory ran on a GPU without kernels (chunked); do not compare times."
+    assert (line in build_report(table(root)).notes) == noted
+
+
 def test_a_changed_tree_is_not_shown_as_its_commit():
     assert text.commit("deadbeef" * 5) == "deadbeefdead"
     assert text.commit("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"

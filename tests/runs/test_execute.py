@@ -147,3 +147,13 @@ def test_data_that_is_not_prepared_is_refused(tiny_run, tmp_path):
     with pytest.raises(UsageError, match="titans data prepare"):
         run(tiny_run, tmp_path)
     assert not (tmp_path / "cells").exists()
+
+
+def test_a_memory_without_kernels_on_a_gpu_is_refused_before_training(tiny_run, tmp_path, monkeypatch):
+    prepare(tiny_run.data, tmp_path)
+    monkeypatch.setattr(sys.modules[execute.__module__], "gpu_arch", lambda device: 90)
+    with pytest.raises(UsageError, match=r"^model\.memory\.chunk_size: 8 is not one of the kernels'"):
+        run(tiny_run, tmp_path)
+    memory = tiny_run.model.memory.model_copy(update={"backend": "chunked"})
+    named = tiny_run.model_copy(update={"model": tiny_run.model.model_copy(update={"memory": memory})})
+    assert "neural_memory: chunked" in run(named, tmp_path).forms

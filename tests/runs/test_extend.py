@@ -16,10 +16,9 @@ from titans_platform.errors import UsageError
 from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.runs.folder import Result
-from titans_platform.runs.load import load_run, located, start_from_shorter
+from titans_platform.runs.load import checkpoint_of_shorter, load_run, located
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
-from titans_platform.training.checkpoint import saved, step_of
 from titans_platform.training.optim import before_decay, equal_rates
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
@@ -43,13 +42,9 @@ def train(spec: RunSpec) -> Result:
     return result
 
 
-def resume(spec: RunSpec, shorter: RunConfig) -> int:
-    """Begin a run with a checkpoint of ``shorter``, whose step is returned."""
-    fingerprint = spec.objective.open(spec.root).fingerprint
-    line = start_from_shorter(spec, spec_of(shorter, spec.root).name, fingerprint)
-    (point,) = saved(spec.folder.path / "checkpoints")
-    assert f"step {step_of(point)} of run" in line
-    return step_of(point)
+def resumed(spec: RunSpec, shorter: RunConfig) -> RunSpec:
+    """The run, to start from a checkpoint of ``shorter``."""
+    return replace(spec, start=checkpoint_of_shorter(spec, spec_of(shorter, spec.root).name))
 
 
 @pytest.fixture
@@ -67,8 +62,8 @@ def root(tmp_path) -> Path:
 ])  # fmt: skip
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
-    spec = spec_of(then, root)
-    assert resume(spec, first) == step
+    spec = resumed(spec_of(then, root), first)
+    assert str(spec.start) == f"step {step} of run {spec_of(first, root).name}"
     extended = train(spec)
     elsewhere = tmp_path_factory.mktemp("straight")
     prepare(then.data, elsewhere)
@@ -88,7 +83,7 @@ def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, th
     train(spec_of(first, root))
     spec = spec_of(then, root)
     with pytest.raises(UsageError, match=re.escape(why)) as refused:
-        resume(spec, first)
+        resumed(spec, first)
     assert str(refused.value).startswith(f"--resume-from {spec_of(first, root).name}: ")
     assert "\n" not in str(refused.value)
     assert not spec.folder.path.exists()
@@ -98,7 +93,7 @@ def test_a_run_of_other_code_is_not_resumed(root):
     train(spec_of(run_of(8), root))
     spec = spec_of(run_of(60), root, commit="two")
     with pytest.raises(UsageError, match="other code trained it"):
-        resume(spec, run_of(8))
+        resumed(spec, run_of(8))
     assert not spec.folder.path.exists()
 
 
@@ -108,8 +103,9 @@ def test_a_damaged_checkpoint_is_passed_over(root):
     point = first.folder.path / "checkpoints" / "step-00000008"
     file = next(point.glob("*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
-    then = spec_of(run_of(60), root)
-    assert resume(then, run_of(8)) == 7
+    start = resumed(spec_of(run_of(60), root), run_of(8)).start
+    assert start is not None
+    assert start.step == 7
 
 
 def test_the_curve_in_mlflow_is_whole(root):
@@ -117,9 +113,8 @@ def test_the_curve_in_mlflow_is_whole(root):
     first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
     train(first)
     then = spec_of(run_of(60), root, tracking=Tracking(store.uri, "long"))
-    resume(then, run_of(8))
-    run_id = train(then).mlflow_run_id
-    assert [step for step, _ in store.curves([run_id])[run_id]] == list(range(1, 61))
+    run_id = str(train(resumed(then, run_of(8))).mlflow_run_id)
+    assert [point.step for point in store.client.get_metric_history(run_id, "loss")] == [*range(1, 61)]
     columns = store.client.get_metric_history(run_id, "reasoning")
     assert {point.step for point in columns} == {60}
 

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,7 +114,7 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
     write_json(cells[1].folder(tmp_path).path / "result.json", {**result("two"), "cell": "abd"})
 
     def todo(**options):
-        plan, _ = place(study_of(tmp_path, *cells), machine=Machine(cpus=2), **options)
+        plan, _ = place(replace(study_of(tmp_path, *cells), machine=Machine(cpus=2)), **options)
         assert [cell.name for cell in plan.stale] == ["abc"]
         return [cell.name for cell in plan.todo]
 

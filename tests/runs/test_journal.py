@@ -152,7 +152,7 @@ def test_what_is_logged_is_in_the_file_and_sent_in_order(tmp_path):
 def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_path):
     """Most of a store is metrics: 200 losses of a run, and 50 values of each other metric."""
     cfg = tiny_run.model_copy(update={"optim": tiny_run.optim.model_copy(update={"steps": 1000})})
-    reporter = Reporter(RunSpec(cfg, tmp_path, "run", "c0ffee"))
+    reporter = Reporter(RunSpec(cfg, tmp_path, "run", "c0ffee", "data"))
     reporter._log = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     for step in range(1, 1001):
         validated = {"validation_loss": 2.0} if step == 333 else {}

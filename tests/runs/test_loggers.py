@@ -35,7 +35,7 @@ class Broken(Recorder):
 @pytest.fixture
 def spec(tiny_run, tmp_path):
     logged = lambda names: tiny_run.model_copy(update={"log": LogConfig(loggers=[*names])})  # noqa: E731
-    return lambda *names: RunSpec(logged(names), tmp_path, "run", "c0ffee")
+    return lambda *names: RunSpec(logged(names), tmp_path, "run", "c0ffee", "data")
 
 
 def trained(spec: RunSpec, steps: range) -> None:

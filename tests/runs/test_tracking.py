@@ -128,16 +128,6 @@ def test_numbers_that_are_none_are_left_out_of_a_summary(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
-def test_a_column_named_like_a_curve_is_no_point_of_it(store):
-    log = store.run(store.cell_run("named loss", "named loss"))
-    for step in (1, 2):
-        log.send(points(step, loss=3.0 - step))
-    time.sleep(0.01)
-    log.summary({"loss": 9.0}, 2)
-    assert store.curves([log.run_id, "no such run"]) == {log.run_id: [(1, 2.0), (2, 1.0)]}
-    assert store.client.get_run(log.run_id).data.metrics["loss"] == 9.0
-
-
 def test_a_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     store = open_store(tmp_path)
     parent = store.study_run("tiny-small")

@@ -6,8 +6,19 @@ import pytest
 from tests.small import study
 from titans_platform import cli
 from titans_platform.cli import sweep
+from titans_platform.runs.check import training_flops
+from titans_platform.study.grid import expand, load_study
 
-SCALES = {"small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}}}
+SCALES = {
+    "small": {"seeds": [0, 1]},
+    "huge": {"resources": {"cpus_per_worker": 100000}},
+    "gpu": {
+        "resources": {"workers": 2, "gpus_per_worker": 1},
+        "gpus": "2xH100",
+        "model": {"memory": {"chunk_size": 16}},
+        "optim": {"precision": "bf16"},
+    },
+}
 STUDY = study(steps=4, scales=SCALES)
 
 
@@ -142,6 +153,43 @@ def test_dry_run_of_too_large_resources_shows_the_plan_and_fails(tiny, capsys):
     assert "LMM" in out
     assert "2 of 2 cells to run, 0 at once" in out
     assert "CPU missing" in err
+
+
+def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, answer):
+    arguments = ("run", "tiny", "--scale", "gpu", "--dry-run", "--price", "2.5")
+    plan = answer("sweep", *arguments)
+    assert (plan["concurrency"], plan["machine"]["gpu"]["name"]) == (1, "H100")
+    assert [cost["row"] for cost in plan["costs"]] == ["LMM", "Linear Memory"]
+    for cost, cell in zip(plan["costs"], plan["cells"], strict=True):
+        config = expand(load_study("tiny"), "gpu", rows=[cost["row"]])[0].config
+        flops = training_flops(config) / config.row_tokens
+        assert cost["tokens_per_second"] == pytest.approx(0.3 * 2 * 989e12 / flops)
+        assert cost["hours"] * 3600 * cost["tokens_per_second"] == pytest.approx(cell["tokens"])
+        assert cost["dollars"] == pytest.approx(2.5 * cost["gpu_hours"]) == pytest.approx(5 * cost["hours"])
+    wider = answer("sweep", *arguments, "--for", "16xA100")
+    assert wider["concurrency"] == 8
+    slower = wider["costs"][0]["tokens_per_second"] / plan["costs"][0]["tokens_per_second"]
+    assert slower == pytest.approx(312 / 989)
+    assert call(*arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines[: lines.index(next(x for x in lines if "MFU" in x)) + 1])) <= 80
+    (heading,) = (line for line in lines if "GiB a GPU" in line)
+    assert heading.split() == ["row", "GiB", "a", "GPU", "tokens/s", "hours", "GPU", "hours", "$"]
+    assert "assumed MFU of 30%" in " ".join(lines)
+    assert [path.name for path in tiny.iterdir()] == ["sweeps"]
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (("--dry-run", "--for", "1xH100"), "resources: a run takes 2 CPU and 2 GPU on 2 workers"),
+    (("--dry-run", "--for", "8xH10"), "--for: 'H10' is not a known GPU; did you mean H100?"),
+    (("--dry-run", "--for", "H100"), "--for: 'H100' is no number of GPUs of a kind; give e.g. 8xH100"),
+    (("--for", "8xH100"), "--for: works only with --dry-run"),
+    (("--dry-run", "--set", "model.memory.chunk_size=256"), "model.memory.chunk_size: 256 is not one of the"),
+    (("--dry-run", "--set", "data.sequence_length=1000000", "--set", "optim.global_batch_size=512"),
+     "is too large; give 32, or set optim.recompute: true"),
+])  # fmt: skip
+def test_what_the_gpus_cannot_hold_is_refused_in_one_line(tiny, refused, arguments, said):
+    assert said in refused("sweep", "run", "tiny", "--scale", "gpu", *arguments)
 
 
 def test_ui_refuses_a_missing_or_damaged_store(tiny, refused):

@@ -1,14 +1,20 @@
 """Studies whose rows are a product of axes, and the files the project ships."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
 
+from titans_platform.data.tokenizer import BUILT_IN, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.study.grid import StudyRun, chosen_rows, expand, load_study
-from titans_platform.study.plan import check, check_space
+from titans_platform.objectives import next_token
+from titans_platform.objectives.classification import Classification
+from titans_platform.objectives.regression import Regression
+from titans_platform.runs.spec import Machine
+from titans_platform.study.grid import chosen_rows, expand, load_study
+from titans_platform.study.plan import check_space, check_without_data, open_study, place
 from titans_platform.study.spec import Row
 
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
@@ -101,18 +107,27 @@ def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, said):
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("name", STUDIES)
-def test_every_shipped_study_is_valid_at_every_scale(name):
-    study = load_study(str(SWEEPS / f"{name}.yaml"))
-    for scale in study.scales:
-        cells = expand(study, scale)
-        # the sizes between differ from these in widths alone
-        if scale in ("smoke", "laptop", "760M"):
-            check(cells)
-        configs = {json.dumps(cell.config.model_dump(mode="json"), sort_keys=True) for cell in cells}
-        assert len(configs) == len(cells), (scale, "two cells are one")
-        if study.search_at(scale):
-            assert len(check_space(StudyRun(study, scale, Path(), "c0ffee").with_search())) > 3
+PAIRS = [(name, scale) for name in STUDIES for scale in load_study(str(SWEEPS / f"{name}.yaml")).scales]
+LAPTOP = Machine(cpus=2)
+
+
+@pytest.mark.parametrize(("name", "scale"), PAIRS)
+def test_every_shipped_scale_starts_on_the_machine_that_it_is_meant_for(name, scale, tmp_path, monkeypatch):
+    """Without Ray, a GPU, the network (tokenizers are replaced) or the files that a user must fetch."""
+    here = lambda name: load_tokenizer(name if name in BUILT_IN else "byte")  # noqa: E731
+    monkeypatch.setattr(next_token, "load_tokenizer", here)
+    for objective in (Classification, Regression):
+        monkeypatch.setattr(objective, "check_sources", lambda self: None)
+    study = open_study(str(SWEEPS / f"{name}.yaml"), scale, tmp_path)
+    machine = study.study.scales[scale].machine
+    assert bool(machine) == bool(study.resources.gpus_per_worker), "a scale on GPUs names them"
+    placed, warning = place(replace(study, machine=machine or LAPTOP))
+    check_without_data(placed)
+    assert (placed.concurrency, warning) == (1 if machine else 2, "")
+    configs = {json.dumps(cell.config.model_dump(mode="json"), sort_keys=True) for cell in study.cells}
+    assert len(configs) == len(study.cells), "two cells are one"
+    if study.search:
+        assert len(check_space(study)) > 3
 
 
 @pytest.fixture(scope="module")

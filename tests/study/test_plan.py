@@ -86,12 +86,13 @@ def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
 def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):
     finish(study, study.cells[0], peak_rss_bytes=3 * GIB)
     monkeypatch.setattr(module, "machine_memory", lambda: 8 * GIB)
-    placed, warning = place(study, machine=Machine(cpus=4))
+    study = replace(study, machine=Machine(cpus=4))
+    placed, warning = place(study)
     assert placed.concurrency == 2
     memory = "4 cells at once need 12.0 GiB of memory (3.0 GiB each, measured)"
     assert warning == f"{memory}, this machine has 8.0; 2 at a time"
     with pytest.raises(UsageError, match=r"--concurrency 3: 3 cells at once need 9.0 GiB .* give 2$"):
-        place(study, requested=3, machine=Machine(cpus=4))
-    assert place(study, requested=2, machine=Machine(cpus=4))[1] == ""
+        place(study, requested=3)
+    assert place(study, requested=2)[1] == ""
     monkeypatch.setattr(module, "machine_memory", lambda: 64 * GIB)
-    assert place(study, machine=Machine(cpus=4))[0].concurrency == 4
+    assert place(study)[0].concurrency == 4

@@ -1,17 +1,19 @@
 """What is shown of a study: cells that ended, and where their time went."""
 
 import io
+import re
 
 import pytest
 from rich.console import Console
 
+from titans_platform.cli import live
 from titans_platform.cli.live import running
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
 from titans_platform.study import status
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
-from titans_platform.study.status import timings, timings_line
+from titans_platform.study.status import CellStatus, timings, timings_line
 
 NOW = 2_000_000_000.0
 # two slots, three cells of ten seconds each: seven of their own
@@ -30,6 +32,25 @@ def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
         assert not out.getvalue()
         write_json(cell.folder(tmp_path).path / "result.json", result)
     assert out.getvalue() == "done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
+
+
+def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left_once(tmp_path, monkeypatch):
+    progress = {"phase": "train", "step": 1200, "steps": 20_000, "loss": 3.123, "tokens_per_second": 12_345.0}
+    name = "Gated DeltaNet with a short convolution and a window of 2,048"
+    item = CellStatus("abc", name, 0, "running", progress | {"eta_seconds": 754.0})
+    monkeypatch.setattr(live, "cell_statuses", lambda cells, root: [item])
+    study = Study(
+        name="tiny", columns={"ppl": Column(title="LM")}, scales={"small": Scale()}, rows=(Row(name=name),)
+    )
+    study = StudyRun(study, "small", tmp_path, "one", cells=(Cell(name, 0, RunConfig(), "abc"),))
+    out = io.StringIO()
+    with running(study, Console(file=out, width=80, force_terminal=True, color_system=None)):
+        pass
+    lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", out.getvalue()))
+    shown = [line for line in lines if "1200/20000 loss 3.123 12.3K tok/s" in line]
+    assert shown
+    assert max(map(len, lines)) <= 80
+    assert not [line for line in shown if "12m34s" in line]
 
 
 @pytest.fixture

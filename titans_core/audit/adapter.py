@@ -111,7 +111,7 @@ def _width(module: nn.Module) -> int | None:
 
 
 def _problem(forward: Callable[[Tensor], Tensor], x: Tensor) -> str | None:
-    """Why the module does not map x [B, T, ...] to [B, T, E]; None if it does."""
+    """Return the reason for which the module does not map x [B, T, ...] to [B, T, E]; None if it does."""
     try:
         with torch.no_grad():
             y = forward(x)

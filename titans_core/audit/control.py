@@ -69,7 +69,7 @@ def impossible_retrieval(s: Subject) -> Outcome:
 
 
 def _scores(accuracy: Tensor, length: int, symbols: int) -> Outcome:
-    """Each position's accuracy against chance; six standard errors, since there are many positions."""
+    """Compare each position's accuracy to chance; six standard errors, since there are many positions."""
     chance = 1 / symbols
     error = math.sqrt(chance * (1 - chance) / (MEASURED * ROWS))
     if float(accuracy[:, -1].mean()) < chance + 6 * error:

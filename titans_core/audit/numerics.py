@@ -79,11 +79,11 @@ def long_inputs(s: Subject) -> Outcome:
             x = s.inputs(adapter, LONG * s.length, 1)
             x = x[:, :1].expand_as(x).clone() if repeated else x
             y = s.forward(s.build(torch.float32), x)
-            what = "one token repeated" if repeated else "random tokens"
+            kind = "one token repeated" if repeated else "random tokens"
             size_T = (y[0].abs().amax(-1) / usual).nan_to_num(torch.inf)
             yield (
                 float(size_T.max()),
-                Example(len(size_T), float(size_T.max()), _first(size_T > bound), note=what),
+                Example(len(size_T), float(size_T.max()), _first(size_T > bound), note=kind),
             )
         x = s.inputs(adapter, 4 * s.length, 1)
         y = s.forward(adapter, x, grad=True)

@@ -114,7 +114,7 @@ class Report:
         return not self.of("fail")
 
     def to_dict(self) -> dict[str, Any]:
-        """As plain values, for JSON."""
+        """Convert to plain values, for JSON."""
         return {**asdict(self), "passed": self.passed}
 
 

@@ -189,7 +189,7 @@ class Subject:
         return torch.randn(*shape, adapter.width or 1, generator=generator, dtype=torch.float64)
 
     def other(self, adapter: Adapter, x: Tensor, seed: int = 2, scale: float = 1.0) -> Tensor:
-        """Other inputs of the same shape, different at every token."""
+        """Return other inputs of the same shape, different at every token."""
         new = self.inputs(adapter, x.shape[1], x.shape[0], seed)
         if adapter.vocab is None:
             return new * scale
@@ -228,7 +228,7 @@ class Subject:
         return next((p.dtype for p in adapter.module.parameters() if p.is_floating_point()), self.dtype)
 
     def tokens(self, length: int, some: bool = False) -> Tensor:
-        """All positions, or a seeded third of them with the last."""
+        """Return all positions, or a seeded third of them with the last."""
         if not some:
             return torch.arange(length)
         chosen = random.Random(f"{self.seed} {length}").sample(range(length), length // 3)
@@ -309,7 +309,7 @@ def compare(
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:
-    """All tensors that a state holds: in containers, dataclasses and objects."""
+    """Yield all tensors that a state holds: in containers, dataclasses and objects."""
     seen = set() if seen is None else seen
     if id(value) in seen or isinstance(value, type | str | int | float | bool | nn.Module | torch.dtype):
         return

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import json
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from titans_core.config import Frozen, ModelConfig
 from titans_core.documents import Documents, reset_rows
 from titans_core.layers import RMSNorm, SwiGLU
+
+Recompute = bool | Literal["selective"]
+"""Recomputed in the backward pass: nothing (False), a block's forward pass (True), or (selective) its norms,
+convolutions, gates and activations, but no matrix product, attention or kernel of the memory."""
+
+
+def _policy(ctx: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    namespace, name = [*str(operator).split("."), ""][:2]
+    save = namespace in ("titans", "torch_attn") or name in SAVED
+    return CheckpointPolicy.MUST_SAVE if save else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+SAVED = (
+    "mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+)  # fmt: skip
+"""ATen operators that ``selective`` saves, beside ours and varlen attention."""
+SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
+# it warns of operators that work in place, at every compilation; blocks have none
+logging.getLogger("torch._higher_order_ops.wrap").addFilter(
+    lambda line: "context_fn" not in line.getMessage()
+)
 
 
 class Positions(NamedTuple):
@@ -55,8 +78,8 @@ class Block(nn.Module, ABC):
 
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.recompute = False
-        """Activation checkpointing: recompute the forward pass during the backward pass."""
+        self.recompute: Recompute = False
+        """Activation checkpointing; see `Recompute`."""
         self.checkpoint: Callable[..., Any] = partial(
             checkpoint, use_reentrant=False, preserve_rng_state=False
         )
@@ -88,7 +111,8 @@ class Block(nn.Module, ABC):
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
         if self.recompute and torch.is_grad_enabled():
-            return self.checkpoint(self._forward, x_BTD, state, positions)
+            options = {"context_fn": SELECTIVE} if self.recompute == "selective" else {}
+            return self.checkpoint(self._forward, x_BTD, state, positions, **options)
         return self._forward(x_BTD, state, positions)
 
     def _forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
@@ -116,6 +140,15 @@ class Block(nn.Module, ABC):
             state holds tensors with the batch dimension first, in tuples, NamedTuples and dicts, and is never
             modified in place.
         """
+
+    def layout(self, documents: Documents) -> Documents:
+        """Return documents with what `mix` needs beside their borders; called outside of a compiled block."""
+        return documents
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return True after `compile`."""
+        return self._compiled_call_impl is not None
 
     def reset(self, state: Any, reset_B: Tensor) -> Any:
         """Return the state with rows ``reset_B`` [B] as at the start of a sequence, differentiable.

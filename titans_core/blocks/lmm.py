@@ -16,7 +16,9 @@ class LMM(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
+        self.memory = NeuralMemory(
+            config.d_model, config.memory, initialized=False, pointwise=config.pointwise_conv
+        )
 
     def mix(
         self, x_BTD: Tensor, state: MemoryCache | None, positions: Positions

@@ -12,12 +12,11 @@ from titans_core.attention import Attention, AttentionState, SegmentState
 from titans_core.blocks.base import Block, Positions
 from titans_core.blocks.mag import GateOptions
 from titans_core.config import ModelConfig
-from titans_core.documents import Documents, reset_rows
+from titans_core.documents import Documents, Segments, reset_rows
 from titans_core.layers import Gate, RMSNorm
 from titans_core.memory import MemoryCache, NeuralMemory
 from titans_core.projections import ConvState
 from titans_core.window import KeyCache
-from titans_kernels import packed_layout
 
 
 class MACState(NamedTuple):
@@ -43,10 +42,10 @@ class MAC(Block):
     def __init__(self, config: ModelConfig):
         super().__init__(config)
         assert config.attention.segment_size is not None  # by `check`
-        self.segment_size = config.attention.segment_size
-        self.attention = Attention(config.d_model, config.attention)
+        self.segment_size, pointwise = config.attention.segment_size, config.pointwise_conv
+        self.attention = Attention(config.d_model, config.attention, pointwise)
         self.memory_norm = RMSNorm(config.d_model)
-        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
+        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False, pointwise=pointwise)
         self.gate = Gate(config.d_model, self.options.gating)
 
     @classmethod
@@ -99,21 +98,20 @@ class MAC(Block):
         return MACState(cache, cache.start.weights, reads, SegmentState.after(attention, batch), 0)
 
     def segment(
-        self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None, padded: bool = False
-    ) -> tuple[Tensor, MACState]:
-        """Process the next tokens of the open segment, not beyond its end (eqs. 21-25).
-
-        ``padded``: rows may end in padding, which telemetry must not count.
-        """
+        self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None,
+        documents: Documents | None = None, padded: bool = False,
+    ) -> tuple[Tensor, MACState]:  # fmt: skip
+        """Read, attend and write (eqs. 21-25): within the open segment, or segments of documents in a row."""
         z = self.norm(x_BTD)
         seen = state.seen + x_BTD.shape[1]
         position_BT = torch.arange(state.seen, seen, device=x_BTD.device)[None]
-        r, conv_state = self.memory.read(z, state.segment, state.read_conv_state)
-        y, attention = self.attention.segment(z, r, position_BT, state.attention, prefix)
+        position_BT = position_BT if documents is None else documents.position_BT
+        r, conv_state = self.memory.read(z, state.segment, state.read_conv_state, documents)
+        y, attention = self.attention.segment(z, r, position_BT, state.attention, prefix, documents)
         y_BTD = x_BTD + y
-        m, written = self.memory(self.memory_norm(y_BTD), state.written, padded=padded)
+        m, written = self.memory(self.memory_norm(y_BTD), state.written, documents, padded)
         after = MACState(written, state.segment, conv_state, attention, seen)
-        return y_BTD + self.gate(y_BTD, m), self._closed_at_border(after)
+        return y_BTD + self.gate(y_BTD, m), after if documents else self._closed_at_border(after)
 
     def segments(self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None) -> tuple[Tensor, MACState]:
         """Tokens from the start of a segment on, one segment after the other."""
@@ -123,19 +121,20 @@ class MAC(Block):
             outputs.append(o)
         return torch.cat(outputs, 1), state
 
+    def layout(self, documents: Documents) -> Documents:
+        return documents._replace(segments=Segments.of(documents, self.segment_size, self.is_compiled))
+
     def packed(
         self, x_BTD: Tensor, documents: Documents, prefix: KeyCache | None, attention: AttentionState
     ) -> Tensor:
-        """All documents' first segments, then all second ones, and so on; finished documents drop out."""
-        layout = packed_layout(documents.cu_seqlens, self.segment_size, x_BTD.device)
-        # the layout expects heads: one
-        parts_MTD = layout.split(x_BTD.flatten(0, 1)[None, :, None])[:, 0]
-        state, outputs, first = self.start(layout.documents, attention), [], 0
-        for rows, padded in zip(layout.rows, layout.ragged, strict=True):
-            o, state = self.segment(parts_MTD[first : first + rows], _first_rows(state, rows), prefix, padded)
+        """Process all first segments, then all second ones, and so on; finished documents drop out."""
+        layout = documents.segments or Segments.of(documents, self.segment_size)
+        state, outputs = self.start(1, attention), []
+        for tokens, segments in zip(layout.split(x_BTD), layout.steps, strict=True):
+            state = _first_rows(state, len(segments.cu_seqlens) - 1)
+            o, state = self.segment(tokens, state, prefix, segments, layout.spare)
             outputs.append(o)
-            first += rows
-        return layout.join(torch.cat(outputs)[:, None])[0, :, 0].view_as(x_BTD)
+        return layout.join(outputs, x_BTD)
 
     def _closed_at_border(self, state: MACState) -> MACState:
         """Close the segment if it ends here: at a multiple of the chunk, so no chunk is open."""
@@ -145,6 +144,6 @@ class MAC(Block):
 
 
 def _first_rows(state: MACState, rows: int) -> MACState:
-    """Return the state of the documents that continue; all are at the end of a segment."""
-    state = tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, state)
-    return state._replace(segment=state.written.start.weights)
+    """Return the state of the documents that continue, all at the end of a segment."""
+    state = state._replace(segment=state.written.start.weights, attention=state.attention.closed())
+    return tree_map(lambda x: x[:rows] if isinstance(x, Tensor) else x, state)

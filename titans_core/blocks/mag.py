@@ -35,8 +35,10 @@ class MAG(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.attention = Attention(config.d_model, config.attention)
-        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
+        self.attention = Attention(config.d_model, config.attention, config.pointwise_conv)
+        self.memory = NeuralMemory(
+            config.d_model, config.memory, initialized=False, pointwise=config.pointwise_conv
+        )
         self.gate = Gate(config.d_model, self.options.gating)
 
     def mix(self, x_BTD: Tensor, state: MAGState | None, positions: Positions) -> tuple[Tensor, MAGState]:

@@ -19,9 +19,11 @@ class MAL(Block):
 
     def __init__(self, config: ModelConfig):
         super().__init__(config)
-        self.memory = NeuralMemory(config.d_model, config.memory, initialized=False)
+        self.memory = NeuralMemory(
+            config.d_model, config.memory, initialized=False, pointwise=config.pointwise_conv
+        )
         self.attention_norm = RMSNorm(config.d_model)
-        self.attention = Attention(config.d_model, config.attention)
+        self.attention = Attention(config.d_model, config.attention, config.pointwise_conv)
 
     def mix(self, x_BTD: Tensor, state: MAGState | None, positions: Positions) -> tuple[Tensor, MAGState]:
         memory = self.memory.start(x_BTD.shape[0], self.persistent_PD) if state is None else state.memory

@@ -30,8 +30,9 @@ class Transformer(Block):
         super().__init__(config)
         attention = config.attention
         if self.options.projections == "plain":
-            attention = attention.model_copy(update={"silu": False, "conv": False, "qk_norm": False})
-        self.attention = Attention(config.d_model, attention)
+            plain = {"silu": False, "conv": False, "qk_norm": False, "output": ()}
+            attention = attention.model_copy(update=plain)
+        self.attention = Attention(config.d_model, attention, config.pointwise_conv)
 
     def mix(
         self, x_BTD: Tensor, state: AttentionState | None, positions: Positions

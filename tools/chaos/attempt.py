@@ -20,7 +20,7 @@ FULL = "full"
 
 
 def patch() -> None:
-    """Slow steps, a log of samples, poisoned batches and a disk that fills up, as CHAOS says."""
+    """Add slow steps, a log of samples, poisoned batches and a disk that fills up, as CHAOS says."""
     from torch.distributed.checkpoint import filesystem
 
     from titans_platform.training.loop import Trainer

@@ -82,7 +82,7 @@ class Nodes:
         return saved
 
     def bring_back(self, count: int = 2) -> None:
-        """As many nodes as there were."""
+        """Add nodes until there are as many as before."""
         while len(self.nodes) < count:
             self.nodes.append(self.cluster.add_node(num_cpus=1))
         self.cluster.wait_for_nodes()
@@ -153,7 +153,7 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
 
 
 def strike(root: Path, fault: str, process: Any, pid: int, draw: random.Random, made: Nodes) -> int:
-    """One fault; whether it met a run."""
+    """Inject one fault; return 1 if it met a run."""
     if "driver" in fault:
         process.kill()
         return 1

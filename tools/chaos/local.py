@@ -64,7 +64,7 @@ def weights(root: Path) -> str:
 
 
 def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
-    """By step the place in the stream and the rows, of the last time that the step was made."""
+    """Return the place in the stream and the rows by step, from the last time that the step was made."""
     entries: list[dict[str, Any]] = []
     for path in root.glob(f"{SAMPLES}-*.jsonl"):
         # the last line may have been cut off
@@ -93,7 +93,9 @@ def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], sec
 
 
 def wait_for_training(root: Path, process: Any) -> None:
-    """Until the process is at its steps: faults are to strike all of a run, not the imports before it."""
+    """Wait until the process is at its steps: faults are to strike all of a run, not the imports before
+    it.
+    """
     folder = RunFolder(root, "run")
     while process.is_alive() and (folder.progress() or {}).get("pid") != process.pid:
         time.sleep(0.005)
@@ -121,7 +123,7 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, server: Se
 
 
 def strike(root: Path, fault: str, process: Any, draw: random.Random, server: Server | None) -> int:
-    """One fault; whether it met a run."""
+    """Inject one fault; return 1 if it met a run."""
     if fault == "disk full":
         (root / FULL).touch()
         time.sleep(draw.uniform(0, 2))

@@ -249,7 +249,7 @@ def _untimed(row: dict[str, Any]) -> list[str]:
 
 
 def _number(value: float) -> str:
-    """Three digits, or all before the point; at most 7 characters below a million."""
+    """Format a number with three digits, or all before the point; at most 7 characters below a million."""
     if value < 1e-3:
         return f"{value:.1e}"
     return f"{value:.3g}" if value < 1000 else f"{value:.0f}"

@@ -42,7 +42,7 @@ _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*f
 
 
 def largest(dtype: torch.dtype) -> tuple[BenchShape, ...]:
-    """For each kind of write kernel, the supported shape with the largest programs.
+    """Return, for each kind of write kernel, the supported shape with the largest programs.
 
     Tiles are at most 64 wide, except for the keys of a linear memory, and at most a chunk long.
     """
@@ -110,7 +110,7 @@ def launches(
 
 
 def _delta_launches(R: int, n: int, D: int, F: int) -> list[Launch]:
-    """Of the states of ``n`` blocks; float32 whatever the inputs are."""
+    """Record the launches for the states of ``n`` blocks, in float32 whatever the inputs are."""
     x, *keys = (torch.empty(R, n, BLOCK, width, device="meta") for width in (F, D, D, D))
     writes, ends = torch.empty(2, R, n, BLOCK, device="meta"), torch.empty(3, R, n, device="meta")
     with record_launches() as recorded:

@@ -48,8 +48,8 @@ def _card(device: torch.device) -> dict[str, Any]:
 
 def git_commit() -> str | None:
     """Commit of the source tree of this module, with `-dirty` if modified; None outside a git checkout."""
-    here = str(Path(__file__).parent)
-    return _answer("git", "-C", here, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
+    folder = str(Path(__file__).parent)
+    return _answer("git", "-C", folder, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*")
 
 
 def _answer(*command: str) -> str | None:

@@ -80,8 +80,8 @@ class Bench:
         self.progress(f"{shape.name}: timing {', '.join(s.name for s in timed) or 'nothing'}")
         turns = Interleaved({s.name: partial(self._runner, s, inputs) for s in timed})
         turns.run(self.repeats)
-        for name, why in turns.failed.items():
-            rows[name] |= {"state": "failed", "why": why}
+        for name, cause in turns.failed.items():
+            rows[name] |= {"state": "failed", "why": cause}
         for name, runner in turns.runners.items():
             rows[name] |= {"state": "timed", **self._measures(shape, runner, rows[name]["ours"])}
             rows[name]["times_first"] = _ratios(rows[name], rows[next(iter(turns.runners))])
@@ -102,7 +102,9 @@ class Bench:
         return measured
 
     def _shares(self, shape: BenchShape, phase: str, ns: float) -> dict[str, float]:
-        """Of the machine's measured rates; work that finds states again is counted, and also left out."""
+        """Return the share of the machine's measured rates, with and without the work of recomputing
+        states.
+        """
         work = flops(shape.pairs, shape.chunk_size)
         again = work["again"] if phase == "backward" else 0
         rate = work[phase] / ns * 1e9

@@ -50,12 +50,14 @@ def _form(name: str, note: str, backend: str, within: Within = nullcontext, **mo
 
 
 def _no_kernel(inputs: BenchInputs) -> str | None:
-    """Why no Triton kernel takes these inputs: what the operator itself would log, and fall back for."""
+    """Return the reason for which no Triton kernel takes these inputs, as the operator would log it, or
+    None.
+    """
     return refusal(inputs.tokens[0], inputs.weights, Options(inputs.shape.chunk_size, "silu", None, None))
 
 
 def _one_token(inputs: BenchInputs) -> str | None:
-    """Why a form for chunks is not for these inputs."""
+    """Return the reason for which a form for chunks is not for these inputs, or None."""
     return "chunks of one token: online" if inputs.shape.chunk_size == 1 else None
 
 
@@ -73,7 +75,7 @@ def _compiled() -> dict[str, Callable[..., object]]:
 
 @contextmanager
 def compiled_passes() -> Iterator[None]:
-    """While it lasts, the parallel form runs its passes compiled."""
+    """Compile the passes of the parallel form within the context."""
     plain = {name: getattr(chunked, name) for name in COMPILED}
     try:
         _replace(_compiled())

@@ -69,7 +69,7 @@ class Clock:
         return result, start.elapsed_time(end) / 1e3
 
     def median(self, call: Callable[[], Any], repeats: int = 10) -> float:
-        """Of several calls after a warm-up."""
+        """Return the median time of several calls after a warm-up."""
         for _ in range(WARM_UP):
             call()
         return median(self.time(call)[1] for _ in range(repeats))
@@ -115,7 +115,7 @@ class Runner:
         return len(steps) >= FEWEST and sum(steps) > BUDGET_SECONDS
 
     def turn(self) -> None:
-        """One more round."""
+        """Time one more round."""
         forward, backward = self.passes()
         self.samples.forward.append(forward)
         self.samples.backward.append(backward)

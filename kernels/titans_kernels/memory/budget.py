@@ -24,6 +24,7 @@ import ctypes
 
 import torch
 from torch import Tensor
+from torch import library as operators
 from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import state_dtype, without_autocast
@@ -50,19 +51,20 @@ def write_budget(
     A token's limit depends on itself and on earlier tokens of its chunk and head. If its step fits into the
     budget, theta' equals theta bit for bit. A key of norm 0 writes nothing and is not limited. For eta = 1 no
     full step is finite, so theta' is 0 unless theta or the key is 0. Gradients flow to k, eta, theta and
-    ``held``.
+    ``held``. Where eta or theta is per column, the step of a token is the largest of its columns', and all
+    columns shrink by one factor.
 
     Args:
         k: keys [B, T, H, D] of any norm; a full step is the step of a key of norm 1.
-        eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H].
+        eta: momentum in [0, 1], [B, T, H], or per column [B, T, H, A].
+        theta: step size, at least 0, [B, T, H] or [B, T, H, A].
         chunk_size: b; chunks start at the start of each row or packed document.
         cu_seqlens: [N + 1] cumulative lengths of documents packed into B = 1, as in `neural_memory`.
         held: keys and effective steps of the tokens already in the open chunk; not with ``cu_seqlens``.
         budget: c, in full steps.
 
     Returns:
-        theta' [B, T, H], float32 (float64 for float64 keys).
+        theta' in the shape of theta, float32 (float64 for float64 keys).
     """
     return effective_steps(k, eta, theta, chunk_size, cu_seqlens, held, budget)[0]
 
@@ -79,7 +81,14 @@ def effective_steps(
     """`write_budget`, and the effective steps e / c [B, T, H], which are part of an open chunk's state."""
     dtype, p = state_dtype(k), 0
     if 0 in k.shape[:3]:
-        return theta.to(dtype), torch.zeros_like(theta, dtype=dtype)
+        return theta.to(dtype), k.new_zeros(k.shape[:3], dtype=dtype)
+    if k.ndim in (eta.ndim, theta.ndim):
+        eta, theta = eta.to(dtype), theta.to(dtype)
+        moved, own = (x if x.ndim == k.ndim else x[..., None] for x in (1 - eta, theta))
+        full = (own / moved.clamp(min=torch.finfo(dtype).eps)).amax(-1)
+        limited, e = effective_steps(k, torch.zeros_like(full), full, chunk_size, cu_seqlens, held, budget)
+        part = torch.where(full > 0, limited / torch.where(full > 0, full, 1), 1)
+        return theta * (part[..., None] if theta.ndim == k.ndim else part), e
     # normalise steps by the budget, so that the code below works with a budget of 1
     eta, own = eta.to(dtype), theta.to(dtype)
     theta = own / budget
@@ -146,7 +155,7 @@ class _Steps(torch.autograd.Function):
         return *_steps_backward([*grads, *tensors], ctx.chunk_size, cu_seqlens), None, None, None
 
 
-@torch.library.custom_op(
+@operators.custom_op(
     "titans::budget_steps",
     mutates_args=(),
     schema="(Tensor k, Tensor eta, Tensor theta, int chunk_size, Tensor? cu_seqlens, int held) -> Tensor[]",
@@ -156,7 +165,7 @@ def budget_steps(k, eta, theta, chunk_size, cu_seqlens, held):
     return _steps(k, eta, theta, chunk_size, cu_seqlens, held)
 
 
-@torch.library.custom_op(
+@operators.custom_op(
     "titans::budget_steps_backward",
     mutates_args=(),
     schema="(Tensor dlimited, Tensor de, Tensor k, Tensor eta, Tensor theta, Tensor limited, Tensor e, "
@@ -260,7 +269,7 @@ class _Compiled:
     """A call of `native/budget.cpp`, parallel over documents and heads."""
 
     def __init__(self, shape: _Shape, borders: ctypes.Array, found: ctypes.CDLL):
-        self.shape, self.borders, self.library = shape, borders, found
+        self.shape, self.borders, self.compiled = shape, borders, found
 
     @staticmethod
     def of(k: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int = 0) -> _Compiled:
@@ -272,12 +281,12 @@ class _Compiled:
 
     def forward(self, k: Tensor, eta: Tensor, theta: Tensor) -> list[Tensor]:
         out = [torch.empty_like(theta), torch.empty_like(theta)]
-        self._run(self.library.budget_forward, (k, eta, theta, *out))
+        self._run(self.compiled.budget_forward, (k, eta, theta, *out))
         return out
 
     def backward(self, tensors: list[Tensor]) -> list[Tensor]:
         grads = [torch.empty_like(x) for x in tensors[2:5]]
-        self._run(self.library.budget_backward, (*tensors, *grads))
+        self._run(self.compiled.budget_backward, (*tensors, *grads))
         return grads
 
     def _run(self, function, tensors: tuple[Tensor, ...]) -> None:

@@ -3,7 +3,7 @@
 All gradients of a chunk are taken at the weights at its start (eq. 16). So the state inside a chunk consists
 of those weights, the factors of the gradients of the tokens so far, and their coefficients under momentum
 and decay. A new token then costs one pass through the memory and one row of products with the tokens of its
-chunk; earlier writes are not recomputed. For rules with an update of their own, and for alpha per column, the
+chunk; earlier writes are not recomputed. For rules with an update of their own, and for gates per column, the
 state inside a chunk is its start and its tokens (`OpenChunk`), which each call computes again.
 
 Shapes: B batch, T new tokens, H heads, D width of a key, D_v of a value.
@@ -60,8 +60,8 @@ def extend_memory(
         k: keys, [B, T, H, D].
         v: values, [B, T, H, D_v].
         alpha: weight decay in [0, 1], [B, T, H], or per group of columns [B, T, H, A].
-        eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H].
+        eta: momentum in [0, 1], in either shape.
+        theta: step size, at least 0, in either shape.
         state: the state before these tokens; not modified.
         chunk_size: as in `neural_memory`.
         activation: as in `neural_memory`.
@@ -96,10 +96,10 @@ def extend_memory(
             backend=backend, extension=given._replace(rule=rule, gates=part.extra),
         )  # fmt: skip
 
-    if not has_factors(rule, tokens.forgets_by_column):
+    if not has_factors(rule, tokens.by_column):
         return _recomputed(tokens, state, chunk_size, chunks)
     if isinstance(state, OpenChunk):
-        raise ValueError("state: inside a chunk of another rule or of alpha per column; continue with these")
+        raise ValueError("state: inside a chunk of another rule or of gates per column; continue with these")
     if backend in ("auto", "native") and _serves_compiled(tokens, state, options):
         return _compiled(tokens, state, options)
     fill = min(q.shape[1], -state.position % chunk_size)
@@ -138,7 +138,7 @@ def _recomputed(tokens: Inputs, state: AnyState, size: int, chunks) -> tuple[Ten
     ``chunks(tokens, start)`` is `neural_memory` from the start of a chunk.
     """
     if state.position and not isinstance(state, OpenChunk):
-        raise ValueError("state: inside a chunk of a linear rule; continue with that and one alpha per head")
+        raise ValueError("state: inside a chunk of a linear rule; continue with that and gates per head")
     p, outputs, start = state.position, [], MemoryState(state.weights, state.momentum)
     if isinstance(state, OpenChunk):
         B, _, H, D = tokens.q.shape

@@ -7,7 +7,7 @@ from itertools import islice
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from titans_kernels import ran
 from titans_kernels.memory.forms import chunked, generic, native, online, reference
@@ -19,6 +19,7 @@ from titans_kernels.memory.options import (
     Options,
     Result,
     distances,
+    on_gpu,
     operand_dtype,
     state_dtype,
     whole,
@@ -68,8 +69,8 @@ def triton_refusal(inputs: Inputs, weights: Layers, options: Options) -> str | N
 
     if type(options.rule) is not Rule:
         return f"rule: no kernel computes {options.rule}; set paper, or backend: generic"
-    if inputs.forgets_by_column:
-        return "channel_gates: no kernel computes alpha per column; set none, or backend: chunked"
+    if inputs.by_column:
+        return "channel_gates: no kernel computes gates per column; set none, or backend: chunked"
     return refusal(inputs.q, weights, options)
 
 
@@ -99,7 +100,7 @@ def _folded(compute: Compute, base: bool = True) -> Compute:
         for part in added:
             v = v - part(k)
         if added:  # the kernels need operands of one dtype
-            inputs = inputs._replace(v=v.to(inputs.v.dtype) if inputs.v.is_cuda else v)
+            inputs = inputs._replace(v=v.to(inputs.v.dtype) if on_gpu(inputs.v) else v)
         y, weights, momentum = compute(inputs, whole(weights, options.base), momentum, options)
         for part in reversed(added):
             y = part(q) + y
@@ -153,9 +154,11 @@ def neural_memory(
         k: keys, [B, T, H, D].
         v: values, [B, T, H, D_v], where D_v is the output width of the last layer.
         alpha: weight decay (forgetting) in [0, 1], [B, T, H], or [B, T, H, A] with one value for each of A
-            groups of adjacent columns of every layer; A must divide the layer's width (see `forms.channels`).
-        eta: momentum in [0, 1], [B, T, H].
-        theta: step size, at least 0, [B, T, H]; `write_budget` limits what a chunk writes in one direction.
+            groups of adjacent columns of every layer, its outputs (eqs. 32, 33; see `forms.channels`); A must
+            divide the layer's width.
+        eta: momentum in [0, 1], in either shape.
+        theta: step size, at least 0, in either shape; `write_budget` limits what a chunk writes in one
+            direction.
         weights: L tensors [H, D_in, D_out], shared by the batch, or [B, H, D_in, D_out].
         momentum: tensors of the same shapes, or None for zeros.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
@@ -172,7 +175,7 @@ def neural_memory(
             "chunked" and logs that once. On a CPU it picks "native" if there is a C++ compiler, otherwise
             "chunked". For any other rule it picks "generic".
         extension: parts beyond the paper's equations: a residual connection, with or without LN, a base that
-            weights decay to, another rule. "online" and "triton" support neither LN nor alpha per column,
+            weights decay to, another rule. "online" and "triton" support neither LN nor gates per column,
             "native" supports LN; "auto" skips them.
 
     Returns:
@@ -233,10 +236,10 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     # C++ cannot be traced by torch.compile or run on meta tensors
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
     backend = "chunked" if traced and backend == "native" else backend
-    reason, slower, on_gpu = None, "", inputs.q.is_cuda or options.arch is not None
+    reason, slower, here_on_gpu = None, "", on_gpu(inputs.q) or options.arch is not None
     for form in FORMS:
         if backend == "auto":
-            here = {"any": True, "cpu": not traced, "cuda": on_gpu}
+            here = {"any": True, "cpu": not traced, "cuda": here_on_gpu}
             if not here[form.device]:
                 continue
         elif backend != form.name:
@@ -297,7 +300,7 @@ _ARGUMENTS = (
 """``base``: per layer, or empty; ``norm``: weight and bias of the LN after the last layer, or empty."""
 
 
-@torch.library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
+@library.custom_op("titans::memory_chunked", mutates_args=(), schema=f"({_ARGUMENTS}) -> Tensor[]")
 def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
     """y, weights and momenta after the last token, in one list; all of one dtype."""
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
@@ -307,7 +310,7 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
     return _fresh([y, *(x for part in state for x in part)])
 
 
-@torch.library.custom_op(
+@library.custom_op(
     "titans::memory_chunked_backward",
     mutates_args=(),
     schema=f"(Tensor[] doutputs, {_ARGUMENTS}) -> Tensor[]",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,8 @@ Layers = tuple[Tensor, ...]
 
 Result = tuple[Tensor, Layers, Layers]
 """y [B, T, H, D], weights and momentum after the last token."""
+
+_AS_ON_GPU = False
 
 
 class Extension(NamedTuple):
@@ -39,8 +42,8 @@ class Inputs(NamedTuple):
     q: Tensor  # [B, T, H, D]
     k: Tensor
     v: Tensor
-    alpha: Tensor  # [B, T, H], or [B, T, H, A] per group of columns
-    eta: Tensor  # [B, T, H]
+    alpha: Tensor  # this and the next two: [B, T, H], or [B, T, H, A] per group of columns
+    eta: Tensor
     theta: Tensor
     extra: Tensor
     """[B, T, H, E], E being `Rule.extra_gates`; forms of the paper's rule ignore it"""
@@ -50,8 +53,8 @@ class Inputs(NamedTuple):
         q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
         extra: Tensor | None = None,
     ) -> Inputs:  # fmt: skip
-        """With no gates of the rule's own for None."""
-        extra = theta.new_empty(*eta.shape, 0) if extra is None else extra
+        """Collect the inputs; ``extra`` None stands for no gates of the rule's own."""
+        extra = theta.new_empty(*eta.shape[:3], 0) if extra is None else extra
         return Inputs(q, k, v, alpha, eta, theta, extra)
 
     @property
@@ -60,12 +63,12 @@ class Inputs(NamedTuple):
         return state_dtype(self.q)
 
     @property
-    def forgets_by_column(self) -> bool:
-        """True if alpha is per group of columns instead of per head."""
-        return self.alpha.ndim > self.eta.ndim
+    def by_column(self) -> bool:
+        """True if alpha, eta or theta is per group of columns instead of per head."""
+        return any(gate.ndim == self.q.ndim for gate in self[3:6])
 
     def to_state_dtype(self) -> Inputs:
-        """All inputs cast to the dtype of the state."""
+        """Cast all inputs to the dtype of the state."""
         return Inputs(*(x.to(self.state_dtype) for x in self))
 
 
@@ -112,13 +115,15 @@ class Options(NamedTuple):
         self, inputs: Inputs, rules: tuple[type[Rule], ...] = (Rule,), *, norm: bool = True,
         columns: bool = True,
     ) -> str | None:  # fmt: skip
-        """Why a form for ``rules``, with or without LN and alpha per column, does not support a call."""
+        """Return the reason for which a form for ``rules``, with or without LN and gates per column, refuses
+        a call.
+        """
         if type(self.rule) not in rules:
             return f"it does not support the rule {self.rule}"
         if self.norm and not norm:
             return "it does not support LN inside the memory"
-        if inputs.forgets_by_column and not columns:
-            return "it does not support alpha per column"
+        if inputs.by_column and not columns:
+            return "it does not support gates per column"
         return None
 
 
@@ -135,6 +140,22 @@ def distances(weights: Layers, base: Layers) -> Layers:
 def state_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the state for tokens x: float64 for float64, otherwise float32."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
+
+
+@contextmanager
+def as_on_gpu() -> Iterator[None]:
+    """Let forms be chosen as on a GPU, to trace a model on fake tensors without one."""
+    global _AS_ON_GPU
+    before, _AS_ON_GPU = _AS_ON_GPU, True
+    try:
+        yield
+    finally:
+        _AS_ON_GPU = before
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Return True for a tensor on a GPU, and for any tensor within `as_on_gpu`."""
+    return x.is_cuda or _AS_ON_GPU
 
 
 def operand_dtype(x: Tensor) -> torch.dtype:

@@ -74,7 +74,7 @@ class Norm(NamedTuple):
 
     @staticmethod
     def of(parts: tuple[Tensor, ...], heads: slice, grads: tuple[Tensor, ...] = ()) -> Norm | None:
-        """From weight and bias [H, D] and the tensors of their gradients; None without LN."""
+        """Build it from weight and bias [H, D] and the tensors of their gradients; None without LN."""
         if not parts:
             return None
         weight, bias = (x[heads, None] for x in parts)

@@ -55,8 +55,8 @@ class Rule:
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """Weights and momentum [B, H, D, F] of a layer after a token.
 
-        ``S' = eta S - theta gradient`` (eq. 14) and ``W' = (1 - alpha) W + S'`` (eq. 13). Gates are
-        [B, H, 1, 1], or [B, H, 1, F] if they differ by column. A rule may keep any state of the weights'
+        ``S' = eta S - theta gradient`` (eq. 14) and ``W' = (1 - alpha) W + S'`` (eq. 13). A gate is
+        [B, H, 1, 1], or [B, H, 1, F] if it differs by column. A rule may keep any state of the weights'
         shape as its momentum.
         """
         momentum = eta * momentum - theta * gradient

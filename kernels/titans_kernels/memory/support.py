@@ -1,4 +1,4 @@
-"""The form that a memory takes on a GPU, told without the GPU: for checks before a run, and for tables."""
+"""The form that a memory takes on a GPU, found without the GPU: for checks before a run, and for tables."""
 
 from __future__ import annotations
 

@@ -26,13 +26,10 @@ def check_shapes(
         if x.shape[:3] != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} does not start with [B, T, H] = {(B, T, H)}")
     for name, x in zip(("alpha", "eta", "theta"), gates, strict=True):
-        by_column = name == "alpha" and x.ndim == 4
-        if (x.shape[:3] if by_column else x.shape) != (B, T, H):
+        if (x.shape[:3] if x.ndim == 4 else x.shape) != (B, T, H):
             raise ValueError(f"{name}: shape {tuple(x.shape)} is not [B, T, H] = {(B, T, H)}")
-        if by_column and (wrong := [W.shape[-1] for W in weights if W.shape[-1] % max(x.shape[-1], 1)]):
-            raise ValueError(
-                f"alpha: {x.shape[-1]} groups of columns, which {wrong[0]} columns do not divide into"
-            )
+        if x.ndim == 4:
+            _check_groups(name, x.shape[-1], gates, weights)
     documents = B if cu_seqlens is None else _check_cu_seqlens(B, T, cu_seqlens)
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     if k.shape[-1] != widths[0] or v.shape[-1] != widths[-1]:
@@ -47,9 +44,17 @@ def check_shapes(
     return documents
 
 
+def _check_groups(name: str, groups: int, gates: Layers, weights: Layers) -> None:
+    """Raise ValueError unless all gates have so many groups of columns, or one, and all layers fit."""
+    if wrong := [W.shape[-1] for W in weights if W.shape[-1] % max(groups, 1)]:
+        raise ValueError(f"{name}: {groups} groups of columns, which {wrong[0]} columns do not divide into")
+    if wrong := [x.shape[-1] for x in gates if x.ndim == 4 and x.shape[-1] not in (1, groups) and groups > 1]:
+        raise ValueError(f"{name}: {groups} groups of columns, another gate has {wrong[0]}")
+
+
 def check_gates(rule: Rule, gates: Tensor | None, eta: Tensor) -> None:
     """Raise ValueError unless ``gates`` are the rule's own."""
-    given, expected = None if gates is None else tuple(gates.shape), (*eta.shape, rule.extra_gates)
+    given, expected = None if gates is None else tuple(gates.shape), (*eta.shape[:3], rule.extra_gates)
     if given != expected and (given or rule.extra_gates):
         raise ValueError(
             f"extension.gates: shape {given} is not [B, T, H, E] = {expected} for the rule {rule}"

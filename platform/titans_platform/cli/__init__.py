@@ -30,7 +30,6 @@ AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
-    "clean": ("runs", "clean", "Delete old checkpoints of finished runs."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
     "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),
@@ -184,7 +183,7 @@ def bench() -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
     # schedulers preempt a job with SIGTERM: handle it like Ctrl-C
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))
 
 
@@ -227,7 +226,3 @@ def _failed(message: str, code: int, debug: bool) -> int:
         traceback.print_exc()
     click.echo(f"error: {' '.join(message.split())}", err=True)
     return code
-
-
-def _interrupt(signum: int, frame: Any) -> None:
-    raise KeyboardInterrupt

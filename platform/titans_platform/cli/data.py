@@ -47,8 +47,7 @@ def prepare(
     """
     from titans_platform.cli.live import preparing
     from titans_platform.data import NotPrepared, open_prepared
-    from titans_platform.data.parts import by_processes, by_ray
-    from titans_platform.data.prepare import cores
+    from titans_platform.data.parts import by_processes
     from titans_platform.data.prepare import prepare as prepare_data
     from titans_platform.objectives import check_vocabulary
     from titans_platform.objectives.next_token import NextToken
@@ -67,7 +66,7 @@ def prepare(
         except NotPrepared as error:
             echo_json({"prepared": False}) if as_json else click.echo(str(error))
         return 0
-    run = by_ray if in_job() else by_processes(processes or cores())
+    run = by_processes(processes) if processes and not in_job() else None
     with joined(root), preparing(Console(stderr=True)) as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
     _show(prepared, as_json)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -36,17 +36,19 @@ Asked = tuple[str, "TaskConfig", int, Any]
 @click.option("--by-position", is_flag=True, help="Loss by position in long texts, state carried or new.")
 @click.option("--rows", type=int, help="Length of a --by-position text in rows  [default: at most 64]")
 @click.option("--read", "file", metavar="FILE", help="Text for --by-position: a file, folder or glob.")
+@click.option("--other-data", is_flag=True, help="Evaluate on the sources as they are now.")
 @set_option
 @root_option
 @json_option
 def evaluate(
-    run: str, by_position: bool, rows: int | None, file: str | None, overrides: tuple[str, ...], root: Path,
-    as_json: bool,
+    run: str, by_position: bool, rows: int | None, file: str | None, other_data: bool,
+    overrides: tuple[str, ...], root: Path, as_json: bool,
 ) -> None:  # fmt: skip
     """Evaluate RUN and print a table of values, chance levels and floors.
 
     RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
-    --set overrides the evaluation: only eval.* may be set.
+    --set overrides the evaluation: only eval.* may be set. It is measured on the data it was trained on; if
+    they are gone, --other-data prepares its sources anew.
 
     --by-position measures what memory brings beyond the training length. Long texts are read with the state
     carried from their start, with a fresh state every row, and with a fresh state that first reads a window
@@ -74,13 +76,15 @@ def evaluate(
         if rows is not None and rows < 2:
             few = f"{rows} is too few: state is carried from the second row on"
             raise UsageError(f"--rows: {few}; give 2 or more")
-        return _by_position(point, cfg, rows, file, root, as_json, console)
+        return _by_position(point, cfg, rows, file, other_data, root, as_json, console)
     if rows is not None or file is not None:
         raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
-        data, device = objective.open(root), "cuda" if torch.cuda.is_available() else "cpu"
-        measured = evals.evaluate(model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device)
+        data = _own(objective, point, root, other_data)
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        row, precision = cfg.data.sequence_length, cfg.optim.precision
+        measured = evals.evaluate(model.to(device), data, cfg.eval, row, device=device, precision=precision)
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
     measures = Measures.model_validate(measured)
@@ -90,14 +94,13 @@ def evaluate(
 
 
 def _by_position(
-    point: Path, cfg: RunConfig, rows: int | None, file: str | None, root: Path, as_json: bool,
-    console: Console,
+    point: Path, cfg: RunConfig, rows: int | None, file: str | None, other_data: bool, root: Path,
+    as_json: bool, console: Console,
 ) -> None:  # fmt: skip
     """Evaluate the checkpoint ``point``, print the table and save the figure to the run's folder."""
     import torch
 
     from titans_core import LanguageModel
-    from titans_platform.cli.live import reading_display
     from titans_platform.evals import by_position, evaluating
     from titans_platform.evals.scoring import Scorer
     from titans_platform.report.figures import loss_picture
@@ -114,13 +117,13 @@ def _by_position(
         if not isinstance(model, LanguageModel):
             kind = cfg.objective.kind
             raise UsageError(f"--by-position: objective {kind} does not read text; next_token does")
-        with _data(objective, cfg, file, root, console) as data:
+        own = None if file else _own(objective, point, root, other_data)
+        with _read(cfg, file, console) if file else nullcontext(own) as data:
             rows = rows or max(2, min(ROWS, by_position.longest_text(data) // row))
             texts = by_position.long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
             scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
-            tokens = by_position.tokens_to_read(len(texts), rows, row)
-            with evaluating(model), reading_display(tokens, console) as report:
-                losses = by_position.read_by_position(scorer, texts, row, report=report)
+            with evaluating(model), console.status(f"reading {len(texts)} texts of {rows} rows"):
+                losses = by_position.read_by_position(scorer, texts, row)
     # the user's text must not overwrite the figure of the validation data
     suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
     picture = loss_picture(losses, f"by-position{suffix}", f"Loss by position, run {folder.name}")
@@ -139,14 +142,29 @@ def _by_position(
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
 
 
+def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -> Any:
+    """Return the data that the run of a checkpoint was trained on, or with ``other_data`` its sources as they
+    are now. Raises UsageError.
+    """
+    from titans_platform.data import NotPrepared
+    from titans_platform.objectives.base import DataChanged
+    from titans_platform.runs.folder import RunFolder
+
+    if other_data:
+        return objective.prepare(root)
+    folder = RunFolder(point.parents[3], point.parents[1].name)
+    result = folder.shown_result()
+    trained = folder.record().get("data") or (result.data_fingerprint if result else "")
+    try:
+        return objective.reopen(root, trained)
+    except (DataChanged, NotPrepared) as error:
+        fix = "--other-data prepares and evaluates on what its sources hold now, which it may have trained on"
+        raise UsageError(f"{str(error).partition(';')[0]}; {fix}") from None
+
+
 @contextmanager
-def _data(
-    objective: Objective[Any], cfg: RunConfig, file: str | None, root: Path, console: Console
-) -> Iterator[PreparedData]:
-    """Open the run's own data, or the user's text, held out whole and deleted afterwards."""
-    if file is None:
-        yield objective.open(root)
-        return
+def _read(cfg: RunConfig, file: str, console: Console) -> Iterator[PreparedData]:
+    """Open the user's text, held out whole and deleted afterwards."""
     from titans_platform.config import SourceConfig
     from titans_platform.data import prepare
 
@@ -255,7 +273,7 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
 
 
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
-    """Each task of the study's columns once, at each of its lengths."""
+    """Yield each task of the study's columns once, at each of its lengths."""
     from titans_platform.data import load_tokenizer
     from titans_platform.study.grid import expand, load_study
     from titans_platform.tasks import GeneratedTask, build_task, row_length

@@ -18,12 +18,12 @@ from rich.progress import (
     MofNCompleteColumn,
     ProgressColumn,
     TaskID,
-    TaskProgressColumn,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.progress import Progress as Bars
+from rich.table import Column as TableColumn
 from rich.table import Table
 
 from titans_platform import text
@@ -124,8 +124,11 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
     """Show a bar for all cells and one for each running cell; print a line for each cell that ends."""
     todo = {cell.name for cell in study.todo}
     plain, shown, ended = PlainLines(console), dict[str | None, TaskID](), set[str | None]()
-    columns = TextColumn("{task.description}"), BarColumn(20), TextColumn("{task.fields[state]}")
-    with _bars(console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
+    # long names of rows are cut, so that a line fits 80 columns
+    narrow = {"no_wrap": True, "overflow": "ellipsis"}
+    name = TextColumn("{task.description}", table_column=TableColumn(max_width=24, **narrow))
+    state_text = TextColumn("{task.fields[state]}", table_column=TableColumn(**narrow))
+    with _bars(console, name, BarColumn(8), state_text, TimeRemainingColumn()) as bars:
         title = f"{study.study.name} at {study.scale_name}"
         whole = bars.add_task(title, total=len(study.cells), state="")
 
@@ -135,16 +138,11 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
             bars.update(whole, completed=done, state=state)
             for item in statuses:
                 if item.state == "running":
-                    steps = item.progress.get("steps")
-                    line = {
-                        "completed": item.progress.get("step", 0),
-                        "state": " ".join(running_line(item)[2:]),
-                    }
                     if item.cell not in shown:
-                        shown[item.cell] = bars.add_task(
-                            f"{item.row}, seed {item.seed}", total=steps, state=""
-                        )
-                    bars.update(shown[item.cell], total=steps, **line)
+                        shown[item.cell] = bars.add_task(f"{item.row}, seed {item.seed}", state="")
+                    # the last part is the time left, which has a column of its own
+                    now = {"total": item.progress.get("steps"), "completed": item.progress.get("step", 0)}
+                    bars.update(shown[item.cell], state=" ".join(running_line(item)[2:5]), **now)
                 elif item.cell in shown:
                     bars.remove_task(shown.pop(item.cell))
                 if item.state in ("done", "failed") and item.cell in todo - ended:
@@ -161,7 +159,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
 
 @contextmanager
 def report_interrupt(study: StudyRun, console: Console) -> Iterator[None]:
-    """On Ctrl-C, print how many cells are finished."""
+    """Print the number of finished cells on Ctrl-C."""
     try:
         yield
     except KeyboardInterrupt:
@@ -195,7 +193,7 @@ def running_line(item: CellStatus) -> list[str]:
 
 
 @contextmanager
-def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
+def run_display(progress: Callable[[], dict[str, Any] | None], console: Console) -> Iterator[None]:
     """Show a bar for one run, fed by its progress.json."""
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     plain, began = PlainLines(console), time.time()
@@ -203,7 +201,7 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
         bar = bars.add_task("starting", total=None, shown="")
 
         def update() -> None:
-            state = folder.progress()
+            state = progress()
             if not state or state["age"] > time.time() - began + 1:
                 return
             phase, step, steps, line = state["phase"], state["step"], state["steps"], progress_line(state)
@@ -212,20 +210,6 @@ def run_display(folder: RunFolder, console: Console) -> Iterator[None]:
 
         with repeating(update, 0.5):
             yield
-
-
-@contextmanager
-def reading_display(total: int, console: Console) -> Iterator[Callable[[int], None]]:
-    """Show a bar of the tokens read of ``total``; the callable adds some."""
-    columns, plain = (BarColumn(), TaskProgressColumn(), TimeRemainingColumn()), PlainLines(console)
-    with _bars(console, TextColumn("reading"), *columns) as bars:
-        bar = bars.add_task("", total=total)
-
-        def report(tokens: int) -> None:
-            bars.advance(bar, tokens)
-            plain(lambda: f"read {bars.tasks[0].completed:,} of {total:,} tokens")
-
-        yield report
 
 
 def progress_line(state: dict[str, Any]) -> str:
@@ -254,7 +238,9 @@ def measures_table(result: Measures) -> Table:
 
 
 def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Of each task with buckets, its value by bucket and length: a needle's depth, a token's position."""
+    """Yield a table for each task with buckets, by bucket and length: a needle's depth, a token's
+    position.
+    """
     by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")
@@ -270,7 +256,7 @@ def bucket_tables(result: Measures) -> Iterator[Table]:
 
 
 def _short(value: float | None) -> str:
-    """Three decimals below ten, one above; a dash for None."""
+    """Format a number with three decimals below ten, one above; a dash for None."""
     if value is None:
         return "-"
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"

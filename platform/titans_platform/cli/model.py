@@ -126,8 +126,8 @@ def _print(tokens: Iterable[tuple[int, int]], text: TextStream, at_once: bool) -
     return written
 
 
-def _rate(what: str, tokens: int, began: float) -> str:
-    return f"{tokens:,} tokens {what}, {tokens / max(1e-9, time.perf_counter() - began):,.0f} a second"
+def _rate(action: str, tokens: int, began: float) -> str:
+    return f"{tokens:,} tokens {action}, {tokens / max(1e-9, time.perf_counter() - began):,.0f} a second"
 
 
 @click.command()
@@ -159,7 +159,8 @@ def export(run: str, folder: Path, root: Path) -> None:
     try:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
-        card = render("model_card.md", model=model, cfg=cfg, result=load_result(run, root))
+        values = {"model": model, "cfg": cfg, "tokenizer": tokenizer.fingerprint}
+        card = render("model_card.md", **values, result=load_result(run, root))
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None

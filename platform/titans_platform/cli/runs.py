@@ -1,4 +1,4 @@
-"""Runs: `titans runs` lists and deletes, `clean` frees disk space, `ui` and `paper` show."""
+"""Runs: `titans runs` lists and deletes, `ui` and `paper` show."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import click
 from titans_platform.cli import dry_run_option, echo_json, file_type, json_option, root_option
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
-from titans_platform.runs.folder import CHECKPOINTS, RunFolder
+from titans_platform.runs.folder import RunFolder
 
 STATES = ("done", "running", "failed", "interrupted")
 # one worker is enough for one user, and starts faster
@@ -103,48 +103,6 @@ def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
             shutil.rmtree(folder.path)
 
 
-@click.command()
-@click.option("--all-checkpoints", is_flag=True, help="Delete the last checkpoint of finished runs too.")
-@root_option
-@dry_run_option
-@json_option
-def clean(all_checkpoints: bool, root: Path, dry_run: bool, as_json: bool) -> None:
-    """Free disk space: delete older checkpoints of finished runs.
-
-    The checkpoint that eval, generate and export use is kept. With --all-checkpoints it is deleted
-    too: the run keeps its results, but cannot be used or trained further.
-
-    \b
-    Example:
-      titans clean --dry-run
-    """
-    freed = {path: _size(path) for path in _old_checkpoints(root, all_checkpoints)}
-    for path in {} if dry_run else freed:
-        shutil.rmtree(path, ignore_errors=True)
-    if as_json:
-        return echo_json({"deleted": not dry_run, "bytes": {str(path): size for path, size in freed.items()}})
-    for path, size in freed.items():
-        click.echo(f"{_mb(size):>11}  {path}")
-    click.echo(f"{'would free' if dry_run else 'freed'} {_mb(sum(freed.values()))}")
-
-
-def _old_checkpoints(root: Path, everything: bool) -> Iterator[Path]:
-    # imports torch
-    from titans_platform.runs.load import find_checkpoint
-
-    used = {folder.record().get("config", {}).get("start_from") for folder in _folders(root)}
-    for folder in _folders(root):
-        points = sorted((folder.path / CHECKPOINTS).glob("step-*"))
-        if not points or folder.state() != "done":
-            continue
-        try:
-            kept = None if everything else find_checkpoint(str(folder.path), root)
-        except UsageError as error:
-            click.echo(f"{folder.name}: all checkpoints are kept: {error}", err=True)
-            continue
-        yield from (point for point in points if point.resolve() != kept and str(point.resolve()) not in used)
-
-
 def _runs(root: Path) -> Iterator[RunInfo]:
     studies: dict[str, list[str]] = {}
     for manifest in sorted((root / "studies").glob("*/cells.json")):
@@ -165,8 +123,8 @@ def _folders(root: Path) -> list[RunFolder]:
 def _folder(run: str, root: Path) -> RunFolder:
     folders = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
     if len(folders) != 1:
-        what = f"{len(folders)} runs match this prefix; give more of the name" if folders else "no such run"
-        raise UsageError(f"{run}: {what} under {root / 'cells'}; titans runs list shows them")
+        cause = f"{len(folders)} runs match this prefix; give more of the name" if folders else "no such run"
+        raise UsageError(f"{run}: {cause} under {root / 'cells'}; titans runs list shows them")
     return folders[0]
 
 

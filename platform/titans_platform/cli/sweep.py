@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -170,10 +171,14 @@ def _changes(sets: Mapping[str, Any]) -> str:
 @checkpoint_option
 @cluster_option
 @dry_run_option
+@click.option(
+    "--for", "gpus", metavar="NxGPU", help="Dry run: plan for these GPUs, e.g. 16xA100  [the scale's]"
+)
+@click.option("--price", type=click.FloatRange(0), help="Dry run: dollars of a GPU hour.")
 @json_option
 def run(
-    rerun_stale: bool, concurrency: int | None, cluster: str | None, dry_run: bool, as_json: bool,
-    **chosen: Any,
+    rerun_stale: bool, concurrency: int | None, cluster: str | None, dry_run: bool, gpus: str | None,
+    price: float | None, as_json: bool, **chosen: Any,
 ) -> int:  # fmt: skip
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
@@ -185,10 +190,11 @@ def run(
     Example:
       titans sweep run ablation --scale laptop --dry-run
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
+      titans sweep run ablation --scale 340M --dry-run --for 16xA100 --price 1.80
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined
-    from titans_platform.study.plan import place
+    from titans_platform.study.plan import check_without_data, place
 
     console, study = _console(as_json), _opened(**chosen)
     if cluster not in (None, "local"):
@@ -196,7 +202,9 @@ def run(
 
         return run_study_on(cluster, click.get_current_context(), study.cells)
     if dry_run:
-        return _dry_run(study, rerun_stale, concurrency, console, as_json)
+        return _dry_run(study, rerun_stale, concurrency, gpus, price, console, as_json)
+    if gpus or price is not None:
+        raise UsageError(f"{'--for' if gpus else '--price'}: works only with --dry-run")
     # half a second of imports that a plan need not wait for
     from titans_platform.cli import live
     from titans_platform.report.publish import make as report_study
@@ -207,6 +215,7 @@ def run(
 
     with joined(study.root):
         study, warning = place(study, rerun_stale, concurrency)
+        check_without_data(study)
         if warning:
             live.say(console, warning)
         if study.todo:
@@ -233,18 +242,25 @@ def run(
     return _exit_code(table, as_json)
 
 
-def _dry_run(study: StudyRun, stale: bool, concurrency: int | None, console: Console, as_json: bool) -> int:
-    """Print what would run and how long it may take; write nothing. Raises what a run would raise."""
+def _dry_run(
+    study: StudyRun, stale: bool, concurrency: int | None, gpus: str | None, price: float | None,
+    console: Console, as_json: bool,
+) -> int:  # fmt: skip
+    """Print what would run, where, and what it may take; write nothing. Raises what a run would raise."""
     from titans_platform.runs.check import sizes
-    from titans_platform.study.plan import check_without_data, estimate, place
+    from titans_platform.runs.ray_session import in_job
+    from titans_platform.runs.spec import Machine
+    from titans_platform.study.plan import MFU, check_without_data, costs, estimate, place
 
     refusal, warning, seconds, basis = None, "", None, ""
+    planned = Machine.described(gpus, "--for") if gpus else study.study.scales[study.scale_name].machine
+    study = replace(study, machine=planned if gpus or not in_job() else None)
     try:
         study, warning = place(study, stale, concurrency)
         check_without_data(study)
     except TitansError as error:
-        # the rest is worth seeing all the same
-        refusal, basis = error, str(error)
+        # the rest is worth seeing all the same; a cluster that is only described has not failed
+        refusal, basis = UsageError(str(error)) if study.machine else error, str(error)
     else:
         with console.status("timing an optimiser step of each row"):
             seconds, basis = estimate(study)
@@ -263,6 +279,8 @@ def _dry_run(study: StudyRun, stale: bool, concurrency: int | None, console: Con
     record = {
         "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
         "concurrency": study.concurrency, "resources": study.resources.model_dump(), "search": trials,
+        "machine": study.machine and asdict(study.machine), "price": price, "mfu": MFU,
+        "costs": costs(study, price),
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "refused": str(refusal) if refusal else None,
     }  # fmt: skip
@@ -285,6 +303,18 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
     console.print(grid)
     lines = []
+    if costs := {cost["row"]: cost for cost in record["costs"]}:
+        console.print(_costs_table(costs.values()))
+        gpu, gpus = record["machine"]["gpu"], record["machine"]["gpus"]
+        lines += [
+            f"For {gpus:g}x{gpu['name']} of {gpu['memory']:g} GiB; estimates: tokens/s from FLOPs at an",
+            f"assumed MFU of {record['mfu']:.0%}, memory from what torch.compile saves for a backward pass.",
+        ]
+        left = [costs[cell["row"]] for cell in record["cells"] if cell["state"] != "done"]
+        if all(cost["gpu_hours"] for cost in left):
+            price, hours = record["price"], sum(cost["gpu_hours"] for cost in left)
+            dollars = f", ${price * hours:,.0f} at ${price:g} a GPU hour" if price else ""
+            lines.append(f"Training takes about {hours:,.0f} GPU hours{dollars}.")
     if not all(cell["cell"] for cell in record["cells"]):
         lines.append("Cells are named once the data are prepared; the run does that first.")
     if search := record["search"]:
@@ -309,6 +339,30 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         lines.append(f"Time: about {guess} (from {record['estimate_basis']}).")
     for line in lines:
         say(console, line)
+
+
+def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
+    """Lay out what a cell of each row takes on GPUs."""
+    from titans_platform.text import NONE, count, short
+
+    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
+    grid.add_column("row", overflow="fold")
+    shown = {
+        "gpu_bytes": "GiB a GPU",
+        "tokens_per_second": "tokens/s",
+        "hours": "hours",
+        "gpu_hours": "GPU hours",
+    }
+    priced = {"dollars": "$"} if any(cost["dollars"] for cost in costs) else {}
+    for heading in (shown | priced).values():
+        grid.add_column(heading, justify="right", no_wrap=True)
+    for cost in costs:
+        numbers = [
+            NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours", *priced)
+        ]
+        gib = short(cost["gpu_bytes"] / 2**30, 1)
+        grid.add_row(cost["row"], gib, count(cost["tokens_per_second"]), *numbers)
+    return grid
 
 
 @sweep.command(short_help="Show a study's progress, whether or not its driver is alive.")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +81,7 @@ def train(
     from titans_platform.cli.live import measures_table
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, check_start, plan, spec_for
+    from titans_platform.runs.check import check_resources, check_start, plan
     from titans_platform.runs.load import located
     from titans_platform.runs.spec import Resources, this_machine
 
@@ -94,12 +95,12 @@ def train(
     objective.check()
     check_resources(cfg, resources, shared=True)
     check_start(cfg)
+    spec = _spec(objective, root, resources, resume_from, console, dry_run)
     if dry_run:
-        planned = plan(cfg, root, resources)
-        if resume_from and "cell" in planned:
-            planned["resume_from"] = _start(spec_for(cfg, root, resources), resume_from, planned["data"])
+        planned = plan(cfg, resources, spec)
         return echo_json(planned) if as_json else _show_plan(planned, console)
-    result = _run(objective, root, resources, name or config.stem, profile, resume_from, console)
+    assert spec
+    result = _run(replace(spec, profile=profile), root, name or config.stem, console)
     if as_json:
         return echo_json(result.record())
     console.print(measures_table(result))
@@ -110,57 +111,62 @@ def train(
     console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
 
 
-def _run(
-    objective: Objective[Any], root: Path, resources: Resources, name: str, profile: bool,
-    resume_from: str | None, console: Console,
-) -> Result:  # fmt: skip
-    from titans_platform.cli.live import preparing, run_display
-    from titans_platform.provenance import commit
+def _spec(
+    objective: Objective[Any], root: Path, resources: Resources, resume_from: str | None, console: Console,
+    dry_run: bool,
+) -> RunSpec | None:  # fmt: skip
+    """Prepare the data and return the run's spec; in a dry run None if they are not prepared."""
+    from titans_platform.cli.live import preparing
+    from titans_platform.data import NotPrepared
     from titans_platform.runs.check import spec_for
+    from titans_platform.runs.load import checkpoint_of_shorter
+    from titans_platform.runs.reporter import send_left
+    from titans_platform.tracking import check_store
+
+    if dry_run:
+        try:
+            data = objective.open(root)
+        except NotPrepared:
+            return objective.check_sources()
+    else:
+        check_store(root)
+        send_left(root)
+        with preparing(console) as progress:
+            data = objective.prepare(root, progress)
+    objective.check(data)
+    spec = spec_for(objective.cfg, root, resources)
+    return replace(spec, start=checkpoint_of_shorter(spec, resume_from)) if resume_from else spec
+
+
+def _run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
+    """Train and evaluate a run, logged in MLflow as ``name``; a finished one is not trained again."""
+    from titans_platform.cli.live import run_display
     from titans_platform.runs.execute import execute
-    from titans_platform.runs.load import start_from_shorter
     from titans_platform.runs.ray_session import ray_session
     from titans_platform.runs.reporter import send_left
     from titans_platform.runs.spec import Tracking
     from titans_platform.study.grid import Cell
     from titans_platform.study.run import params
-    from titans_platform.tracking import check_store, open_store
+    from titans_platform.tracking import open_store
 
-    cfg = objective.cfg
-    check_store(root)
-    send_left(root)
-    with preparing(console) as progress:
-        data = objective.prepare(root, progress)
-    spec = spec_for(cfg, root, resources, labels={"row": name}, profile=profile)
-    if (done := spec.folder.result()) is not None:
-        console.print(f"run {spec.name} is finished; nothing to do")
-        return done
-    objective.check(data)
-    tags = {"titans.commit": commit(), "titans.data": data.fingerprint}
-    logged = params(Cell(name, cfg.seed, cfg), ())
-    spec = replace(spec, tracking=Tracking(open_store(root).uri, name, None, logged, tags))
-    if resume_from:
-        console.print(
-            start_from_shorter(spec, resume_from, data.fingerprint), highlight=False, soft_wrap=True
-        )
+    say = partial(console.print, highlight=False, soft_wrap=True)
+    if spec.folder.state() == "done":
+        say(f"run {spec.name} is finished; nothing to do")
+        return execute(spec)
+    if spec.start:
+        say(f"resuming from {spec.start}, which trained the same steps")
+    tags = {"titans.commit": spec.commit, "titans.data": spec.data}
+    logged = params(Cell(name, spec.config.seed, spec.config), ())
+    tracking = Tracking(open_store(root).uri, name, None, logged, tags)
+    spec, resources = replace(spec, labels={"row": name}, tracking=tracking), spec.resources
     alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
-    with alone, run_display(spec.folder, console):
+    with alone, run_display(spec.folder.progress, console):
         result = execute(spec, wait=10)
     for line in send_left(root):
-        console.print(line, highlight=False, soft_wrap=True)
-    if profile:
-        console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True, highlight=False)
+        say(line)
+    if spec.profile:
+        say(f"trace {spec.trace.parent}/*.json.gz")
     return result
-
-
-def _start(spec: RunSpec, resume_from: str, data: str) -> str:
-    from titans_platform.runs.load import checkpoint_of_shorter
-    from titans_platform.training.checkpoint import step_of
-
-    if (start := checkpoint_of_shorter(spec, resume_from, data)) is None:
-        return "its own checkpoint"
-    shorter, point = start
-    return f"step {step_of(point)} of run {shorter.name}"
 
 
 def _show_plan(plan: dict[str, Any], console: Console) -> None:

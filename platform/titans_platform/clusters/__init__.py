@@ -31,7 +31,9 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
 def known_clusters() -> dict[str, Path]:
-    """Every cluster that can be given by name, and its file: in ./clusters first, then the shipped ones."""
+    """Return every cluster that can be given by name, and its file: in ./clusters first, then the shipped
+    ones.
+    """
     return known_files("clusters")
 
 

@@ -123,11 +123,11 @@ class Cluster(Frozen, ABC):
 
     @abstractmethod
     def where(self) -> str:
-        """One line on where it is."""
+        """Describe its location in one line."""
 
     @abstractmethod
     def jobs(self) -> Jobs:
-        """Its jobs, not contacted yet."""
+        """Return its jobs, not contacted yet."""
 
     def up(self) -> str:
         """Bring it up; where it is."""
@@ -153,13 +153,13 @@ class Cluster(Frozen, ABC):
         return record
 
     def connected(self) -> AbstractContextManager[Jobs]:
-        """Its jobs, connected for the duration of the block."""
+        """Return its jobs, connected for the duration of the block."""
         if self.started_here:
             self.require_up()
         return self.jobs().connected()
 
     def status(self) -> dict[str, Any]:
-        """Its `state`, and what is known of its `nodes` and `jobs`."""
+        """Return its `state`, and what is known of its `nodes` and `jobs`."""
         with self.connected() as jobs:
             return {"state": "up", "where": self.where(), **jobs.about()}
 
@@ -246,7 +246,7 @@ class Jobs(ABC):
 
     @abstractmethod
     def list(self) -> list[JobInfo]:
-        """Every job the cluster knows, the newest last."""
+        """List every job the cluster knows, the newest last."""
 
     @abstractmethod
     def read(self, job_id: str, log: Log, follow: bool) -> None:
@@ -270,7 +270,7 @@ class Jobs(ABC):
         return {"jobs": [asdict(job) for job in self.list()]}
 
     def info(self, job_id: str) -> JobInfo:
-        """One job. Raises ClusterError that lists the known jobs if it is not one of them."""
+        """Return one job. Raises ClusterError that lists the known jobs if it is not one of them."""
         known = {job.id: job for job in self.list()}
         if job_id not in known:
             names = ", ".join(list(known)[-5:]) or "none"

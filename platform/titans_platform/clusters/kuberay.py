@@ -7,9 +7,9 @@ and label, and token authentication: pods get the token from a Secret, so that n
 from __future__ import annotations
 
 import base64
+import copy
 import json
 import shlex
-from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar
 
 import yaml
@@ -22,6 +22,9 @@ from titans_platform.clusters.steps import Note, Run, Step
 from titans_platform.errors import ClusterError
 
 Label = Annotated[str, Field(pattern=r"^[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?$")]
+POD_GRACE = 90
+"""Seconds that a pod gets to end if the file sets none. A run takes up to `preemption.GRACE` to write a
+checkpoint; Kubernetes' own default is 30."""
 LABEL = {"app.kubernetes.io/managed-by": "titans"}
 
 
@@ -62,14 +65,8 @@ class KubeRay(Cluster):
         context = ("--context", self.context) if self.context else ()
         return ("kubectl", *context, "--namespace", self.namespace, *arguments)
 
-    def apply(self, objects: Sequence[dict[str, Any]]) -> Step:
-        # the JSON round trip unshares objects, which YAML would write as anchors and aliases
-        manifests = yaml.safe_dump_all(json.loads(json.dumps(objects)), sort_keys=False)
-        # strict: a misspelt field is an error, which the server would otherwise drop
-        return Run(self.kubectl("apply", "--validate=strict", "-f", "-"), stdin=manifests)
-
     def grows_to(self) -> list[dict[str, float]] | None:
-        """Every group at its largest."""
+        """Return the nodes with every group at its largest; None if the cluster does not grow."""
         groups: Any = self.ray.get("workerGroupSpecs") or []
         sizes = [(int(g.get("replicas", 0)), int(g.get("maxReplicas", g.get("replicas", 0)))) for g in groups]
         if all(replicas == most for replicas, most in sizes):
@@ -81,8 +78,17 @@ class KubeRay(Cluster):
         """Apply the manifests and the RayCluster, wait for its pods."""
         auth = {"mode": "token"} | ({"secretName": self.secret} if self.secret else {})
         kind = {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": {"name": self.name}}
-        cluster = {**kind, "spec": {"authOptions": auth, **self.ray}}
-        apply = self.apply([self.placed(item) for item in (*self.manifests, cluster)])
+        ray: dict[str, Any] = copy.deepcopy(dict(self.ray))
+        for group in (ray["headGroupSpec"], *ray.get("workerGroupSpecs", ())):
+            group["template"]["spec"].setdefault("terminationGracePeriodSeconds", POD_GRACE)
+        cluster = {**kind, "spec": {"authOptions": auth, **ray}}
+        # the JSON round trip unshares objects, which YAML would write as anchors and aliases
+        objects = json.loads(json.dumps([self.placed(item) for item in (*self.manifests, cluster)]))
+        # strict: a misspelt field is an error, which the server would otherwise drop
+        apply = Run(
+            self.kubectl("apply", "--validate=strict", "-f", "-"),
+            stdin=yaml.safe_dump_all(objects, sort_keys=False),
+        )
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
         return [apply, self.record_step(), Run(self.kubectl(*ready))]
 

@@ -141,7 +141,7 @@ class Nodes(Cluster):
     def _log(self, number: int) -> Path:
         return self.state_folder / f"node-{number}.log"
 
-    def _wait(self, what: str, count: int) -> Step:
+    def _wait(self, event: str, count: int) -> Step:
         """Wait until ``count`` nodes are alive; if not, the log of the last one says why."""
 
         def wait() -> None:
@@ -155,10 +155,10 @@ class Nodes(Cluster):
                     if find(process) is None:
                         raise ClusterError(f"{process['role']} exited early; see {self._log(number)}")
                 if time.monotonic() > deadline:
-                    raise ClusterError(f"{what}: {_START_SECONDS} s are over; see {self._log(count - 1)}")
+                    raise ClusterError(f"{event}: {_START_SECONDS} s are over; see {self._log(count - 1)}")
                 time.sleep(0.3)
 
-        return Step(f"# wait until {what}", wait)
+        return Step(f"# wait until {event}", wait)
 
     def up(self) -> str:
         """Start the nodes; if one fails to start, stop the others."""
@@ -186,7 +186,7 @@ class Nodes(Cluster):
         return self.require_up()["address"]
 
     def status(self) -> dict[str, Any]:
-        """Down, or what Ray reports, with the process of each node."""
+        """Return `down`, or what Ray reports, with the process of each node."""
         if (running := self.recorded()) is None:
             return {"state": "down", "where": "this machine", "nodes": [], "jobs": []}
         processes = [{**process, "alive": find(process) is not None} for process in running["processes"]]

@@ -39,9 +39,9 @@ def root_on(cluster: Cluster, root: Path, explicit: bool) -> Path:
     if cluster.sees_paths:
         return root.resolve()
     if not explicit:
-        why = f"missing: the nodes do not see this machine's {root}"
+        cause = f"missing: the nodes do not see this machine's {root}"
         fix = "set it to the absolute path of a folder that every node mounts"
-        raise UsageError(f"clusters/{cluster.name}.yaml.storage: {why}; {fix}")
+        raise UsageError(f"clusters/{cluster.name}.yaml.storage: {cause}; {fix}")
     if not root.is_absolute():
         where = f"should be an absolute path on the nodes of {cluster.name}"
         raise UsageError(f"--root {root}: {where}; or leave it out")
@@ -69,9 +69,9 @@ def job_environment(cluster: Cluster) -> dict[str, str]:
     # it imports mlflow, which takes seconds
     from titans_platform.tracking import STORE
 
-    here, grown = Path(os.environ.get("TITANS_HOME", "titans-runs")), cluster.grows_to()
+    root, grown = Path(os.environ.get("TITANS_HOME", "titans-runs")), cluster.grows_to()
     # the default --root of the job, the same as here
-    home = cluster.storage or (str(here.resolve()) if cluster.sees_paths else None)
+    home = cluster.storage or (str(root.resolve()) if cluster.sees_paths else None)
     given = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
     return {
         **QUIET,
@@ -89,7 +89,7 @@ def job_environment(cluster: Cluster) -> dict[str, str]:
 def titans_job(
     cluster: Cluster, arguments: Sequence[str], name: str = "", files: Mapping[str, bytes] | None = None
 ) -> Job:
-    """Any `titans` command as a job."""
+    """Package any `titans` command as a job."""
     words = [word for word in arguments if not word.startswith("-")]
     name = name or "-".join(words[:2]) or "titans"
     return Job(name, tuple(arguments), files or {}, job_environment(cluster), cluster.pip)
@@ -147,20 +147,20 @@ def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
 
     for source in sorted({source.path for one in data for source in one.sources if source.path}):
         if not Path(source).is_absolute() and "://" not in source:
-            why = f"{source} is relative to this folder, which a job does not see"
-            raise UsageError(f"data.sources: {why}; give its absolute path on the nodes")
+            cause = f"{source} is relative to this folder, which a job does not see"
+            raise UsageError(f"data.sources: {cause}; give its absolute path on the nodes")
     # absolute paths and Hub names of tokenizers are left to the cluster
     names = {one.tokenizer for one in data}
     files = map(Path, sorted(name for name in names - set(BUILT_IN) if not names_hub(name)))
-    here = [path for path in files if not path.is_absolute()]
-    for path in here:
+    relative = [path for path in files if not path.is_absolute()]
+    for path in relative:
         if not path.is_file():
             fix = "run from the folder it is in, or give an absolute path on the cluster"
             raise UsageError(f"data.tokenizer: no file {path} here to ship with the job; {fix}")
         if ".." in path.parts:
             fix = "run from the folder it is in"
             raise UsageError(f"data.tokenizer: a path with .. cannot be shipped with a job; {fix}")
-    return {path.as_posix(): path.read_bytes() for path in here}
+    return {path.as_posix(): path.read_bytes() for path in relative}
 
 
 def constraints() -> bytes:
@@ -181,9 +181,9 @@ def put_code(folder: Path) -> None:
             command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built]
             done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
             if done.returncode:
-                why = (done.stderr.strip() or "hatchling failed").splitlines()[-1]
+                cause = (done.stderr.strip() or "hatchling failed").splitlines()[-1]
                 fix = "pip install -e '.[dev]' brings hatchling"
-                raise UsageError(f"the project's wheel cannot be built: {why}; {fix}")
+                raise UsageError(f"the project's wheel cannot be built: {cause}; {fix}")
             for wheel in Path(built).glob("*.whl"):
                 shutil.unpack_archive(wheel, folder, "zip")
         return

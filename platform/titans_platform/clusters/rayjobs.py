@@ -107,13 +107,13 @@ class RayJobs(Jobs):
         if status in (401, 403):
             raise self._error(f" rejects the token in {self.token}")
         if status != 200:
-            what = f"HTTP status {status}, not a Ray dashboard" if status else "no answer"
-            raise self._error(f": {what}; see titans cluster status, or up")
+            cause = f"HTTP status {status}, not a Ray dashboard" if status else "no answer"
+            raise self._error(f": {cause}; see titans cluster status, or up")
         if _http_status(self.address, None) == 200:
             raise self._error(" accepts jobs without a token; restart it with RAY_AUTH_MODE=token")
 
-    def _error(self, why: str) -> ClusterError:
-        return ClusterError(f"cluster {self.cluster}: {self.address}{why}")
+    def _error(self, cause: str) -> ClusterError:
+        return ClusterError(f"cluster {self.cluster}: {self.address}{cause}")
 
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
         """Upload the job's folder, its files and the code in it, and submit."""
@@ -140,8 +140,8 @@ class RayJobs(Jobs):
                     metadata={"name": job.name},
                 )
             except Exception as error:
-                why = f"the job was not accepted: {one_line(error)}"
-                raise ClusterError(f"cluster {self.cluster}: {why}") from None
+                cause = f"the job was not accepted: {one_line(error)}"
+                raise ClusterError(f"cluster {self.cluster}: {cause}") from None
 
     def list(self) -> list[JobInfo]:
         jobs = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
@@ -310,7 +310,9 @@ class RayUp(Cluster):
         return config
 
     def grows_to(self) -> list[dict[str, float]] | None:
-        """Every worker type at max_workers; Ray adds machines while cells are queued."""
+        """Return the nodes with every worker type at max_workers; Ray adds machines while cells are
+        queued.
+        """
         ray: Any = self.ray
         types = dict(ray.get("available_node_types") or {})
         types.pop(ray.get("head_node_type"), None)

@@ -78,7 +78,7 @@ def token_variables(path: Path | str) -> dict[str, str]:
 
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Our environment without the variables in _UNSET, with ``more``, in which `$PATH` is expanded."""
+    """Return our environment without the variables in _UNSET, with ``more``, in which `$PATH` is expanded."""
     ours = {key: value for key, value in os.environ.items() if key not in _UNSET}
     return ours | {key: os.path.expandvars(value) for key, value in (more or {}).items()}
 
@@ -181,8 +181,8 @@ def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quie
         raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
     if done.returncode:
         printed = (done.stderr or done.stdout or "").strip().splitlines()
-        why = printed[-1] if printed else f"exit code {done.returncode}"
-        raise ClusterError(f"{shlex.join(argv[:3])}: {why}")
+        cause = printed[-1] if printed else f"exit code {done.returncode}"
+        raise ClusterError(f"{shlex.join(argv[:3])}: {cause}")
     return done.stdout or ""
 
 

@@ -10,13 +10,12 @@ import random
 from collections.abc import Callable, Iterable, Iterator
 from fractions import Fraction
 from itertools import chain, islice
-from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from titans_platform.config import DataConfig, SourceConfig
+from titans_platform.config import DataConfig, SourceConfig, hashes_of
 from titans_platform.data.shards import BoolArray
 from titans_platform.data.sources import Document
 from titans_platform.data.tokenizer import Tokenizer
@@ -73,7 +72,7 @@ def encode_documents(
 
 
 def split_documents(documents: Iterator[Document], fraction: float, seed: int) -> Placed:
-    """Each document with whether it is held out for validation, by the hash of its key.
+    """Yield each document, marked if it is held out for validation, by the hash of its key.
 
     Documents of a small source are ranked by that hash, and a ``fraction`` of them (at least one, never all)
     is held out; in a larger source each is held out with probability ``fraction``. A single document
@@ -164,13 +163,7 @@ def task_identity(config: SourceConfig) -> list[Any]:
     """
     from titans_platform.tasks import build_task
 
-    identity = []
-    for task in config.tasks:
-        files = (Path(value) for value in task.options.values() if isinstance(value, str))
-        stats = (path.stat() for path in files if path.is_file())
-        stamps = [[stat.st_size, stat.st_mtime_ns] for stat in stats]
-        identity.append([task.task, build_task(task).version, stamps])
-    return identity
+    return [[task.task, build_task(task).version, hashes_of(task.options)] for task in config.tasks]
 
 
 def generate_items(
@@ -197,7 +190,7 @@ def generate_items(
 
 
 def interleave(weights: list[float]) -> list[int]:
-    """One cycle of indices into ``weights``, each as often as its weight says and spread evenly.
+    """Return a cycle of indices into ``weights``, each as often as its weight says and spread evenly.
 
     Proportions that need a cycle longer than CYCLE are rounded to it, none to zero.
     """

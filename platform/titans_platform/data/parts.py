@@ -13,6 +13,7 @@ import os
 import pickle
 import secrets
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
@@ -42,6 +43,7 @@ from titans_platform.data.store import Store
 from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_bytes
+from titans_platform.provenance import cores
 
 Progress = Callable[[str, int, int, "float | None"], None]
 """Progress callback: source label, documents and tokens so far, fraction done (None if unknown)."""
@@ -84,7 +86,8 @@ def text_source(data: DataConfig, i: int, store: Store) -> TextSource:
 def make_part(job: PartJob, progress: Progress | None = None) -> Manifest:
     """Tokenise one part, or the whole source, and publish it in the store. Raises UsageError."""
     data, source = job.data, job.data.sources[job.source]
-    config = source.model_copy(update={"max_tokens": job.limit})
+    held_out = {"validation_fraction": source.held_out}
+    config = source.model_copy(update=held_out | {"max_tokens": job.limit})
     tokenizer = kept_tokenizer(job.store, job.tokenizer)
     origin: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "revision": job.plan.revision}
     origin["source"] = source.model_dump(mode="json", exclude_defaults=True)
@@ -185,7 +188,7 @@ def _up_to_limit(job: PartJob, made: dict[int, Manifest]) -> dict[str, Manifest]
 
 
 def _joined(parts: dict[str, Manifest]) -> Manifest:
-    """One manifest of all parts."""
+    """Join the manifests of all parts."""
 
     def split(which: str) -> SplitInfo:
         infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
@@ -247,6 +250,12 @@ def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, store.read(f"tokenizers/{kept}"))
     return load_tokenizer(str(path))
+
+
+def default_runner() -> Runner:
+    """Return `by_ray` if this process is connected to Ray, as a job is; otherwise local processes."""
+    ray = sys.modules.get("ray")
+    return by_ray if ray and ray.is_initialized() else by_processes(cores())
 
 
 def by_processes(processes: int) -> Runner:
@@ -316,7 +325,7 @@ def by_ray(jobs: Iterator[PartJob]) -> Iterator[tuple[int, Manifest]]:
 
 
 def _ray_task(row: dict[str, Any]) -> dict[str, Any]:
-    """One part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
+    """Prepare one part; a TitansError is returned as it is, not wrapped in a RayTaskError."""
     job: PartJob = pickle.loads(row["job"])
     try:
         return {"result": pickle.dumps((job.number or 0, make_part(job)))}

@@ -1,14 +1,13 @@
 """Tokenise sources to shards, each once, and open prepared data.
 
 Layout of `data/` under the storage root: a folder for each source, tokenizer and version; `index/`, which
-maps a DataConfig to its folders (so that opening needs neither the sources nor the tokenizer's file);
-`tokenizers/` with copies.
+maps a DataConfig, and the fingerprint of data, to folders (so that opening needs neither the sources nor the
+tokenizer's file); `tokenizers/` with copies.
 """
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -23,7 +22,7 @@ from titans_platform.data.parts import (
     PartJob,
     Progress,
     Runner,
-    by_processes,
+    default_runner,
     kept_tokenizer,
     make_source,
     text_source,
@@ -110,7 +109,7 @@ class PreparedData:
         )  # fmt: skip
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
-        """All validation rows once, in a fixed order. Raises UsageError if there are none."""
+        """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""
         if not any(len(source.validation) for source in self.sources):
             have = sum(source.manifest.validation.tokens for source in self.sources)
             none = f"{have} validation tokens make no row of {self.config.sequence_length} + 1"
@@ -143,16 +142,17 @@ def prepare(
         if not _is_whole(data, store, name, repair):
             with FileLock(store.staging / "index" / f"{name}.lock"):
                 if not _is_whole(data, store, name, repair):
-                    make_source(PartJob(data, i, store, name, kept), run or by_processes(cores()), progress)
+                    make_source(PartJob(data, i, store, name, kept), run or default_runner(), progress)
+                    if _name_of_source(data, i, tokenizer, store) != name:
+                        store.remove(name)
+                        changed = f"data.sources.{i}: changed while it was read"
+                        raise UsageError(f"{changed}; run the command again when nothing writes to it")
         names.append(name)
-    index = {"sources": names, "tokenizer": kept}
-    store.write(_index_file(data), (json.dumps(index, indent=2, sort_keys=True) + "\n").encode())
-    return _open_folders(data, store, kept, names)
-
-
-def cores() -> int:
-    """CPUs this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    index = json.dumps({"sources": names, "tokenizer": kept}, indent=2, sort_keys=True).encode() + b"\n"
+    store.write(_index_file(data), index)
+    prepared = _open_folders(data, store, kept, names)
+    store.write(_index_of(prepared.fingerprint), index)
+    return prepared
 
 
 def _keep_tokenizer(tokenizer: Tokenizer, store: Store) -> str:
@@ -211,12 +211,16 @@ def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -
     return manifest
 
 
-def open_prepared(data: DataConfig, root: Path, *, verify: bool = False) -> PreparedData:
+def open_prepared(
+    data: DataConfig, root: Path, *, verify: bool = False, fingerprint: str | None = None
+) -> PreparedData:
     """Open data that `prepare` wrote; needs neither the sources nor the tokenizer. Raises UsageError.
 
-    ``verify`` hashes every shard, even if its mtime matches the manifest.
+    ``verify`` hashes every shard, even if its mtime matches the manifest. With a ``fingerprint`` the data
+    that had it are opened, not the newest ones of this config.
     """
-    store, name = open_store(data.store, root), _index_file(data)
+    store = open_store(data.store, root)
+    name = _index_file(data) if fingerprint is None else _index_of(fingerprint)
     try:
         index = json.loads(store.read(name))
         kept, names = str(index["tokenizer"]), [str(name) for name in index["sources"]]
@@ -241,6 +245,11 @@ def _open_folders(
         length, borders = data.sequence_length, data.packing == "borders"
         sources.append(SourceRows(files, manifest, length, tokenizer.pad, source.weight, borders))
     return PreparedData(data, tokenizer, sources)
+
+
+def _index_of(fingerprint: str) -> str:
+    """Return the name of the index file that maps the fingerprint of data to its folders."""
+    return f"index/data-{fingerprint}.json"
 
 
 def _index_file(data: DataConfig) -> str:

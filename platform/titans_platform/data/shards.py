@@ -226,8 +226,8 @@ def read_table(files: ShardSource, info: ShardInfo) -> pa.RecordBatch:
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(f"{files}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != info.rows:
-        what = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
-        raise UsageError(f"{files}/{info.file}: {what}; {REPAIR}")
+        cause = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
+        raise UsageError(f"{files}/{info.file}: {cause}; {REPAIR}")
     return batch
 
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import lzma
 import os
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,7 @@ from typing import Any, NamedTuple
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
+from titans_platform.files import hash_of, read_json, write_json
 
 KINDS = (".txt", ".py", ".jsonl", ".parquet", ".arrow")
 BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
@@ -139,6 +141,22 @@ class RecordSource(TextSource):
         except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
             raise UsageError(f"{self.field}: {what} cannot be read: {one_line(error, 160)}") from error
 
+    def contents(self, files: Iterable[File]) -> list[list[str]]:
+        """Return name and hash of each file; hashes are kept, so that only changed files are read again."""
+        known = read_json(kept := self.cache / "hashes.json") or {}
+        hashes, stamped = [], {}
+        for file in files:
+            try:
+                value = known.get(key := f"{file.name} {file.bytes} {file.stamp}") or file.hash()
+            except Exception as error:  # file systems have no common exception
+                why = one_line(error, 160)
+                raise UsageError(f"{self.field}: {file.name} cannot be read: {why}") from error
+            hashes.append([file.name, value])
+            stamped |= {key: value} if file.stamp else {}
+        if stamped.keys() - known.keys():
+            write_json(kept, known | stamped)
+        return hashes
+
     def texts(self, what: str, records: Iterable[Any], text_field: str) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
         where = f"{self.field}.text_field"
@@ -156,8 +174,19 @@ class File(NamedTuple):
     name: str
     """A local path, or an fsspec URL."""
     bytes: int
-    stamp: Any
-    """Changes when the file changes."""
+    stamp: str = ""
+    """Changes when the inode changes, which an edit cannot avoid; empty: unknown, or too young to tell."""
+    content: str = ""
+    """Hash of the content, if the file system has one."""
+
+    def hash(self) -> str:
+        """Return the hash of the content. Raises OSError, and what the file system of a URL raises."""
+        if self.content or "://" not in self.name:
+            return self.content or hash_of(Path(self.name))
+        import fsspec
+
+        with fsspec.open(self.name, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()[:16]  # type: ignore[arg-type]
 
 
 class FilesSource(RecordSource):
@@ -196,8 +225,7 @@ class FilesSource(RecordSource):
         pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
         inside = os.path.join(pattern, "**") if os.path.isdir(expanded) else pattern
         names = filter(os.path.isfile, glob.glob(inside, recursive=True))
-        stats = ((str(Path(name)), os.stat(name)) for name in names)
-        return [File(n, stat.st_size, stat.st_mtime_ns) for n, stat in stats], os.path.isfile(expanded)
+        return [local_file(name) for name in names], os.path.isfile(expanded)
 
     def _remote(self) -> tuple[list[File], bool]:
         """List the files at a URL; also return True if the URL itself is a file. Raises UsageError."""
@@ -211,19 +239,18 @@ class FilesSource(RecordSource):
         except ImportError as error:
             raise UsageError(f"{self.field}.path: {one_line(error, 160)}; pip install it") from None
         except Exception as error:  # file systems have no common exception
-            why = one_line(error, 160)
-            raise UsageError(f"{self.field}.path: {self.path} cannot be listed: {why}") from error
-        keys = ("ETag", "etag", "md5Hash", "mtime", "LastModified", "created")
+            cause = one_line(error, 160)
+            raise UsageError(f"{self.field}.path: {self.path} cannot be listed: {cause}") from error
         files = []
         for name, info in listed.items():
             if info["type"] == "file":
-                stamp = str(next((info[key] for key in keys if key in info), ""))
-                files.append(File(system.unstrip_protocol(name), info["size"] or 0, stamp))
+                content = str(next((info[key] for key in ("ETag", "etag", "md5Hash") if info.get(key)), ""))
+                files.append(File(system.unstrip_protocol(name), info["size"] or 0, content=content))
         return files, one
 
     def identity(self) -> Any:
-        """Name, size and time of every file: an edited file is read again."""
-        return [list(file) for file in self.files()]
+        """Name and content of every file."""
+        return self.contents(self.files())
 
     def plan(self) -> SourcePlan:
         """Consecutive files of at least PART_BYTES in all."""
@@ -265,11 +292,14 @@ class HubSource(RecordSource):
         super().__init__(source, field, cache, self.dataset + (f"/{source.subset}" if source.subset else ""))
 
     def identity(self) -> Any:
-        """None: its name is in the config; prepared data stay until their folder is deleted."""
-        return None
+        """None: its name is in the config; prepared data stay until their folder is deleted. Of a folder of
+        this machine, the content of its files.
+        """
+        below = (str(path) for path in sorted(Path(self.dataset).rglob("*")) if path.is_file())
+        return self.contents(map(local_file, below)) if os.path.isdir(self.dataset) else None
 
     def plan(self) -> SourcePlan:
-        """One part per file of the dataset, at its newest commit."""
+        """Plan one part per file of the dataset, at its newest commit."""
         revision = self.source.revision or self._newest()
         if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
             return SourcePlan((), revision)
@@ -304,6 +334,15 @@ class HubSource(RecordSource):
             return None
 
 
+def local_file(name: str) -> File:
+    """Return a file of this machine."""
+    stat = os.stat(name)
+    # an edit within the clock's resolution of the last one would leave the same times
+    young = time.time_ns() - stat.st_ctime_ns < 2 * 10**9
+    stamp = "" if young else f"{stat.st_mtime_ns} {stat.st_ctime_ns} {stat.st_ino}"
+    return File(str(Path(name)), stat.st_size, stamp)
+
+
 SOURCES = Registry(
     "data.sources.kind",
     TextSource,
@@ -318,7 +357,7 @@ SOURCES = Registry(
 
 
 def kind_of(path: Path) -> str | None:
-    """One of KINDS, seen through a compression suffix; None for another."""
+    """Return one of KINDS, seen through a compression suffix; None for another."""
     suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
     return suffix if suffix in KINDS else None
 

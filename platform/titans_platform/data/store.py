@@ -190,8 +190,8 @@ class Bucket(Store):
                 raise
             except OSError as error:
                 if attempt == MAX_ATTEMPTS - 1:
-                    why = f"after {MAX_ATTEMPTS} attempts: {one_line(error, 160)}"
-                    raise TitansError(f"{self / name}: the object store does not respond, {why}") from error
+                    cause = f"after {MAX_ATTEMPTS} attempts: {one_line(error, 160)}"
+                    raise TitansError(f"{self / name}: the object store does not respond, {cause}") from error
                 time.sleep(FIRST_BACKOFF * 2**attempt * random.uniform(0.8, 1.2))
         raise AssertionError
 

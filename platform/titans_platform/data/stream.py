@@ -59,13 +59,13 @@ class SourceOrder:
         rows = np.empty_like(drawn)
         epochs = drawn // self.rows
         for epoch in np.unique(epochs).tolist():
-            there = np.flatnonzero(epochs == epoch)
-            positions = drawn[there] - epoch * self.rows
+            in_epoch = np.flatnonzero(epochs == epoch)
+            positions = drawn[in_epoch] - epoch * self.rows
             which = self.window_of(epoch, positions)
             for w in np.unique(which).tolist():
                 inside = which == w
                 first = self.windows(epoch)[w].first
-                rows[there[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
+                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
         return rows
 
     def window_of(self, epoch: int, positions: Integers) -> Integers:
@@ -104,10 +104,10 @@ class SourceOrder:
         return np.concatenate(rows)[shuffled(window.rows, f"{self._key}/{epoch}/{number}")]
 
 
-def check_shared(batch_size: int, what: str, world_size: int) -> None:
+def check_shared(batch_size: int, unit: str, world_size: int) -> None:
     """Check that every worker gets a row of a batch. Raises UsageError."""
     if batch_size < world_size:
-        given = f"{batch_size} {what} cannot be shared by {world_size} workers"
+        given = f"{batch_size} {unit} cannot be shared by {world_size} workers"
         raise UsageError(f"optim.global_batch_size: {given}")
 
 
@@ -217,7 +217,7 @@ class RowStream:
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
-    """All validation rows once, ``batch_size`` at a time, in a fixed order that mixes the sources.
+    """Yield all validation rows once, ``batch_size`` at a time, in a fixed order that mixes the sources.
 
     Any prefix is a representative sample; the last batch may be smaller.
     """
@@ -352,8 +352,8 @@ class Streams:
         random_resets = uniform(self.batch_size, f"{self.seed}/reset/{step}") < self.reset_probability
         rows, begins = self.rows(step), np.zeros(self.batch_size, np.bool_)
         for s, table in self.tables.items():
-            here = self.source == s
-            begins[here] = table.begins[rows[here]]
+            of_source = self.source == s
+            begins[of_source] = table.begins[rows[of_source]]
         return random_resets | begins
 
     def batch(self, step: int) -> StreamBatch:

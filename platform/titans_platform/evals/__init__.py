@@ -23,7 +23,7 @@ __all__ = ["Request", "Score", "Scorer", "evaluate", "evaluating"]
 
 def evaluate(
     model: nn.Module, prepared: Any, config: EvalConfig, sequence_length: int, *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device = "cpu", precision: str = "fp32",
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every column of `config` on `model`; the model's training mode is restored.
 
@@ -40,6 +40,7 @@ def evaluate(
         config: columns, items, seed, budget of a forward pass.
         sequence_length: T of a training row, tokens.
         device: where the model is.
+        precision: "bf16" measures under autocast, as a run with that `optim.precision` trains.
 
     Returns:
         `columns` {column: value}, `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}},
@@ -54,14 +55,15 @@ def evaluate(
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
     known: dict[tuple[str, int], Measurement] = {}
-    with evaluating(model):
+    lower = torch.autocast(scorer.device.type, torch.bfloat16, enabled=precision == "bf16")
+    with evaluating(model), lower:
         for column, labelled in tasks.items():
             values, chances = [], []
-            for label, task, asked in labelled:
+            for label, task, task_config in labelled:
                 measured: list[Measurement] = []
-                for length in (row_length(multiple, sequence_length) for multiple in asked.lengths):
+                for length in (row_length(multiple, sequence_length) for multiple in task_config.lengths):
                     # columns may share a task, as an average and its parts do
-                    same = asked.model_dump_json(exclude={"lengths"}), length
+                    same = task_config.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
                         known[same] = task.measure(Context(scorer, prepared, config, length))
                     measured.append(known[same])

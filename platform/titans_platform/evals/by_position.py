@@ -14,7 +14,7 @@ Shapes: N texts, B of them read side by side, L = R T tokens of a text (with its
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -79,7 +79,7 @@ class ByPosition:
         return self._mean(self.losses[FRESH] - self.losses[CARRIED], first, last)
 
     def buckets(self) -> list[tuple[int, int]]:
-        """First and last position of each bucket: powers of two times T, down to an eighth of it."""
+        """Return first and last position of each bucket: powers of two times T, down to an eighth of it."""
         sizes = [self.row >> 3, self.row >> 2, self.row >> 1, self.row]
         while sizes[-1] < self.length:
             sizes.append(2 * sizes[-1])
@@ -118,30 +118,24 @@ def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
 
 def read_by_position(
     scorer: Scorer, texts: Sequence[LongText], row: int, ways: Sequence[str] = (CARRIED, FRESH),
-    windows: Sequence[int] = WINDOWS, report: Callable[[int], None] = lambda tokens: None,
+    windows: Sequence[int] = WINDOWS,
 ) -> ByPosition:  # fmt: skip
     """Losses of texts of equal length, computed in these ways and with these windows.
 
     Memory does not grow with the length, but for the tokens, their losses and the state itself. Windows that
-    hold all rows before every row are left out: they are `carried`. ``report`` is called with the tokens of
-    each pass. Every worker of a process group calls this, and all get the same.
+    hold all rows before every row are left out: they are `carried`. Every worker of a process group calls
+    this, and all get the same.
     """
     length = len(texts[0].counts)
     before, at_once = _rows_before(length // row, ways, windows), scorer.parallel_rows(length)
     batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
-    measured = measure_distributed(batches, _Reader(scorer, row, at_once, before, report))
+    measured = measure_distributed(batches, _Reader(scorer, row, at_once, before))
     losses = {way: np.concatenate([batch[way] for batch in measured]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
 
-def tokens_to_read(texts: int, rows: int, row: int, windows: Sequence[int] = WINDOWS) -> int:
-    """Total tokens that `read_by_position` reads."""
-    before = _rows_before(rows, (CARRIED, FRESH), windows).values()
-    return sum(texts * row * (rows if w is None else (w + 1) * (rows - w)) for w in before)
-
-
 def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
-    """For each way, the number of rows read before each row; None: all."""
+    """Return, for each way, the number of rows read before each row; None: all."""
     rows_before = {way: None if way == CARRIED else 0 for way in ways}
     return rows_before | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
@@ -156,7 +150,6 @@ class _Reader:
     """Texts of a full batch. The number of passes must not depend on how full a batch is: the ranks of a
     sharded model make them together."""
     before: Mapping[str, int | None]
-    report: Callable[[int], None]
 
     def __call__(self, texts: Sequence[LongText]) -> dict[str, Floats]:
         tokens_BL = torch.from_numpy(np.stack([text.tokens for text in texts])).to(self.scorer.device)
@@ -183,13 +176,11 @@ class _Reader:
         piece -= piece % self.row if piece > self.row else 0
         for part in tokens_BL[:, :context].split(piece, 1) if context else ():
             state = model(part, state, last=True).state
-            self.report(part.numel())
         inputs, targets = tokens_BL[:, context:-1], tokens_BL[:, context + 1 :]
         for part, after in zip(inputs.split(piece, 1), targets.split(piece, 1), strict=True):
             out = model(part, state, targets_BT=after)
             state = out.state
             losses.append(out.losses.cpu())
-            self.report(part.numel())
         return torch.cat(losses, 1)
 
 
@@ -208,7 +199,7 @@ def longest_text(prepared: Any) -> int:
 
 
 def _stretches(prepared: Any) -> list[tuple[Any, int, int]]:
-    """Each split of held-out text, with its first token and the end of its last."""
+    """Return each split of held-out text, with its first token and the end of its last."""
     splits = [source.validation for source in prepared.sources if not source.items]
     return [(split, 0, int(split.held.sum())) for split in splits if len(split.held)]
 

@@ -1,4 +1,4 @@
-"""Perplexity of the validation rows, in total and by context length; training throughput by row length."""
+"""Perplexity of the validation rows; training throughput by row length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import partial
 from itertools import islice
 from statistics import fmean, median, pvariance
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import torch
 from pydantic import Field
@@ -18,14 +18,6 @@ from titans_kernels.bench.timing import Clock
 from titans_platform.errors import UsageError
 from titans_platform.evals.scoring import measure_distributed, measure_on_rank_0, sharded_modules
 from titans_platform.tasks import Context, Measurement, Task
-
-
-class _Row(NamedTuple):
-    """Negative log-likelihood (nats) and counted tokens of a row, in total and by bucket exponent."""
-
-    nll: float
-    tokens: int
-    buckets: dict[int, tuple[float, int]]
 
 
 class Perplexity(Task):
@@ -44,16 +36,16 @@ class Perplexity(Task):
         Raises:
             UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
-        measured = measure_distributed(_batches(context), partial(_rows, context))
-        rows = [row for batch in measured for row in batch]
-        tokens = sum(row.tokens for row in rows)
-        if not tokens:
+        rows = [
+            row for batch in measure_distributed(_batches(context), partial(_rows, context)) for row in batch
+        ]
+        if not (tokens := sum(count for _, count in rows)):
             raise UsageError("perplexity: no validation rows; raise a text source's validation_fraction")
-        mean = sum(row.nll for row in rows) / tokens
+        mean = sum(nll for nll, _ in rows) / tokens
         # rows are the independent samples (ratio estimator)
-        stderr = math.sqrt(sum((row.nll - mean * row.tokens) ** 2 for row in rows)) / tokens
+        stderr = math.sqrt(sum((nll - mean * count) ** 2 for nll, count in rows)) / tokens
         chance = float(context.scorer.tokenizer.vocab_size)
-        return Measurement(math.exp(mean), math.exp(mean) * stderr, chance, tokens, _buckets(rows))
+        return Measurement(math.exp(mean), math.exp(mean) * stderr, chance, tokens)
 
 
 class HeldOutLoss(Perplexity):
@@ -82,39 +74,19 @@ def _batches(context: Context) -> Iterator[Any]:
             return
 
 
-def _rows(context: Context, batch: Any) -> list[_Row]:
+def _rows(context: Context, batch: Any) -> list[tuple[float, int]]:
+    """Return the negative log-likelihood (nats) of each row, and how many tokens of it count."""
     length, have = context.length, batch.tokens.shape[1] - 1
     if have < length:
         raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
-    tokens, starts = batch.tokens[:, : length + 1], batch.starts[:, :length]
-    positions = torch.arange(length).expand_as(starts)
-    # tokens of its document up to each position, itself included
-    seen = positions - torch.where(starts, positions, 0).cummax(1).values + 1
-    counts = batch.loss[:, :length]
-    logits = context.scorer.logits(tokens[:, :-1], starts)
-    return [_row(row, tokens[b, 1:], seen[b], counts[b]) for b, row in enumerate(logits)]
-
-
-def _row(logits_TV: Tensor, targets_T: Tensor, seen_T: Tensor, counts_T: Tensor) -> _Row:
-    # float32 row by row: a whole batch would need B T V floats
-    targets_T = targets_T.to(logits_TV.device)
-    nll_T = torch.nn.functional.cross_entropy(logits_TV.float(), targets_T, reduction="none").cpu()
-    nll, exponents = nll_T[counts_T].double(), seen_T[counts_T].double().log2().floor().long()
-    buckets = {}
-    for exponent in exponents.unique().tolist():
-        inside = nll[exponents == exponent]
-        buckets[exponent] = float(inside.sum()), len(inside)
-    return _Row(float(nll.sum()), len(nll), buckets)
-
-
-def _buckets(rows: list[_Row]) -> dict[str, float]:
-    """Perplexity over all rows by bucket of tokens seen."""
-    sums: dict[int, tuple[float, int]] = {}
-    for row in rows:
-        for exponent, (nll, count) in row.buckets.items():
-            total, tokens = sums.get(exponent, (0.0, 0))
-            sums[exponent] = total + nll, tokens + count
-    return {f"{2**e}-{2 ** (e + 1) - 1}": math.exp(nll / n) for e, (nll, n) in sorted(sums.items())}
+    tokens, counts_BT = batch.tokens[:, : length + 1], batch.loss[:, :length]
+    logits_BTV, rows = context.scorer.logits(tokens[:, :-1], batch.starts[:, :length]), []
+    targets_BT = tokens[:, 1:].to(logits_BTV.device)
+    for logits_TV, targets_T, counts_T in zip(logits_BTV, targets_BT, counts_BT, strict=True):
+        # float32 row by row: a whole batch would need B T V floats
+        nll_T = torch.nn.functional.cross_entropy(logits_TV.float(), targets_T, reduction="none").cpu()
+        rows.append((float(nll_T[counts_T].double().sum()), int(counts_T.sum())))
+    return rows
 
 
 class ThroughputOptions(Frozen):

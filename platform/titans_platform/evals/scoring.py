@@ -238,8 +238,8 @@ class Scorer:
     def _token_scores(
         self, tokens_BT: Tensor, at_BT: Tensor, targets_N: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """In blocks of the positions where `at_BT` is True: log-likelihood of the target in nats, and whether
-        it is the first of the likeliest tokens.
+        """Yield, in blocks of the positions at which `at_BT` is True, the target's log-likelihood in nats,
+        and True if it is the first of the likeliest tokens.
         """
         if isinstance(self.model, LanguageModel) and not sharded_modules(self.model):
             # logits of the scored positions alone

@@ -41,6 +41,10 @@ class Data(Protocol):
 D = TypeVar("D", bound=Data)
 
 
+class DataChanged(UsageError):
+    """The prepared data are not what a run was named for."""
+
+
 class Objective(ABC, Generic[D]):
     """The objective of one run. Built from the run's config; holds neither data nor model."""
 
@@ -71,13 +75,30 @@ class Objective(ABC, Generic[D]):
     def open(self, root: Path) -> D:
         """Open prepared data; does not need the sources. Raises UsageError, NotPrepared."""
 
+    def reopen(self, root: Path, fingerprint: str) -> D:
+        """Open the prepared data that a run was named for. Raises DataChanged if they are no longer there."""
+        if (data := self.open(root)).fingerprint != fingerprint:
+            now = f"{data.fingerprint}, and the run's are {fingerprint}"
+            raise DataChanged(f"data: the data under {root} are now {now}; run the command again")
+        return data
+
     @abstractmethod
     def build_model(self) -> Model:
         """Build the model at initialisation, from the config only. Raises UsageError."""
 
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a row as the model's blocks read it."""
+        return self.cfg.row_tokens
+
+    def head_activations(self, rows: int) -> int:
+        """Return the values that ``rows`` rows hold at once outside the blocks, such as logits."""
+        return 0
+
     def least_activations(self, rows: int) -> int:
-        """Lower bound on the activations kept for the backward pass of ``rows`` rows: each block's input."""
-        return rows * self.cfg.row_tokens * self.cfg.model.d_model * self.cfg.model.n_layers
+        """Return a lower bound on the values kept for a backward pass: each block's input, and the head's."""
+        model = self.cfg.model
+        return rows * self.block_tokens * model.d_model * model.n_layers + self.head_activations(rows)
 
     @abstractmethod
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:

@@ -122,7 +122,7 @@ class LabelledData:
         return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, make)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
-        """Up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
+        """Yield up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
         order = shuffled(len(self.labels[part]), part)[:items]
         for i in range(0, len(order), rows):
             yield self.batch(part, order[i : i + rows])
@@ -307,7 +307,7 @@ class Classification(Objective[LabelledData]):
             self._read(Path())
 
     def check(self, data: LabelledData | None = None) -> None:
-        """Also check vocabulary size, number of classes, and that some steps train on labels."""
+        """Check also the vocabulary size, number of classes, and that some steps train on labels."""
         options, cfg = self.options, self.cfg
         reject_data(self.cfg, ("sources",), f"reads {OPTIONS}.path")
         if options.pretrain_steps >= (steps := cfg.optim.steps):

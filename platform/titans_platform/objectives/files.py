@@ -214,9 +214,9 @@ def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> 
     if known.sha256:
         checksum = read_opened(path, lambda file: hashlib.file_digest(file, "sha256").hexdigest(), FOLDER)
         if checksum != known.sha256:
-            why = f"{path} is not the standard file: its sha256 is {checksum}, not {known.sha256}"
+            cause = f"{path} is not the standard file: its sha256 is {checksum}, not {known.sha256}"
             fix = f"get it from {known.source}, or name it as objective.options.path"
-            raise UsageError(f"{FOLDER}: {why}; {fix}")
+            raise UsageError(f"{FOLDER}: {cause}; {fix}")
     table = read_series(str(path), columns, FOLDER)
     steps, channels = table.values_NC.shape
     if (steps, channels) != (known.steps, len(columns) or known.channels):

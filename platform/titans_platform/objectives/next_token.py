@@ -10,7 +10,15 @@ from titans_core import LanguageModel
 from titans_core.interventions import Intervention, intervene
 from titans_core.model import LOGITS_PER_BLOCK
 from titans_platform.config import VOCABULARIES
-from titans_platform.data import Batch, PreparedData, Tokenizer, load_tokenizer, open_prepared, prepare
+from titans_platform.data import (
+    Batch,
+    NotPrepared,
+    PreparedData,
+    Tokenizer,
+    load_tokenizer,
+    open_prepared,
+    prepare,
+)
 from titans_platform.data.sources import FilesSource
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.perplexity import Perplexity
@@ -34,15 +42,21 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Open the tokenised sources."""
         return open_prepared(self.cfg.data, root)
 
+    def reopen(self, root: Path, fingerprint: str) -> PreparedData:
+        """Open the tokenised sources by their content, also if the text was prepared anew since."""
+        try:
+            return open_prepared(self.cfg.data, root, fingerprint=fingerprint)
+        except NotPrepared:
+            return super().reopen(root, fingerprint)
+
     def build_model(self) -> LanguageModel:
         """Build a language model."""
         with within("model", ValueError):
             return LanguageModel(self.cfg.model)
 
-    def least_activations(self, rows: int) -> int:
-        """Also count the logits that are in memory at once."""
-        logits = rows * self.cfg.row_tokens * self.cfg.model.vocab_size
-        return super().least_activations(rows) + min(logits, LOGITS_PER_BLOCK)
+    def head_activations(self, rows: int) -> int:
+        """Return the number of logits that are in memory at once."""
+        return min(rows * self.cfg.row_tokens * self.cfg.model.vocab_size, LOGITS_PER_BLOCK)
 
     def tokenizer(self) -> Tokenizer:
         """Load the tokenizer that ``data`` names."""
@@ -70,7 +84,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
                 raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")
 
     def check(self, data: PreparedData | None = None) -> None:
-        """Also check that the vocabulary covers the data, and that task sources name existing tasks."""
+        """Check also that the vocabulary covers the data, and that task sources name existing tasks."""
         if data is not None:
             check_vocabulary(self.cfg, data.tokenizer)
         elif self.cfg.data.tokenizer in VOCABULARIES:
@@ -93,9 +107,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         """Reject a model whose state cannot be carried across rows. Raises UsageError."""
         model, length = build_small(self), self.cfg.row_tokens
         tokens = torch.zeros(1, length, dtype=torch.long, device="meta")
-        here = f"data.sequence_length: streams are reset between rows of {length} tokens"
+        cause = f"data.sequence_length: streams are reset between rows of {length} tokens"
         for window in self.cfg.optim.windows or (None,):
-            with within(here, ValueError, ", and "), intervene(model, Intervention(window=window)):
+            with within(cause, ValueError, ", and "), intervene(model, Intervention(window=window)):
                 model(tokens, model(tokens).state, reset_B=torch.ones(1, dtype=torch.bool, device="meta"))
         if model.state_bytes(length << 20) != model.state_bytes(length << 21):
             raise UsageError(

@@ -120,7 +120,7 @@ class Parts(NamedTuple):
 
     @staticmethod
     def of(steps: int, split: Sequence[float]) -> Parts:
-        """From sizes in steps, or fractions of the series; validation gets the remainder of rounding.
+        """Read sizes in steps, or fractions of the series; validation gets the remainder of rounding.
 
         Raises UsageError if the series is too short.
         """
@@ -182,7 +182,7 @@ class SeriesData:
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"
     ) -> Iterator[Windows]:
-        """Up to ``items`` evenly spaced windows of ``length`` steps, with targets in one split.
+        """Yield up to ``items`` evenly spaced windows of ``length`` steps, with targets in one split.
 
         Targets are the same for every ``length``; inputs may reach back into the previous split.
         Raises UsageError if fewer than ``length`` steps precede the targets, or if the split does not exist.
@@ -241,11 +241,14 @@ class Regression(Objective[SeriesData]):
             known = str(error).partition(":")[0] in kind.Options.model_fields
             raise UsageError(f"{at if known else 'model'}.{error}") from None
 
-    def least_activations(self, rows: int) -> int:
-        """Also count one token per patch; for a forecaster, only its input window."""
-        if self.options.forecaster:
-            return rows * self.cfg.data.sequence_length * self.options.width
-        return super().least_activations(rows) // self.options.patch
+    @property
+    def block_tokens(self) -> int:
+        """One token per patch; a forecaster is counted without its blocks."""
+        return 0 if self.options.forecaster else self.cfg.row_tokens // self.options.patch
+
+    def head_activations(self, rows: int) -> int:
+        """Return the size of a forecaster's input windows."""
+        return rows * self.cfg.data.sequence_length * self.options.width if self.options.forecaster else 0
 
     def losses(self, model: Callable[..., Any], batch: Windows) -> Tensor:
         """[B] mean squared error of each window."""
@@ -262,7 +265,7 @@ class Regression(Objective[SeriesData]):
         self._read()
 
     def check(self, data: SeriesData | None = None) -> None:
-        """Also reject text sources, which would be ignored, and check the number of channels."""
+        """Reject also text sources, which would be ignored, and check the number of channels."""
         options, length = self.options, self.cfg.data.sequence_length
         reject_data(self.cfg, ("sources", "tokenizer"), f"reads {PATH}")
         if length % options.patch:

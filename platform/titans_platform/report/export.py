@@ -171,7 +171,7 @@ def _section(section: Section) -> RenderableType:
 
 
 def _fitting(report: StudyReport, keys: list[str], width: int) -> list[RichTable]:
-    """One table, or several of fewer columns; the last has the sizes of the models."""
+    """Return one table, or several of fewer columns; the last has the sizes of the models."""
     grid = _grid(report, keys, width)
     if len(keys) < 2 or Console(width=1000).measure(grid).minimum <= width:
         return [grid]

@@ -83,7 +83,7 @@ def figure_data(
 ) -> FigureData:
     """Collect the figure data of a table.
 
-    ``curves`` are the training losses of MLflow runs by run id, ``search`` is the record of the study's
+    ``curves`` are the training losses of cells by name, ``search`` is the record of the study's
     search: its trials with their params, steps and value.
     """
     rows = tuple(_series(table, row, curves or {}) for row in table.rows)
@@ -100,7 +100,7 @@ def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
     lengths = {key: at for key, c in table.columns.items() if (at := _by_length(key, c.factor, row.results))}
     speeds = [(result.tokens, result.train_seconds) for result in row.results]
     throughput = tuple(tokens / seconds for tokens, seconds in speeds if tokens and seconds)
-    kept = [curves[run] for each in row.results if (run := each.mlflow_run_id) and curves.get(run)]
+    kept = [curves[result.cell] for result in row.results if curves.get(result.cell)]
     return Series(
         row.row.name, axis_values(row.row), {THROUGHPUT: throughput} | values, lengths, row.row.paper,
         kept, row.row.reference, bool(row.failures),

@@ -15,7 +15,7 @@ from functools import partial
 from matplotlib.axes import Axes
 
 from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
-from titans_platform.report import plot
+from titans_platform.report import picture as plot
 from titans_platform.report.figure_data import (
     THROUGHPUT,
     Curve,
@@ -82,7 +82,7 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
 
 
 def heat_maps(data: FigureData) -> Iterator[Picture]:
-    """Two numeric axes: a heat map for each value of the other axes."""
+    """Yield a heat map of two numeric axes for each value of the other axes."""
     grid = [axis for axis in data.axes if axis.numeric and not axis.is_length]
     if len(grid) != 2 or any(axis.is_length for axis in data.axes):
         return
@@ -109,7 +109,7 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
 
 
 def against_a_field(data: FigureData) -> Iterator[Picture]:
-    """One numeric axis, or a length among others: every measure as lines against it."""
+    """Yield every measure as lines against one numeric axis, or a length among others."""
     lengths = [axis for axis in data.axes if axis.is_length]
     numeric = [axis for axis in data.axes if axis.numeric]
     if not lengths and len(numeric) != 1:
@@ -174,7 +174,7 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
 
 
 def depths(row: TableRow) -> dict[str, dict[tuple[float, str], list[float]]]:
-    """By task, accuracy at (tokens, depth), a number for each seed."""
+    """Return accuracy at (tokens, depth) by task, a number for each seed."""
     by_task: dict[str, dict[tuple[float, str], list[float]]] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():
@@ -261,7 +261,7 @@ RULES = (
 
 
 def pictures(data: FigureData) -> list[Picture]:
-    """Every figure of a study, in the order of the report."""
+    """Return every figure of a study, in the order of the report."""
     return [picture for rule in RULES for picture in rule(data)]
 
 

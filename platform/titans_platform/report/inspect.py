@@ -26,7 +26,7 @@ from titans_platform.data import Tokenizer
 from titans_platform.data.tokenizer import TextStream
 from titans_platform.errors import UsageError
 from titans_platform.files import write_bytes
-from titans_platform.report import plot
+from titans_platform.report import picture as plot
 from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Picture, panel
 from titans_platform.report.publish import figure, html
 from titans_platform.text import count
@@ -205,7 +205,8 @@ def shades(inspected: Inspected) -> list[Shade]:
 
 
 def _shade(key: str, about: str, values: Tensor) -> Shade:
-    """From the 2nd to the 98th percentile, at most Tukey's outer fence, so that a burst leaves no token pale.
+    """Scale values from the 2nd to the 98th percentile, at most Tukey's outer fence, so that a burst leaves
+    no token pale.
 
     Logarithmic where these are far apart: where all tokens after a burst have large values.
     """
@@ -244,7 +245,9 @@ def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
 
 
 def summary(trace: MemoryTrace) -> list[str]:
-    """One memory's row: mean errors before, after and at the end, share kept, mean gates, final norms."""
+    """Return one memory's row: mean errors before, after and at the end, share kept, mean gates, final
+    norms.
+    """
     means = [getattr(trace, name).mean().item() for name in ("surprise", "written", "final")]
     gates = [getattr(trace, name).mean().item() for name in ("alpha", "eta", "theta")]
     norms = [getattr(trace, name)[-1].mean().item() for name in ("weight_norm", "momentum_norm")]

@@ -18,12 +18,11 @@ from rich.console import Console
 
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
-from titans_platform.provenance import commands
 from titans_platform.report import export, render
 from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import Links, StudyReport, build_report
 from titans_platform.report.table import Table, build_table
-from titans_platform.runs.folder import Result, RunFolder
+from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import curve
 from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
@@ -109,9 +108,8 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
     if store := _open_store(run) if link or table.results else None:
         server = address or store.server
         links = Links((server or UI).rstrip("/"), store.experiment, local=not server)
-    report = build_report(
-        table, _curves(table, run.root, store), read_json(path / "search.json"), commands(path), links
-    )
+    curves = {result.cell: curve(RunFolder(run.root, result.cell).path) for result in table.results}
+    report = build_report(table, curves, read_json(path / "search.json"), links)
     paths = write_report(report, path)
     if link and store:
         log_report(store, report, paths)
@@ -139,15 +137,6 @@ def _open_store(run: StudyRun) -> TrackingStore | None:
         return None
 
 
-def _curves(table: Table, root: Path, store: TrackingStore | None) -> dict[str, list[tuple[int, float]]]:
-    """Training loss of every cell by the id of its MLflow run; from the journal in the cell's folder where
-    MLflow lacks it, as for a copied root.
-    """
-    runs = _runs(table)
-    logged = store.curves(runs) if store else {}
-    return {run: logged.get(run) or curve(RunFolder(root, result.cell).path) for run, result in runs.items()}
-
-
 def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
     """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
     texts = {
@@ -161,11 +150,6 @@ def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
     files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
     named = {f"{FIGURES}/{path.name}": path for path in files}
     return {name: folder / name for name in texts} | named
-
-
-def _runs(table: Table) -> dict[str, Result]:
-    """Return the results that have a run in MLflow, by its id."""
-    return {result.mlflow_run_id: result for result in table.results if result.mlflow_run_id}
 
 
 def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]) -> str:

@@ -73,8 +73,6 @@ class StudyReport:
     sections: tuple[Section, ...]
     """The verdict, if there is one."""
     pictures: tuple[Picture, ...]
-    commands: tuple[str, ...]
-    """Commands that were run on the study."""
     facts: Mapping[str, str]
     links: Links | None
 
@@ -99,15 +97,14 @@ class StudyReport:
 
 def build_report(
     table: Table, curves: Mapping[str, Curve] | None = None, search: Mapping[str, Any] | None = None,
-    commands: Sequence[str] = (), links: Links | None = None,
+    links: Links | None = None,
 ) -> StudyReport:  # fmt: skip
     """Build the report of a table.
 
     Args:
         table: The study's numbers.
-        curves: Training loss by step, by MLflow run id.
+        curves: Training loss by step, by cell.
         search: Record of the study's search: its trials, and what it found.
-        commands: Commands that were run on the study.
         links: Addresses of the runs; None if the tracking store could not be read.
     """
     search = search or {}
@@ -129,7 +126,7 @@ def build_report(
         notes=(*_notes(table, marks, only), *filter(None, search_notes)), marks=marks,
         comparisons=tuple(comparisons),
         sections=tuple(filter(None, [verdict(comparisons, table)])),
-        commands=tuple(commands), facts=_facts(table), links=links,
+        facts=_facts(table), links=links,
         pictures=tuple(pictures(figure_data(table, curves, search))) if table.rows else (),
     )  # fmt: skip
 
@@ -167,13 +164,17 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
+    slow = {row.row.name: form for row in table.rows for r in row.results for form in r.plain_forms}
+    for form in sorted(set(slow.values())):
+        rows = ", ".join(name for name, its in slow.items() if its == form)
+        lines.append(f"{rows}: the memory ran on a GPU without kernels ({form}); do not compare times.")
     if table.other_seeds:
         lines.append(f"Seeds that are not the scale's are counted: {', '.join(map(str, table.other_seeds))}.")
     for made, mark in marks.items():
         lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale runs them again.")
     if only not in ("", table.commit):
-        here = commit(table.commit)
-        lines.append(f"All cells were made by commit {commit(only)}; the code here is {here}.")
+        current = commit(table.commit)
+        lines.append(f"All cells were made by commit {commit(only)}; the code here is {current}.")
     if table.missing:
         has = "has" if table.missing == 1 else "have"
         cells = plural(table.missing, "cell")
@@ -188,6 +189,7 @@ def _facts(table: Table) -> dict[str, str]:
         "commit": _counted(result.commit for result in results),
         "data fingerprint": _counted(result.data_fingerprint for result in results),
         "version of the evaluation": _counted(result.eval_version for result in results),
+        "operators": _counted(", ".join(result.forms) for result in results),
     }
     made = [result.environment for result in results]
     facts |= {name: _counted(each.get(name) for each in made) for each in made for name in each}

@@ -210,9 +210,9 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
 
 
 def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str) -> dict[int, list[Result]]:
-    """By seed, the results whose mean is a row's value in a column; only seeds whose results are complete.
+    """Return the results by seed whose mean is a row's value in a column; only seeds with all their results.
 
-    They are several where cells of one line at other points of the axes measure the same column.
+    There are several if cells of one line at other points of the axes measure the same column.
     """
     done: dict[str | None, Result] = {r.cell: r for r in results if finite(r.columns.get(key))}
     wanted: dict[int, list[str | None]] = {}
@@ -313,7 +313,9 @@ class Comparison:
 
 
 def compare(table: Table) -> list[Comparison]:
-    """Every row and column that has numbers against the table's first row; reference rows are left out."""
+    """Compare every row and column that has numbers with the table's first row; reference rows are left
+    out.
+    """
     rows, comparisons = [row for row in table.rows if not row.row.reference], []
     for key, column in table.columns.items() if rows else ():
         first, sign = rows[0], 1 if column.higher_is_better else -1

@@ -17,23 +17,26 @@ from typing import Any
 
 import torch
 
-from titans_core import Model
+from titans_core import Model, NeuralMemory
 from titans_core.sequence_parallel import row_parts
+from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
-from titans_platform.data import NotPrepared
 from titans_platform.errors import UsageError, within
-from titans_platform.objectives import build_objective, build_small, run_name
+from titans_platform.objectives import Objective, build_objective, build_small, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.reporter import LOGGERS
-from titans_platform.runs.spec import Resources, RunSpec, concurrency
+from titans_platform.runs.spec import Machine, Resources, RunSpec, concurrency
 from titans_platform.training.checkpoint import check_weights
 from titans_platform.training.loop import Trainer, deterministic
 
-PROCESS_BYTES = 300 * 2**20
-"""Memory of a worker before it builds a model: the interpreter, torch and Ray."""
-BYTES_A_PARAMETER = 16
-"""Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32."""
+PROCESS_BYTES, CUDA_BYTES = 300 * 2**20, 3 * 2**29
+"""Memory of a worker before it builds a model: interpreter, torch and Ray; on a GPU CUDA, NCCL and cuBLAS."""
+BYTES_A_PARAMETER, BUCKET_BYTES = 16, 4
+"""Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32; DDP's buckets."""
+SAVED_BYTES = {"transformer": 38, "lmm": 73, "mal": 119, "mag": 134, "mac": 180}
+"""Bytes that a block saves for its backward pass, for each value of its input, compiled in bfloat16. Other
+variants count as the largest."""
 TIMED_PARAMETERS = 50e6
 """Models with more parameters are not timed."""
 TIMED_FLOPS = 5e11
@@ -65,7 +68,7 @@ def _model_alone(cfg: RunConfig) -> RunConfig:
 
 @cache
 def _sizes(text: str) -> Sizes:
-    """All blocks have the same size, so models of one and two blocks give the size at any depth."""
+    """Extrapolate from models of one and two blocks to any depth: all blocks have the same size."""
     cfg = RunConfig.model_validate_json(text)
     objective, further = build_objective(cfg), cfg.model.n_layers - 1
     one, two = (build_small(objective, blocks) for blocks in (1, 2))
@@ -113,23 +116,41 @@ def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
     return cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // by_row), parts
 
 
-def least_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
-    """Lower bound on the memory of each worker in bytes, by the field of the config that it grows with.
+def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
+    """Memory of each worker in bytes, by the field of the config that it grows with.
 
     model: weights, gradients and optimiser moments, only the worker's shard of them under fsdp and hsdp;
-    workers: a process; data.sequence_length: activations saved for the backward pass of a micro-batch;
-    optim.stream_groups: carried states of the worker's streams, of all groups.
+    workers: a process, or CUDA and NCCL; data.sequence_length: a lower bound on the activations of a
+    micro-batch; optim.micro_batch_size: on a GPU in its place, an estimate of them; optim.stream_groups:
+    carried states of the worker's streams, of all groups.
     """
     rows, parts = rows_at_once(cfg, resources)
+    on_gpu, objective = bool(resources.gpus_per_worker), build_objective(cfg)
     groups = cfg.optim.stream_groups if cfg.data.rows == "streams" else 0
     streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
+    buckets = BUCKET_BYTES if on_gpu and resources.several and cfg.optim.parallel == "ddp" else 0
     return {
-        "model": BYTES_A_PARAMETER * sizes(cfg).parameters // copies[cfg.optim.parallel],
-        "workers": 0 if resources.gpus_per_worker else PROCESS_BYTES,
-        "data.sequence_length": 4 * build_objective(cfg).least_activations(rows) // parts,
+        "model": (BYTES_A_PARAMETER + buckets) * sizes(cfg).parameters // copies[cfg.optim.parallel],
+        "workers": CUDA_BYTES if on_gpu else PROCESS_BYTES,
+        "data.sequence_length": 0 if on_gpu else 4 * objective.least_activations(rows) // parts,
+        "optim.micro_batch_size": _activations(objective, rows, parts) if on_gpu else 0,
         "optim.stream_groups": streams * sizes(cfg).state_bytes,
     }
+
+
+def _activations(objective: Objective[Any], rows: int, parts: int) -> int:
+    """Return the bytes of activations of a micro-batch on a GPU, each row divided into ``parts``.
+
+    What torch.compile saves of every block for the backward pass, once more of one block, while its backward
+    pass runs, and the logits.
+    """
+    cfg, length = objective.cfg, objective.block_tokens // parts
+    once = SAVED_BYTES.get(cfg.model.variant, max(SAVED_BYTES.values()))
+    once *= 1 if cfg.optim.precision == "bf16" else 2
+    saved = 4 if cfg.optim.recompute else once
+    blocks = rows * length * cfg.model.d_model * (cfg.model.n_layers * saved + once)
+    return blocks + 4 * objective.head_activations(rows)
 
 
 def seconds_per_token(config: RunConfig) -> float | None:
@@ -179,23 +200,18 @@ def machine_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def plan(cfg: RunConfig, root: Path, resources: Resources) -> dict[str, Any]:
+def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str, Any]:
     """Return the run, its sizes and its cost, by the keys of `titans train --dry-run --json`. Trains nothing.
 
-    Raises what the run itself would raise before it trains.
+    ``spec`` is None if the data are not prepared yet.
     """
-    objective = build_objective(cfg)
     planned: dict[str, Any] = {"workers": resources.workers, "threads": cfg.threads, "steps": cfg.optim.steps}
-    try:
-        objective.check(data := objective.open(root))
-    except NotPrepared:
-        objective.check_sources()
-        planned |= {"data": "to be prepared", "state": "missing"}
-    else:
-        spec = spec_for(cfg, root, resources)
-        planned |= {"data": data.fingerprint, "cell": spec.name, "state": spec.folder.state()}
+    planned |= {"data": spec.data, "cell": spec.name} if spec else {"data": "to be prepared"}
+    planned["state"] = spec.folder.state() if spec else "missing"
+    if spec and spec.start:
+        planned["resume_from"] = str(spec.start)
     planned |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
-    planned["worker_bytes"] = sum(least_memory(cfg, resources).values())
+    planned["worker_bytes"] = sum(needed_memory(cfg, resources).values())
     if (flops := training_flops(cfg)) is not None:
         planned["flops_per_token"] = flops / cfg.row_tokens
     if resources.workers == 1 and (each := seconds_per_token(cfg)) is not None:
@@ -208,23 +224,50 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
 
     Raises UsageError if the data are not prepared.
     """
-    name = run_name(cfg, build_objective(cfg).open(root).fingerprint, resources.hashed_workers)
-    return RunSpec(cfg, root.resolve(), **{"name": name, "commit": commit(), "resources": resources} | fields)
+    data = build_objective(cfg).open(root).fingerprint
+    given = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
+    return RunSpec(cfg, root.resolve(), **given | {"resources": resources} | fields)
 
 
-def check_resources(cfg: RunConfig, resources: Resources, shared: bool = False) -> None:
+def check_resources(
+    cfg: RunConfig, resources: Resources, machine: Machine | None = None, shared: bool = False
+) -> None:
     """Check that the batch divides among the workers and that the machine or cluster can hold the run.
 
-    ``shared``: workers on this machine may share CPUs, as in `titans train`. Raises UsageError, or
-    ClusterError on a cluster.
+    ``machine``: by default this one, or the cluster of the job. ``shared``: workers on this machine may share
+    CPUs, as in `titans train`. Raises UsageError, or ClusterError on a cluster.
     """
     check_batch(cfg, resources)
-    machine = available(resources)
+    machine = machine or available(resources)
     if not machine.nodes and shared:
         machine = replace(machine, cpus=max(machine.cpus, resources.cpus))
     concurrency(resources, machine)
-    if not machine.nodes:
-        _check_memory(cfg, resources)
+    if machine.gpu and resources.gpus_per_worker:
+        check_kernels(cfg, machine.gpu.arch)
+    if machine.gpu or not machine.nodes:
+        _check_memory(cfg, resources, machine)
+
+
+def check_kernels(cfg: RunConfig, arch: int) -> None:
+    """Check that kernels compute each memory on a GPU of ``arch``, e.g. 90, or that its backend is named.
+
+    Without kernels a step takes up to thirty times as long. Raises UsageError.
+    """
+    dtype = torch.bfloat16 if cfg.optim.precision == "bf16" else torch.float32
+    for module in build_small(build_objective(cfg)).modules():
+        if isinstance(module, NeuralMemory) and module.config.backend == "auto":
+            with within("model.memory", ValueError):
+                support = supports(module.config, cfg.model.d_model // module.config.heads, dtype, arch)
+            if not support.kernels:
+                raise UsageError(f"model.memory.{support.reason}")
+
+
+def gpu_arch(device: torch.device | str) -> int:
+    """Return the architecture of a GPU, e.g. 90; 0 for a CPU."""
+    if torch.device(device).type != "cuda":
+        return 0
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def check_start(cfg: RunConfig) -> None:
@@ -263,22 +306,32 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
             )
         share = -(-rows // workers)
         if micro and share % micro:
-            raise UsageError(f"optim.micro_batch_size: {micro} does not divide the {share} rows of a worker")
+            fit = ", ".join(str(n) for n in range(share, 0, -1) if share % n == 0)
+            cause = f"{micro} does not divide the {share} rows of a worker"
+            raise UsageError(f"optim.micro_batch_size: {cause}; give one of {fit}")
 
 
-def _check_memory(cfg: RunConfig, resources: Resources) -> None:
-    """Raise UsageError if the lower bound on the memory of a worker exceeds what this machine has."""
-    on_gpu = bool(resources.gpus_per_worker) and torch.cuda.is_available()
-    have = torch.cuda.mem_get_info()[1] if on_gpu else machine_memory() // resources.max_workers
-    needed = least_memory(cfg, resources)
-    if (least := sum(needed.values())) <= have:
+def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> None:
+    """Raise UsageError if a worker needs more memory than the GPU, or its share of this machine, has."""
+    have = machine_memory() // resources.max_workers
+    if resources.gpus_per_worker and machine.gpu:
+        have = int(machine.gpu.memory * 2**30 * min(1, resources.gpus_per_worker))
+    needed = needed_memory(cfg, resources)
+    if (total := sum(needed.values())) <= have:
         return
     rows, parts = rows_at_once(cfg, resources)
     # the first one at which the sum is too large
     field = list(needed)[sum(total <= have for total in accumulate(needed.values()))]
     of = f"{sizes(cfg).parameters:,} parameters and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
     shares = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in needed.items() if size)
+    about, where, fix = "at least", "a worker here has", "make it smaller, or train on a cluster"
+    if field == "optim.micro_batch_size":
+        about, where, own = "about", f"a GPU ({machine.gpu and machine.gpu.name}) has", needed[field]
+        room = own - (total - have)
+        fewer = next((n for n in range(rows - 1, 0, -1) if rows % n == 0 and n * own <= rows * room), None)
+        fix = f"{rows} is too large; give {fewer}" if fewer else "use a larger GPU, or optim.parallel: fsdp"
+        fix += "" if cfg.optim.recompute else ", or set optim.recompute: true"
     raise UsageError(
-        f"{field}: {of} take at least {least / 2**30:,.1f} GiB to train ({shares}), a worker here has "
-        f"{have / 2**30:,.1f} GiB; make it smaller, or train on a cluster"
+        f"{field}: {of} take {about} {total / 2**30:,.1f} GiB to train ({shares}), {where} "
+        f"{have / 2**30:,.1f} GiB; {fix}"
     )

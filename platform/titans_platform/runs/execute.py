@@ -25,7 +25,7 @@ from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
-from titans_platform.runs.check import training_flops
+from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
 from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
 from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
@@ -33,7 +33,7 @@ from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.tasks import eval_version
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Stream, Trainer, deterministic
+from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
@@ -168,8 +168,10 @@ class Worker:
         self.phases = Phases()
         with self.phases.phase("data"):
             self.objective = spec.objective
-            self.data = self.objective.open(spec.root)
+            self.data = self.objective.reopen(spec.root, spec.data)
         with self.phases.phase("record"):
+            if rank() == 0:
+                spec.folder.keep_data(self.data)
             self.reporter = Reporter(spec) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Result | dict[str, float]:
@@ -182,7 +184,8 @@ class Worker:
                 trainer = self._train(until)
                 if until is None:
                     return self._finish(trainer)
-                columns = self._measure(trainer, until.column)["columns"]
+                measured = {until.column: self.cfg.eval.columns[until.column]}
+                columns = self._measure(trainer, measured)["columns"]
                 return self.reporter.reached(until, columns) if self.reporter else {}
         except BaseException as error:
             if self.reporter:
@@ -197,15 +200,27 @@ class Worker:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
         with self.phases.phase("build"):
             self.objective.check(self.data)
-            stream = self._stream()
+            if arch := gpu_arch(self.device):
+                check_kernels(cfg, arch)
+            shard, rows = data_shard(cfg.optim), cfg.optim.global_batch_size
+            if cfg.data.rows == "streams":
+                stream = self.data.streams(cfg, *shard)
+            else:
+                stream = self.data.train_stream(rows, cfg.seed, *shard)
             model, length = self.objective.build_model(), cfg.data.sequence_length
             trainer = Trainer(
                 model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
             )
         with self.phases.phase("checkpoint"):
-            if checkpoint.restore(folder, trainer) is None and cfg.start_from:
-                checkpoint.load_model(Path(cfg.start_from), trainer.model)
-        _record_world_size(trainer)
+            if checkpoint.restore(folder, trainer) is None:
+                if start := self.spec.start:
+                    checkpoint.restore_from(start.point, trainer)
+                    # none of this run's last twentieth is done
+                    trainer.progress.tail_loss, trainer.progress.tail_steps = 0.0, 0
+                elif cfg.start_from:
+                    checkpoint.load_model(Path(cfg.start_from), trainer.model)
+        if not (worlds := trainer.progress.worlds) or worlds[-1][1] != world_size():
+            worlds.append([trainer.progress.step, world_size()])
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = cfg.checkpoint.keep, before_decay(cfg.optim)
@@ -217,13 +232,6 @@ class Worker:
         with self.phases.phase("train"), saver, watched as stepped:
             trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
         return trainer
-
-    def _stream(self) -> Stream:
-        """Return this worker's rows of each training batch. Raises UsageError."""
-        shard = data_shard(self.cfg.optim)
-        if self.cfg.data.rows == "streams":
-            return self.data.streams(self.cfg, *shard)
-        return self.data.train_stream(self.cfg.optim.global_batch_size, self.cfg.seed, *shard)
 
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, cfg = self.reporter, self.cfg
@@ -257,21 +265,16 @@ class Worker:
             phases=self.phases,
         )
 
-    def _measure(self, trainer: Trainer, *columns: str) -> dict[str, Any]:
-        """Evaluate these columns, all of them if none is given."""
-        chosen = {name: self.cfg.eval.columns[name] for name in columns or self.cfg.eval.columns}
-        return self._evaluate(trainer, chosen)
+    def _measure(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
+        """Evaluate these columns. Collective: every worker gets the same values."""
+        config = self.cfg.eval.model_copy(update={"columns": columns})
+        length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
+        return evaluate(trainer.model, self.data, config, length, device=trainer.device, precision=precision)
 
     def _validation_loss(self, trainer: Trainer) -> float:
-        """Return the loss on held-out rows. Collective: every worker gets the same value."""
-        assert self.objective.validation_task
-        task = TaskConfig(task=self.objective.validation_task)
-        return self._evaluate(trainer, {"validation": (task,)})["columns"]["validation"]
-
-    def _evaluate(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
-        config = self.cfg.eval.model_copy(update={"columns": columns})
-        length = self.cfg.data.sequence_length
-        return evaluate(trainer.model, self.data, config, length, device=trainer.device)
+        """Return the loss on held-out rows."""
+        task = TaskConfig(task=str(self.objective.validation_task))
+        return self._measure(trainer, {"validation": (task,)})["columns"]["validation"]
 
     def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
         started = time.perf_counter()
@@ -282,7 +285,7 @@ class Worker:
             with self.phases.phase("checkpoint"):
                 checkpoint.load_model(point, trainer.model)
         with self.phases.phase("evaluate"):
-            measured = self._measure(trainer)
+            measured = self._measure(trainer, self.cfg.eval.columns)
         if not self.reporter:
             return {}
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
@@ -332,10 +335,3 @@ def peak_rss(reset: bool = False) -> int:
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
     return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
-
-
-def _record_world_size(trainer: Trainer) -> None:
-    """Record the step and the number of workers, if that has changed."""
-    worlds, size = trainer.progress.worlds, world_size()
-    if not worlds or worlds[-1][1] != size:
-        worlds.append([trainer.progress.step, size])

@@ -22,7 +22,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from titans_platform.errors import TitansError
-from titans_platform.files import file_lock, is_locked, read_json, write_json
+from titans_platform.files import file_lock, is_locked, read_json, write_bytes, write_json
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
 """NaN where the file has null."""
@@ -104,6 +104,14 @@ class Result(Measures):
         return int(self.config["optim"]["steps"])
 
     @property
+    def plain_forms(self) -> list[str]:
+        """The forms of the memory that ran on a GPU without kernels of ours."""
+        if str(self.environment.get("device", "CPU")).startswith("CPU"):
+            return []
+        names = (form.removeprefix("neural_memory: ") for form in self.forms)
+        return [name for name in names if name in ("chunked", "generic", "reference")]
+
+    @property
     def seconds(self) -> float:
         """Seconds of training and evaluation."""
         return self.train_seconds + self.eval_seconds
@@ -132,6 +140,8 @@ RESULT = "result.json"
 INTERRUPT = "interrupt"
 """There while a request to stop at a checkpoint is pending."""
 CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+"""Stem of the copy of the tokenizer's file; a built-in tokenizer has none."""
 DIVERGED = "diverged"
 """Batches whose loss was not finite, or spiked."""
 LOCK = "lock"
@@ -163,7 +173,7 @@ class RunFolder:
         ``config``; ``commit``; ``began``, ``host`` and ``pid`` of the last attempt; ``progress``;
         ``attempt``, its begin, end and seconds by phase; ``failure``, why it failed; ``stale``, the result
         before a repetition; ``rungs`` and ``stopped`` of a search; ``mlflow``, where the metrics go and how
-        much of them has been sent; ``tags``.
+        much of them has been sent; ``tags``; ``data`` and ``tokenizer``, their fingerprints.
         """
         return read_json(self.path / RECORD) or {}
 
@@ -186,8 +196,16 @@ class RunFolder:
         stale = self.record().get("stale")
         return self.result() or (Result.model_validate(stale) if stale else None)
 
+    def keep_data(self, data: Any) -> None:
+        """Record the fingerprint of the run's data, and keep a copy of its tokenizer's file."""
+        tokenizer = getattr(data, "tokenizer", None)
+        if tokenizer and tokenizer.path:
+            kept = self.path / f"{TOKENIZER}{tokenizer.path.suffix}"
+            write_bytes(kept, tokenizer.path.read_bytes())
+        self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint)
+
     def failure(self) -> dict[str, Any] | None:
-        """Why the last attempt failed (keys reason, trace, time, commit), or None."""
+        """Return the last attempt's failure (keys reason, trace, time, commit), or None."""
         return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
@@ -214,7 +232,7 @@ class RunFolder:
         return elsewhere and progress is not None and progress["age"] < ALIVE
 
     def state(self) -> str:
-        """One of done, running, failed, interrupted (begun, but no process holds it), missing."""
+        """Return done, running, failed, interrupted (begun, but no process holds it) or missing."""
         if self.result():
             return "done"
         if self.is_held():
@@ -290,7 +308,7 @@ class RunFolder:
         self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
 
     def ended(self) -> float | None:
-        """When the run last recorded anything, in seconds since the epoch; None if it never did."""
+        """Return the time of the run's last record, in seconds since the epoch; None if it has none."""
         record = self.record()
         times = record.get("progress", {}).get("time"), record.get("attempt", {}).get("ended")
         return max(filter(None, times), default=None)

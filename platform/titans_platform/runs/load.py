@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titans_core import Model
 from titans_kernels import accelerate
-from titans_platform.config import RunConfig
+from titans_platform.config import VOCABULARIES, RunConfig
+from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
-from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, Result, RunFolder
-from titans_platform.runs.reporter import copy_metrics
-from titans_platform.runs.spec import RunSpec
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, TOKENIZER, Result, RunFolder
+from titans_platform.runs.spec import RunSpec, Start
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import (
     MANIFEST,
     at_step,
-    copy_checkpoint,
     find_corruption,
     load_model,
     read_manifest,
@@ -78,7 +76,7 @@ def find_checkpoint(run: str, root: Path) -> Path:
         fix = f"to use an older checkpoint, give {older}" if older else "no older checkpoint is intact"
         raise UsageError(f"{run}: checkpoint {points[0]} is damaged: {damage}; {fix}")
     best = read_manifest(points[0]).progress.best_step
-    if best and read_config(points[0]).eval.at == "best":
+    if best and config_of(points[0].parents[1]).eval.at == "best":
         return at_step(points[0].parent, best).resolve()
     return points[0].resolve()
 
@@ -92,8 +90,18 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Read the config of the run that wrote the checkpoint at ``point``. Raises UsageError."""
-    return config_of(point.parents[1], overrides)
+    """Return the config of the run that wrote the checkpoint at ``point``, with the run's own copy of its
+    tokenizer: the file that the config names may have changed since. Raises UsageError.
+    """
+    folder = point.parents[1]
+    cfg, record = config_of(folder, overrides), RunFolder(folder.parents[1], folder.name).record()
+    if (spec := cfg.data.tokenizer) in VOCABULARIES:
+        return cfg
+    kept = next(map(str, folder.glob(f"{TOKENIZER}.*")), None)
+    if kept is None or load_tokenizer(kept).fingerprint != record.get("tokenizer"):
+        why = f"{folder} has no intact copy of its tokenizer {spec}"
+        raise UsageError(f"data.tokenizer: {why}; train the run again")
+    return cfg.model_copy(update={"data": cfg.data.model_copy(update={"tokenizer": kept})})
 
 
 def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
@@ -130,18 +138,18 @@ def _folder_named(run: str, root: Path) -> Path:
     raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
 
 
-def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> tuple[RunFolder, Path] | None:
+def checkpoint_of_shorter(spec: RunSpec, run: str) -> Start | None:
     """Find the checkpoint of ``run``, a shorter run of the same config, from which a run can start.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. Returns None if the run has begun, which resumes
-    its own checkpoint. Raises UsageError that says why ``run`` cannot be resumed.
+    so the result is identical to training from the start. Returns None if the run has a checkpoint of its
+    own, from which it resumes. Raises UsageError that says why ``run`` cannot be resumed.
     """
-    if spec.folder.state() != "missing" or saved(spec.folder.path / CHECKPOINTS):
+    if any((spec.folder.path / CHECKPOINTS).glob("step-*")):
         return None
     path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
     shorter, cfg = RunFolder(path.parents[1], path.name), config_of(path)
-    if reason := _why_not_resumed(spec, shorter, cfg, data_fingerprint):
+    if reason := _why_not_resumed(spec, shorter, cfg):
         raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
     # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
     last = min(equal_rates(cfg.optim, spec.config.optim), int(0.95 * spec.config.optim.steps))
@@ -151,35 +159,21 @@ def checkpoint_of_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> tup
             f"--resume-from {run}: it keeps no checkpoint of its first {last} steps, whose rates are "
             "equal; give optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
         )
-    return shorter, point
+    return Start(shorter, point)
 
 
-def start_from_shorter(spec: RunSpec, run: str, data_fingerprint: str) -> str:
-    """Copy the checkpoint of `checkpoint_of_shorter` and its metrics. Returns a line for the user."""
-    if (start := checkpoint_of_shorter(spec, run, data_fingerprint)) is None:
-        return f"run {spec.name} has begun and resumes its own checkpoint"
-    shorter, point = start
-    with spec.folder.hold(wait=10):
-        spec.folder.begin(spec.commit)
-        # none of the longer run's last twentieth is done
-        to = spec.folder.path / CHECKPOINTS
-        copy_checkpoint(point, to, lambda p: replace(p, tail_loss=0.0, tail_steps=0))
-        copy_metrics(shorter, spec.folder, step_of(point))
-    return f"resuming from step {step_of(point)} of run {shorter.name}, which trained the same steps"
-
-
-def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig, data_fingerprint: str) -> str | None:
+def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig) -> str | None:
     """Return None if the steps of another run may count for this one, else the reason."""
-    here, there = (
+    own, theirs = (
         flatten(c.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "eval": {"every"}} | NOT_TRAINED))
         for c in (spec.config, cfg)
     )
-    if other := next((key for key in sorted(here | there) if here.get(key) != there.get(key)), None):
-        return f"its {other} is {there.get(other)}, this run's {here.get(other)}"
+    if other := next((key for key in sorted(own | theirs) if own.get(key) != theirs.get(key)), None):
+        return f"its {other} is {theirs.get(other)}, this run's {own.get(other)}"
     if spec.config.eval.at == "best" or spec.config.eval.patience:
         return "its best checkpoint (eval.at, eval.patience) may be one that this run would not have written"
     # an equal name means equal data, evaluation and number of workers
-    if run_name(cfg, data_fingerprint, spec.resources.hashed_workers) != shorter.name:
+    if run_name(cfg, spec.data, spec.resources.hashed_workers) != shorter.name:
         return "its data, versions of tasks or number of workers are not this run's"
     if shorter.commit() != spec.commit:
         return "other code trained it"

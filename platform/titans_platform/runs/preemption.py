@@ -105,7 +105,7 @@ def torch_config() -> Any:
 
 @contextmanager
 def interruptible(folder: RunFolder) -> Iterator[None]:
-    """While the block runs, the first Ctrl-C or SIGTERM asks the run to stop at a checkpoint.
+    """Stop the run at a checkpoint on the first Ctrl-C or SIGTERM within the block.
 
     A second signal, or GRACE seconds after the first, raises KeyboardInterrupt. Has no effect outside the
     main thread.
@@ -139,7 +139,7 @@ def interruptible(folder: RunFolder) -> Iterator[None]:
 
 def end_at_checkpoints(folders: Sequence[RunFolder]) -> None:
     """Ask all running runs to stop at a checkpoint, and wait up to GRACE seconds until they have."""
-    asked = [folder for folder in folders if folder.is_held() and folder.request_interrupt()]
+    interrupted = [folder for folder in folders if folder.is_held() and folder.request_interrupt()]
     deadline = time.monotonic() + GRACE
-    while any(f.interrupt_requested() and f.is_held() for f in asked) and time.monotonic() < deadline:
+    while any(f.interrupt_requested() and f.is_held() for f in interrupted) and time.monotonic() < deadline:
         time.sleep(0.1)

@@ -90,8 +90,8 @@ def quiet() -> None:
     """
     given = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
     os.environ.update(given)
-    told = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
-    if platform.libc_ver()[0] == "glibc" and not told:
+    tuned = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
+    if platform.libc_ver()[0] == "glibc" and not tuned:
         for name in MALLOPT.keys() & given.keys():
             ctypes.CDLL(None).mallopt(MALLOPT[name], int(given[name]))
     for name in ("ray", "ray.train", "ray.data"):

@@ -87,6 +87,8 @@ class Reporter:
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
+        if spec.start and not (self.folder.path / METRICS).exists():
+            copy_metrics(spec.start.run, self.folder, spec.start.step)
         self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where
@@ -168,11 +170,11 @@ class Reporter:
         self._end(lambda run: run.close(status), status)
         self._tell(lambda logger: logger.close())
 
-    def _tell(self, what: Callable[[Logger], None]) -> None:
+    def _tell(self, call: Callable[[Logger], None]) -> None:
         """Call each logger; one that fails is warned about and left out from then on."""
         for logger in list(self._loggers):
             try:
-                what(logger)
+                call(logger)
             except Exception as error:
                 log.warning("log.loggers: %s: %s", type(logger).__name__, one_line(error))
                 self._loggers.remove(logger)
@@ -350,9 +352,9 @@ class Journal:
             self.keep(ended=status)
         except Exception as error:
             run, steps = self._file.parent.name, sum(1 for _ in _lines(self._file, self._sent, self._size))
-            what = f"{steps} steps of its log" if steps else "its end"
+            lost = f"{steps} steps of its log" if steps else "its end"
             return (
-                f"run {run}: {what} did not reach MLflow ({one_line(error, 120)}); kept in {self._file} and "
+                f"run {run}: {lost} did not reach MLflow ({one_line(error, 120)}); kept in {self._file} and "
                 "sent by the next titans train, sweep run or ui"
             )
         return None

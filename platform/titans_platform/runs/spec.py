@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,7 +12,8 @@ from pydantic import Field, field_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
-from titans_platform.errors import ClusterError, UsageError
+from titans_platform.errors import ClusterError, UsageError, nearest
+from titans_platform.provenance import GPUS, Gpu, cores
 from titans_platform.runs.folder import RunFolder
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 DRIVER_CPU = 0.01
 """CPUs of a trial that only drives workers; Tune does not accept 0."""
+NODE_GPUS, CPUS_PER_GPU = 8, 12
+"""A node of a cluster that is only described, e.g. as 16xH100."""
 
 
 class Resources(Frozen):
@@ -99,6 +102,22 @@ class Rung:
 
 
 @dataclass(frozen=True)
+class Start:
+    """A checkpoint of a shorter run that took the same steps; as text `step 20 of run 3f2a91c0`."""
+
+    run: RunFolder
+    point: Path
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps that are done."""
+        return int(self.point.name.removeprefix("step-"))
+
+    def __str__(self) -> str:
+        return f"step {self.step} of run {self.run.name}"
+
+
+@dataclass(frozen=True)
 class RunSpec:
     """Everything `execute` needs; built by `titans train`, the cells of a grid and the trials of a search.
 
@@ -113,10 +132,14 @@ class RunSpec:
     """The run's folder under ``root/cells``; computed by `run_name`."""
     commit: str
     """The commit of the code that runs it."""
+    data: str
+    """Fingerprint of the data from which ``name`` was computed; it trains on no other data."""
     resources: Resources = Resources()
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """Copied into the result: ``study`` and ``row``."""
+    start: Start | None = None
+    """Start of a run that has not begun; None: its own checkpoint, or step 0."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 
@@ -162,26 +185,54 @@ class Machine:
     gpus: float = 0
     nodes: tuple[Node, ...] = ()
     """Empty for this machine, which is a single node."""
+    gpu: Gpu | None = None
+    """The kind of its GPUs, of several kinds the one with the least memory; None if it is unknown."""
 
     @staticmethod
     def of(nodes: list[dict[str, float]]) -> Machine:
-        """Describe a cluster by the resources of its nodes, in Ray's names (CPU, GPU)."""
+        """Describe a cluster by its nodes' resources in Ray's names (CPU, GPU, accelerator_type:H100)."""
         parts = tuple(Node(float(node.get("CPU", 0)), float(node.get("GPU", 0))) for node in nodes)
-        return Machine(sum(node.cpus for node in parts), sum(node.gpus for node in parts), parts)
+        named = (key.partition("accelerator_type:")[2] for node in nodes for key in node)
+        known = [gpu for name in named for gpu in _gpus(name)]
+        least = min(known, key=lambda gpu: gpu.memory, default=None)
+        return Machine(sum(node.cpus for node in parts), sum(node.gpus for node in parts), parts, least)
+
+    @staticmethod
+    def described(text: str, where: str) -> Machine:
+        """Read a cluster such as 16xH100, 8 GPUs a node. Raises UsageError that begins with ``where``."""
+        count, x, name = text.strip().partition("x")
+        if not (x and re.fullmatch("[1-9][0-9]{0,4}", count)):
+            raise UsageError(f"{where}: {text!r} is no number of GPUs of a kind; give e.g. 8xH100")
+        if (gpu := {known.casefold(): gpu for known, gpu in GPUS.items()}.get(name.casefold())) is None:
+            raise UsageError(f"{where}: {name!r} is not a known GPU; {nearest(name, GPUS)}")
+        whole, rest = divmod(int(count), NODE_GPUS)
+        each = [NODE_GPUS] * whole + [rest] * bool(rest)
+        parts = tuple(Node(CPUS_PER_GPU * gpus, gpus) for gpus in each)
+        return Machine(CPUS_PER_GPU * int(count), int(count), parts, gpu)
 
     def workers(self, resources: Resources) -> int:
         """Return the number of workers with these resources that fit at once."""
         return sum(node.workers(resources) for node in self.nodes or (Node(self.cpus, self.gpus),))
 
 
+def _gpus(name: str) -> list[Gpu]:
+    """Return the entry of `GPUS` for a device's name, if there is one."""
+    return [gpu for part, gpu in GPUS.items() if name and part in name][:1]
+
+
 def this_machine(resources: Resources = Resources()) -> Machine:
     """Return the CPUs this process may use and, if ``resources`` include GPUs, the ones visible to torch."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     if not resources.gpus_per_worker:
-        return Machine(cpus)
+        return Machine(cores())
     import torch
 
-    return Machine(cpus, torch.cuda.device_count())
+    gpu = None
+    if torch.cuda.is_available():
+        device = torch.cuda.get_device_properties(0)
+        flops = next((gpu.flops for gpu in _gpus(device.name)), 0.0)
+        arch = 10 * device.major + device.minor
+        gpu = Gpu(device.name, device.total_memory / 2**30, flops, arch)
+    return Machine(cores(), torch.cuda.device_count(), gpu=gpu)
 
 
 def concurrency(resources: Resources, machine: Machine, requested: int | None = None) -> int:

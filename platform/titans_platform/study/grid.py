@@ -27,7 +27,7 @@ from titans_platform.loading import (
     validate,
 )
 from titans_platform.runs.folder import Result, RunFolder
-from titans_platform.runs.spec import Resources, Tracking
+from titans_platform.runs.spec import Machine, Resources, Tracking
 from titans_platform.study.search import FOUND, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick, read_paper
 
@@ -48,6 +48,8 @@ class Cell:
     seed: int
     config: RunConfig
     name: str | None = None
+    data: str = ""
+    """Fingerprint of the data that the name was computed from."""
 
     def folder(self, root: Path) -> RunFolder:
         """Return the run's folder under a storage root; for a cell without a name, one that never exists."""
@@ -74,6 +76,8 @@ class StudyRun:
     """All cells of the table: the scale's, the requested ones, and started ones of other seeds."""
     search: SearchState | None = None
     """The search and its trials when the study was opened; None for a study without one."""
+    machine: Machine | None = None
+    """The machine of its cells, once they are placed."""
     concurrency: int = 0
     """Concurrent cells; 0 before they are placed."""
     rerun_stale: bool = False
@@ -221,6 +225,8 @@ def load_study(name: str) -> Study:
             pick(axis, study.axes, f"axis (scale {scale_name})", where)
         for row in scale.rows:
             pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", where)
+        with within(f"{where}: scale {scale_name}"):
+            _ = scale.machine
         study.search_at(scale_name)
         columns = study.columns_at(scale_name)
         _check_rows(columns, study.rows_at(scale_name), where)
@@ -291,7 +297,7 @@ def chosen_cells(configs: Mapping[str, RunConfig], rows: Collection[str], seeds:
 
 
 def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, RunConfig]]) -> None:
-    """Every line of the table needs every column, from one run or several. Raises UsageError."""
+    """Check that every line of the table has every column, from one run or several. Raises UsageError."""
     measured: dict[str, set[str]] = {}
     for row, config in configs:
         measured.setdefault(row.as_line().name, set()).update(config.eval.columns)
@@ -301,7 +307,7 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
             raise UsageError(f"{where}: missing; list the tasks of this column")
 
 
-def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
+def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
     """Names of the selected rows: by name, by the name of their line, or by a pattern with ``*``.
 
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
@@ -311,7 +317,7 @@ def chosen_rows(asked: Iterable[str], rows: Sequence[Row], where: str) -> set[st
     for row in rows:
         for name in (row.name, row.as_line().name):
             named.setdefault(name, set()).add(row.name)
-    names = [name for text in asked for name in _names(text, {name.casefold() for name in named})]
+    names = [name for text in requested for name in _names(text, {name.casefold() for name in named})]
     return {row for name in names for known in _matching(name, list(named), where) for row in named[known]}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
@@ -15,17 +16,18 @@ from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
-    check_batch,
     check_resources,
     check_start,
     machine_memory,
+    needed_memory,
     seconds_per_token,
     sizes,
+    training_flops,
 )
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.ray_session import available
-from titans_platform.runs.spec import Machine, concurrency
+from titans_platform.runs.spec import concurrency
 from titans_platform.study.grid import RECORD, Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
 
 TIMING_SECONDS = 20.0
@@ -33,6 +35,8 @@ TIMING_SECONDS = 20.0
 STARTUP, CELL_OVERHEAD = 20.0, 4.0
 """Seconds before the first step, and of each cell beside training and evaluation, measured on two cores."""
 GIB = 2**30
+MFU = 0.3
+"""Model FLOPs utilisation that is assumed of GPUs on which nothing was timed."""
 
 
 def open_study(
@@ -93,8 +97,8 @@ def check(cells: Iterable[Cell]) -> None:
 
 
 def check_without_data(study: StudyRun) -> None:
-    """Check sources, batch and resources without the data. Raises UsageError, ClusterError."""
-    _check_rows(study.cells, lambda config: check_resources(config, study.resources))
+    """Check batch, resources and memory, and sources without their data. Raises UsageError, ClusterError."""
+    _check_rows(study.cells, lambda config: check_resources(config, study.resources, study.machine))
     unnamed = (cell for cell in study.cells if not cell.name)
     _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
@@ -103,7 +107,6 @@ def check_with_data(study: StudyRun) -> None:
     """Run a worker's checks before any cell starts. Raises UsageError."""
 
     def check(config: RunConfig) -> None:
-        check_batch(config, study.resources)
         check_start(config)
         objective = build_objective(config)
         objective.check(objective.open(study.root))
@@ -137,8 +140,9 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
-        name = run_name(config, known[key].fingerprint, study.resources.hashed_workers)
-        return replace(cell, config=config, name=name)
+        data = known[key].fingerprint
+        name = run_name(config, data, study.resources.hashed_workers)
+        return replace(cell, config=config, name=name, data=data)
 
     def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:
         with suppress(NotPrepared):
@@ -152,18 +156,16 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
     return replace(study, cells=cells, whole=tuple(named_if_prepared(cell, at_hand) for cell in study.whole))
 
 
-def place(
-    study: StudyRun, rerun_stale: bool = False, requested: int | None = None, machine: Machine | None = None
-) -> tuple[StudyRun, str]:
-    """Set the study's concurrency on ``machine``, by default this one or the cluster of the job.
+def place(study: StudyRun, rerun_stale: bool = False, requested: int | None = None) -> tuple[StudyRun, str]:
+    """Set the study's concurrency on its machine, by default this one or the cluster of the job.
 
     ``requested`` cells run concurrently, by default as many as fit; fewer, with a warning, if the peak memory
     of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
     even one cell fits, or fewer than requested.
     """
-    machine = machine or available(study.resources)
+    machine = study.machine or available(study.resources)
     fit, memory = concurrency(study.resources, machine, requested), machine_memory()
-    placed = replace(study, concurrency=fit, rerun_stale=rerun_stale)
+    placed = replace(study, machine=machine, concurrency=fit, rerun_stale=rerun_stale)
     peaks = [result.peak_rss_bytes or 0 for _, result in placed.results if result]
     cell = max(peaks, default=0) * study.resources.max_workers
     if machine.nodes or fit * cell <= memory:
@@ -181,13 +183,13 @@ def place(
 def estimate(study: StudyRun) -> tuple[float | None, str]:
     """Estimated wall-clock seconds, None if unknown, and the basis of the estimate.
 
-    From finished cells of this study and scale; without any, from optimiser steps timed now. A search before
-    the cells is included.
+    From finished cells of this study and scale; without any, from the FLOPs of a step on GPUs that are known,
+    else from optimiser steps timed now. A search before the cells is included.
     """
     todo, search = study.todo, study.search
     if not todo:
         return 0.0, "nothing to run"
-    seconds, basis = _from_finished(study, todo) or _from_timed_steps(study, todo)
+    seconds, basis = _from_finished(study, todo) or _from_flops(study, todo) or _from_timed_steps(study, todo)
     if seconds is None or search is None or search.over:
         return seconds, basis
     # a rung trains about as long as the first one; the best trial becomes a row with all seeds
@@ -207,7 +209,7 @@ def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
 
 
 def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
-    """From the mean seconds of each row's finished cells; None without any."""
+    """Estimate from the mean seconds of each row's finished cells; None without any."""
     known: dict[str, list[float]] = {}
     for cell in study.cells:
         if (result := cell.folder(study.root).shown_result()) and result.train_seconds:
@@ -217,6 +219,46 @@ def _from_finished(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] |
     overall = statistics.fmean(statistics.fmean(times) for times in known.values())
     each = [statistics.fmean(known.get(cell.row, [overall])) for cell in todo]
     return wall_seconds(each, study.concurrency), f"{sum(map(len, known.values()))} finished cells"
+
+
+def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | None:
+    """Estimate from the FLOPs of each row at an assumed MFU; None if the GPU or a row's FLOPs are unknown."""
+    speeds = {row: speed(config, study) for row, config in {cell.row: cell.config for cell in todo}.items()}
+    if not all(speeds.values()):
+        return None
+    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
+    each = [count / (speeds[row] or 1) for row, count in tokens]
+    return wall_seconds(each, study.concurrency), f"FLOPs at an assumed MFU of {MFU:.0%}"
+
+
+def speed(config: RunConfig, study: StudyRun) -> float | None:
+    """Return an estimate of a cell's training tokens a second on the study's GPUs, if they are known."""
+    gpu, gpus = study.machine and study.machine.gpu, study.resources.gpus
+    if not gpus or gpu is None or not gpu.flops or (flops := training_flops(config)) is None:
+        return None
+    # float32 products are half as fast, in TF32; recomputation is another forward pass
+    peak = gpu.flops if config.optim.precision == "bf16" else gpu.flops / 2
+    return MFU * peak * gpus * config.row_tokens / (flops * (4 / 3 if config.optim.recompute else 1))
+
+
+def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
+    """Return estimates of a cell of each row on the study's GPUs, by the keys of ``--dry-run --json``.
+
+    The memory of one GPU, tokens a second, hours, GPU hours, and dollars at ``price`` a GPU hour.
+    """
+    rows = []
+    if study.machine is None or study.machine.gpu is None:
+        return rows
+    for row, config in {cell.row: cell.config for cell in study.cells}.items():
+        rate = speed(config, study)
+        hours = config.tokens / rate / 3600 if rate else None
+        gpu_hours = hours and hours * study.resources.gpus
+        rows.append({
+            "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
+            "tokens_per_second": rate, "hours": hours, "gpu_hours": gpu_hours,
+            "dollars": gpu_hours and price and price * gpu_hours,
+        })  # fmt: skip
+    return rows
 
 
 def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | None, str]:

@@ -18,7 +18,6 @@ from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.files import write_json
 from titans_platform.objectives import build_objective, run_name
-from titans_platform.provenance import note_command
 from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, Result, RunFolder
 from titans_platform.runs.load import located
@@ -58,7 +57,6 @@ def prepare(study: StudyRun, progress: Progress) -> StudyRun:
     """
     study = name_cells(study, lambda config: build_objective(config).prepare(study.root, progress))
     check_with_data(study)
-    note_command(study.path)
     study.write()
     return study
 
@@ -150,8 +148,8 @@ def run_cells(study: StudyRun, began: float) -> None:
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
-                why = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
-                spec.folder.record_failure(TitansError(f"{why}; see {study.path / LOG}"), study.commit)
+                cause = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
+                spec.folder.record_failure(TitansError(f"{cause}; see {study.path / LOG}"), study.commit)
     record = timings(began, study.todo, study.root, study.concurrency)
     write_json(study.path / TIMINGS, record)
 
@@ -192,7 +190,7 @@ def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> Ru
     title = f"trial {number_trial(study.path, name, params)}"
     # the fields that the search varies are columns in MLflow
     varied = study.trial_row(next(iter(study.search.search.corners())))
-    return spec_of(study, Cell(title, config.seed, config, name), title, [varied])
+    return spec_of(study, Cell(title, config.seed, config, name, fingerprint), title, [varied])
 
 
 def _measure(spec: RunSpec, rung: Rung) -> float | None:
@@ -272,7 +270,8 @@ def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> Run
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
     tracking = replace(study.tracking, title=title, params=params(cell, rows), tags=tags)
     labels = {"study": study.study.name, "row": cell.row}
-    return RunSpec(cell.config, study.root, cell.name, study.commit, study.resources, tracking, labels)
+    given = cell.config, study.root, cell.name, study.commit, cell.data
+    return RunSpec(*given, study.resources, tracking, labels)
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pydantic import Field, JsonValue, StringConstraints, model_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.errors import UsageError
 from titans_platform.loading import nearest, overlay, read_yaml, validate
-from titans_platform.runs.spec import Resources
+from titans_platform.runs.spec import Machine, Resources
 
 Fragment = dict[str, JsonValue]
 MAX_CORNERS = 512
@@ -50,7 +50,9 @@ class Axis(Frozen):
         return self
 
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
-        """Each value with the fields it sets; a point named by a number has that number as its value."""
+        """Return each value with the fields it sets; a point named by a number has that number as its
+        value.
+        """
         if self.points:
             return [(_number(name), fields) for name, fields in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
@@ -169,6 +171,8 @@ class Scale(Frozen):
     """A description of the columns at this scale, printed below the table."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     resources: Resources = Resources()
+    gpus: str = ""
+    """The GPUs that the scale is meant for, e.g. 8xH100: a dry run elsewhere plans for them."""
     model: Fragment = Field(default_factory=dict)
     data: Fragment = Field(default_factory=dict)
     optim: Fragment = Field(default_factory=dict)
@@ -186,6 +190,11 @@ class Scale(Frozen):
     """Axes that differ from the study's at this scale."""
     search: Fragment = Field(default_factory=dict)
     """Overrides of the study's search at this scale; its space is merged parameter by parameter."""
+
+    @property
+    def machine(self) -> Machine | None:
+        """The cluster that the scale is meant for; without ``gpus`` None. Raises UsageError."""
+        return Machine.described(self.gpus, "gpus") if self.gpus else None
 
     def fragment(self) -> dict[str, Any]:
         """Return the fields of a RunConfig that this scale overrides."""
@@ -339,7 +348,7 @@ class Printed(Frozen):
         return self
 
     def by_size(self) -> dict[str, dict[str, Numbers]]:
-        """Its rows by model size."""
+        """Return its rows by model size."""
         return self.sizes or {self.size: self.rows}
 
     def numbers(self, row: str, size: str) -> dict[str, float | None]:

@@ -52,8 +52,7 @@ class Measurement:
     chance: float
     items: int
     buckets: dict[str, float] = field(default_factory=dict)
-    """The value by bucket: perplexity by the number of tokens that a prediction could see (`"64-127"`),
-    accuracy by the depth of a needle (`"30-40%"`)."""
+    """The value by bucket, such as accuracy by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
     """Accuracy of the task's best heuristic, or chance if that is higher; None: the task lists none."""
     heuristic: str | None = None
@@ -154,7 +153,7 @@ class GeneratedTask(Task):
             yield item
 
     def check(self, objective: Any, length: int, data: Any) -> None:
-        """Also generate an item of that length."""
+        """Generate also an item of that length."""
         if data is not None:
             self.item(random.Random(0), length, data.tokenizer)
 
@@ -184,7 +183,7 @@ class GeneratedTask(Task):
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
     def _fresh_items(self, context: Context) -> Iterable[Item]:
-        """Up to `config.items` distinct items that do not occur in the training rows.
+        """Return up to `config.items` distinct items that do not occur in the training rows.
 
         A process that measures many runs on the same data draws them once, unless they are long.
 
@@ -229,10 +228,10 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Item
     task = kind(options)
     shares: dict[str, list[float]] = {name: [] for name in task.heuristics}
     for item in task.floor_items(length, tokenizer):
-        asked = list(item.questions())
+        questions = list(item.questions())
         for name, heuristic in task.heuristics.items():
-            guesses = [(heuristic(before), answer.strip()) for before, answer in asked]
-            shares[name].append(fmean(said.count(answer) / max(1, len(said)) for said, answer in guesses))
+            guesses = [(heuristic(before), answer.strip()) for before, answer in questions]
+            shares[name].append(fmean(guess.count(answer) / max(1, len(guess)) for guess, answer in guesses))
     scores = {name: fmean(values) for name, values in shares.items()}
     best = max(scores, key=scores.__getitem__)
     stderr = (pvariance(shares[best]) / len(shares[best])) ** 0.5

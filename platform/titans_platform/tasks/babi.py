@@ -275,7 +275,9 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
     except Exception as error:  # errors of HTTP, Arrow, JSON and datasets have no common base class
         reason = f"{type(error).__name__} {one_line(error, 160)}"
         raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
-    rows = ([(f"{text}{_asked(asked)}", False), (f" {said}", True)] for text, asked, said in triples)
+    rows = (
+        [(f"{text}{_asked(question)}", False), (f" {answer}", True)] for text, question, answer in triples
+    )
     return tuple(map(make_item, rows))
 
 
@@ -288,12 +290,12 @@ def split_question(item: Item) -> tuple[list[str], str, str]:
 
 @lru_cache(maxsize=8)
 def previous_questions(questions: tuple[Item, ...]) -> dict[Item, tuple[Item, ...]]:
-    """For each question, the earlier questions of its story; their facts are a prefix of its own."""
+    """Return for each question the earlier questions of its story; their facts are a prefix of its own."""
     earlier: dict[Item, tuple[Item, ...]] = {}
     story: tuple[Item, ...] = ()
     for item in questions:
         facts = split_question(item)[0]
-        if story and facts[: len(told := split_question(story[-1])[0])] != told:
+        if story and facts[: len(earlier_facts := split_question(story[-1])[0])] != earlier_facts:
             story = ()
         earlier[item], story = story, (*story, item)
     return earlier
@@ -303,17 +305,17 @@ def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[Piece]]:
     """Pieces in reading order: the facts, and each question after the facts that it is about."""
     pieces: list[list[Piece]] = []
     read = 0
-    for asked in (*earlier, item):
-        facts, question, answer = split_question(asked)
+    for posed in (*earlier, item):
+        facts, question, answer = split_question(posed)
         pieces += [[(f"{fact} ", False)] for fact in facts[read:]]
-        end = [] if asked is item else [("\n", False)]
+        end = [] if posed is item else [("\n", False)]
         pieces.append([(_asked(question), False), (f" {answer}", True), *end])
         read = len(facts)
     return pieces
 
 
-def _tokens(told: list[list[Piece]], tokenizer: ItemTokenizer) -> int:
-    return count_tokens(make_item(chain.from_iterable(told)), tokenizer)
+def _tokens(pieces: list[list[Piece]], tokenizer: ItemTokenizer) -> int:
+    return count_tokens(make_item(chain.from_iterable(pieces)), tokenizer)
 
 
 def _asked(question: str) -> str:

@@ -65,7 +65,7 @@ class Item:
         return hashlib.sha256(self.text.encode()).hexdigest()[:16]
 
     def questions(self) -> Iterator[tuple[str, str]]:
-        """For each answer: all text before it, and the answer."""
+        """Yield for each answer all text before it, and the answer."""
         before = ""
         for text, is_answer in self.pieces:
             if is_answer:

@@ -95,8 +95,8 @@ class Needle(GeneratedTask):
         stated = compact if self.options.style == "compact" else ruler
 
         def unanswered(before: str) -> list[str]:
-            said = {"".join(answer) for answer in re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)}
-            return [value for value in stated.findall(before) if value not in said]
+            answered = {"".join(answer) for answer in re.findall(r"\?[A-Z]:(\w+)|text is ([\w-]+)", before)}
+            return [value for value in stated.findall(before) if value not in answered]
 
         return {"any value stated": stated.findall, "any value not yet answered": unanswered}
 
@@ -148,7 +148,7 @@ class Needle(GeneratedTask):
         return opening, NEEDLE.replace("NOUN", noun) + end, QUESTION.replace("NOUN", noun), " {value}"
 
     def _haystack(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
-        """Exactly `characters` characters, and the offsets at which a needle may be inserted."""
+        """Return exactly `characters` characters, and the offsets at which a needle may be inserted."""
         passkey = self.options.kind == "passkey"
         if self.options.style == "compact":
             if not passkey:

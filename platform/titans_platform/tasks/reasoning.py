@@ -235,9 +235,9 @@ class Reasoning(GeneratedTask):
         Each place comes with both answers, so the place alone says nothing about the answer.
         """
         questions, places = [], world.place_of.items()
-        for person, here in places:
-            for other in (who for who, there in places if there != here and here in world.been[who]):
-                questions += [Question(person, here, "Y"), Question(other, here, "N")]
+        for person, place in places:
+            for other in (who for who, home in places if home != place and place in world.been[who]):
+                questions += [Question(person, place, "Y"), Question(other, place, "N")]
         return questions
 
     def _tell(self, rng: random.Random, story: Story, asks: list[int]) -> Iterator[list[Piece]]:
@@ -270,7 +270,7 @@ class Reasoning(GeneratedTask):
         return rng.choice(questions)
 
     def _filler(self, characters: int, rng: random.Random) -> tuple[str, Sequence[int]]:
-        """Exactly `characters` characters, and the offsets at which a sentence may be inserted."""
+        """Return exactly `characters` characters, and the offsets at which a sentence may be inserted."""
         if self._compact:
             return lowercase_words(rng, characters), range(characters + 1)
         filler = prose(rng, characters - 1) + "\n" if characters else ""

@@ -111,8 +111,8 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
     for key, value in PAIR.findall(before):
         bound.pop(key, None)
         bound[key] = value
-    asked = ASKED.search(before)
-    return asked[0] if asked else "", bound
+    query = ASKED.search(before)
+    return query[0] if query else "", bound
 
 
 def newest_value(before: str) -> list[str]:
@@ -191,7 +191,7 @@ class Recall(KeyValue):
     Options = RecallOptions
 
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """One block; rebound keys occur twice."""
+        """Generate one block; rebound keys occur twice."""
         keys = rng.sample(self._keys, self.options.pairs)
         latest = dict(zip(keys, spread(rng, self._values, len(keys)), strict=True))
         again = set(rng.sample(keys, round(self.options.rebind * len(keys))))

@@ -77,9 +77,9 @@ class World:
         """List the things that `person` could pick up here: things that lie here, and things without a fact
         so far.
         """
-        here = self.place_of[person]
+        place = self.place_of[person]
         lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
-        return [thing for thing in lying if self.visits.get(thing, [here])[-1] == here]
+        return [thing for thing in lying if self.visits.get(thing, [place])[-1] == place]
 
     def next_fact(self, rng: random.Random, *, things: bool, drops: float, alone: bool) -> Fact:
         """Draw a random fact that is possible now.
@@ -91,19 +91,19 @@ class World:
             alone: people go where nobody is, if there is such a place.
         """
         person = rng.choice(self.people)
-        here = self.place_of.get(person)
-        if things and here is not None:
+        current = self.place_of.get(person)
+        if things and current is not None:
             roll = rng.random()
             if roll < 0.35 and (near := self.reachable(person)):
                 return Fact("get", person, rng.choice(near))
             if roll > 1 - drops and (held := self.carried(person)):
                 return Fact("drop", person, rng.choice(held))
-        others = [place for place in self.places if place != here]
+        others = [place for place in self.places if place != current]
         taken = set(self.place_of.values()) if alone else set()
         return Fact("move", person, rng.choice([place for place in others if place not in taken] or others))
 
 
-class Told(NamedTuple):
+class ParsedStory(NamedTuple):
     """A story and a question as the heuristics see them."""
 
     facts: list[Fact]
@@ -124,7 +124,7 @@ class Told(NamedTuple):
         return self.names[-1]
 
 
-Guess = Callable[[Told], Sequence[str]]
+Guess = Callable[[ParsedStory], Sequence[str]]
 """The answers that a heuristic guesses among."""
 
 
@@ -134,23 +134,23 @@ def commonest(names: Iterable[str]) -> list[str]:
     return [name for name, count in counts.items() if count == max(counts.values())]
 
 
-def _place_before(told: Told, target: str) -> list[str]:
+def _place_before(story: ParsedStory, target: str) -> list[str]:
     """Return the place named last before the last fact about ``target``."""
-    last = max((i for i, fact in enumerate(told.facts) if fact.target == target), default=0)
-    return [fact.target for fact in told.facts[:last] if fact.action == "move"][-1:]
+    last = max((i for i, fact in enumerate(story.facts) if fact.target == target), default=0)
+    return [fact.target for fact in story.facts[:last] if fact.action == "move"][-1:]
 
 
-def _picked_up(told: Told, less: int) -> list[str]:
+def _picked_up(story: ParsedStory, less: int) -> list[str]:
     """Things the person picked up, those put down again included, less so many."""
-    count = sum(fact.person == told.subject and fact.action == "get" for fact in told.facts)
-    return [told.words[str(min(max(count - less, 0), 6))]]
+    count = sum(fact.person == story.subject and fact.action == "get" for fact in story.facts)
+    return [story.words[str(min(max(count - less, 0), 6))]]
 
 
-def _yes_if(holds: Callable[[Told], bool]) -> Guess:
-    return lambda told: [told.words["yes" if holds(told) else "no"]]
+def _yes_if(holds: Callable[[ParsedStory], bool]) -> Guess:
+    return lambda story: [story.words["yes" if holds(story) else "no"]]
 
 
-def read_story(before: str, world: World, *, compact: bool) -> Told:
+def read_story(before: str, world: World, *, compact: bool) -> ParsedStory:
     """Facts and question of the text before an answer; the facts are applied to a new ``world``."""
     if compact:
         text, question = before.rsplit("?", 1)
@@ -165,36 +165,36 @@ def read_story(before: str, world: World, *, compact: bool) -> Told:
     facts = [Fact(ACTIONS[word], person, target) for person, word, target in matches]
     for fact in facts:
         world.apply(fact)
-    return Told(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)
+    return ParsedStory(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)
 
 
-def _carried(told: Told) -> list[int]:
+def _carried(story: ParsedStory) -> list[int]:
     """Return the number of things that each person carries."""
-    return [len(told.world.carried(person)) for person in told.world.place_of]
+    return [len(story.world.carried(person)) for person in story.world.place_of]
 
 
-def _counts(told: Told) -> list[str]:
-    return [told.words[str(count)] for count in _carried(told)]
+def _counts(story: ParsedStory) -> list[str]:
+    return [story.words[str(count)] for count in _carried(story)]
 
 
-def _place_guesses(one: str, all_of: str, places: Callable[[Told], list[str]]) -> dict[str, Guess]:
+def _place_guesses(one: str, all_of: str, places: Callable[[ParsedStory], list[str]]) -> dict[str, Guess]:
     """Guesses among the places of all people or things; ``one`` and ``all_of`` name whose."""
     return {
-        "the place named last": lambda told: told.history[-1:],
+        "the place named last": lambda story: story.history[-1:],
         f"{one} place": places,
-        f"the commonest of {all_of} places": lambda told: commonest(places(told)),
-        f"the commonest of {all_of} places but the last": lambda told: commonest(
-            place for place in places(told) if place != told.world.latest_place
+        f"the commonest of {all_of} places": lambda story: commonest(places(story)),
+        f"the commonest of {all_of} places but the last": lambda story: commonest(
+            place for place in places(story) if place != story.world.latest_place
         ),
     }
 
 
-def _of_people(told: Told) -> list[str]:
-    return list(told.world.place_of.values())
+def _of_people(story: ParsedStory) -> list[str]:
+    return list(story.world.place_of.values())
 
 
-def _of_things(told: Told) -> list[str]:
-    return [visits[-1] for visits in told.world.visits.values()]
+def _of_things(story: ParsedStory) -> list[str]:
+    return [visits[-1] for visits in story.world.visits.values()]
 
 
 HEURISTICS: dict[Kind, dict[str, Guess]] = {

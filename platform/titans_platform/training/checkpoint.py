@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.state_dict_saver import async_save
 from titans_core.memory_file import flatten_state, restore_state
 from titans_core.state import ModelState
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
-from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient, write_error
+from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient
 from titans_platform.training.loop import Phases, Progress, Trainer
 from titans_platform.training.parallel import rank
 
@@ -231,15 +231,19 @@ def restore(folder: Path, trainer: Trainer) -> Path | None:
     Every rank calls it; rank 0 chooses. Raises UsageError if there are checkpoints but all are corrupt, or if
     the checkpoint is of another model; StorageError.
     """
-    if path := _chosen(lambda: newest(folder)):
-        _restore(path, trainer)
+    choice = [newest(folder) if rank() == 0 else None]
+    if dist.is_initialized():
+        dist.broadcast_object_list(choice)
+    if path := choice[0]:
+        restore_from(path, trainer)
     elif latest := next(iter(saved(folder)), None):
-        why = f"{find_corruption(latest)}, and no checkpoint before it is whole"
-        raise UsageError(f"{latest}: {why}; delete {folder} to train from the start")
+        cause = f"{find_corruption(latest)}, and no checkpoint before it is whole"
+        raise UsageError(f"{latest}: {cause}; delete {folder} to train from the start")
     return path
 
 
-def _restore(path: Path, trainer: Trainer) -> None:
+def restore_from(path: Path, trainer: Trainer) -> None:
+    """Restore the trainer from one checkpoint; every rank calls it. Raises UsageError, StorageError."""
     state = _state(trainer)
     _load(path, state)
     parts = {"model_state_dict": state["model"], "optim_state_dict": state["optimizer"]}
@@ -250,33 +254,10 @@ def _restore(path: Path, trainer: Trainer) -> None:
     trainer.progress = retry_transient(lambda: read_manifest(path)).progress
 
 
-def _chosen(choose: Callable[[], Path | None]) -> Path | None:
-    choice = [choose() if rank() == 0 else None]
-    if dist.is_initialized():
-        dist.broadcast_object_list(choice)
-    return choice[0]
-
-
-def copy_checkpoint(point: Path, folder: Path, trained: Callable[[Progress], Progress]) -> Path:
-    """Copy a checkpoint to another run's folder, with its progress mapped by ``trained``. Returns the path.
-
-    The copy is atomic. Raises TitansError if it cannot be written.
-    """
-    partial, final = folder / f".partial-{point.name}", folder / point.name
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(point, partial, ignore=shutil.ignore_patterns(MANIFEST))
-        write_manifest(partial, trained(read_manifest(point).progress))
-        os.replace(partial, final)
-    except OSError as error:
-        raise write_error(final, error) from error
-    return final
-
-
 def check_weights(path: Path, model: nn.Module) -> None:
     """Compare the names and shapes of weights with a checkpoint's metadata. Raises UsageError."""
-    there = _saved(path)
-    _check_shapes(path, there, _weights(model, there))
+    entries = _saved(path)
+    _check_shapes(path, entries, _weights(model, entries))
 
 
 def load_model(path: Path, model: nn.Module) -> int:
@@ -292,11 +273,11 @@ def load_model(path: Path, model: nn.Module) -> int:
     return read_manifest(path).progress.step
 
 
-def _weights(model: nn.Module, there: dict[str, Any]) -> dict[str, Any]:
+def _weights(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
     """Return the model's weights, without the added ones that the checkpoint does not have."""
     added: tuple[str, ...] = getattr(model, "added", ())
     own = model.state_dict()
-    return {name: own[name] for name in own if f"model.{name}" in there or not name.startswith(added)}
+    return {name: own[name] for name in own if f"model.{name}" in entries or not name.startswith(added)}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
@@ -314,18 +295,20 @@ def _state(trainer: Trainer) -> dict[str, Any]:
 
 def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
     """Load this rank's states by group of streams, resharded if the world size changed."""
-    there, (number, readers) = _saved(path), trainer.shard
+    entries, (number, readers) = _saved(path), trainer.shard
     states: dict[int, ModelState] = {}
     for group in range(trainer.cfg.stream_groups):
         name = f"streams{group or ''}"
-        if not (writers := len({key.split(".")[1] for key in there if key.startswith(f"{name}.")})):
+        if not (writers := len({key.split(".")[1] for key in entries if key.startswith(f"{name}.")})):
             continue
         # as many shares as were written: each rank reads its own
         wanted = [number] if writers == readers else range(writers)
         saved: dict[str, Any] = {}
         for writer in wanted:
             prefix = f"{name}.rank{writer}.tensors."
-            own = {key.removeprefix(prefix): entry for key, entry in there.items() if key.startswith(prefix)}
+            own = {
+                key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
+            }
             tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
         _read({name: saved}, path)
@@ -341,10 +324,10 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
 
 
 def _load(path: Path, state: dict[str, Any]) -> None:
-    there = _saved(path)
-    _check_shapes(path, there, state["model"])
+    entries = _saved(path)
+    _check_shapes(path, entries, state["model"])
     # a run that resumes with more workers has ranks without a saved RNG state: they keep their seed
-    state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in there}
+    state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in entries}
     # streams are read separately: other ranks may have written them
     _read({key: value for key, value in state.items() if not key.startswith("streams")}, path)
 
@@ -374,15 +357,15 @@ def _saved(path: Path) -> dict[str, Any]:
         raise UsageError(f"{path}: its .metadata cannot be read; delete this folder") from error
 
 
-def _check_shapes(path: Path, there: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
-    kept = {key.removeprefix("model."): entry for key, entry in there.items() if key.startswith("model.")}
+def _check_shapes(path: Path, entries: dict[str, Any], weights: dict[str, torch.Tensor]) -> None:
+    kept = {key.removeprefix("model."): entry for key, entry in entries.items() if key.startswith("model.")}
     for name in [*weights, *kept]:
-        here = tuple(weights[name].shape) if name in weights else "missing"
+        model_shape = tuple(weights[name].shape) if name in weights else "missing"
         saved_shape = tuple(kept[name].size) if name in kept else "missing"
-        if here != saved_shape:
+        if model_shape != saved_shape:
             fix = "give the config the checkpoint was made with, or another folder"
             raise UsageError(
-                f"{path}: {name} is {saved_shape} in the checkpoint and {here} in the model; {fix}"
+                f"{path}: {name} is {saved_shape} in the checkpoint and {model_shape} in the model; {fix}"
             )
 
 

@@ -226,7 +226,9 @@ class Trainer:
                     continue
                 seconds = time.perf_counter() - started
                 self.progress.seconds += seconds
-                metrics |= {"data_wait_seconds": waited} | self._speed(self.tokens_per_step / seconds)
+                speed, flops = self.tokens_per_step / seconds, self.flops_per_token
+                metrics |= {"data_wait_seconds": waited, "tokens_per_second": speed}
+                metrics |= device_metrics(self.device, flops and flops * speed / self.world_size)
                 if _due(number, hooks.validate_every, steps):
                     metrics["validation_loss"] = self._validated(hooks)
                     if self._patience_exhausted(hooks) and not self.progress.tail_steps:
@@ -351,11 +353,6 @@ class Trainer:
             if isinstance(part, StreamBatch):
                 return cast(CrossEntropy, self.objective).carried_losses(self._forward, part, state)
             return self.objective.losses(self._forward, part), None
-
-    def _speed(self, tokens_per_second: float) -> dict[str, float]:
-        flops = self.flops_per_token
-        own = None if flops is None else flops * tokens_per_second / self.world_size
-        return {"tokens_per_second": tokens_per_second} | device_metrics(self.device, own)
 
     def _over_workers(self, value: Tensor) -> Tensor:
         value = value.to(self.device)

@@ -82,7 +82,8 @@ class Diverged(TitansError):
 
 
 def judge(loss: float, norm: float, recent: list[float], spike: float | None) -> str | None:
-    """Why a step has diverged, given its loss, gradient norm and the ``recent`` losses; None if it has not.
+    """Return the reason for which a step has diverged, from its loss, gradient norm and the ``recent``
+    losses, or None.
 
     All ranks agree, because both numbers are reduced over ranks.
     """

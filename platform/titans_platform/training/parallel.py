@@ -20,6 +20,7 @@ from titans_core.sequence_parallel import SequenceParallel
 from titans_kernels import accelerate, ran
 from titans_platform.config import OptimConfig
 from titans_platform.errors import UsageError
+from titans_platform.provenance import GPUS
 
 
 def world_size() -> int:
@@ -33,7 +34,7 @@ def rank() -> int:
 
 
 def data_shard(cfg: OptimConfig) -> tuple[int, int]:
-    """Which share of a batch's rows this worker has: of all, or all of them under `parallel: sequence`."""
+    """Return this worker's share of a batch's rows: one of all, or all of them under `parallel: sequence`."""
     return (0, 1) if cfg.parallel == "sequence" else (rank(), world_size())
 
 
@@ -52,8 +53,11 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     accelerate(model.to(device))
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
-        block.recompute = cfg.recompute
-        if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+        compiled = cfg.compile or (cfg.compile is None and device.type == "cuda")
+        block.recompute = cfg.recompute or False
+        if cfg.recompute is None and compiled and device.type == "cuda":
+            block.recompute = "selective"
+        if compiled:
             # block by block, in place and before sharding: identical blocks share the compiled code
             block.compile()
             ran.note("blocks", "compiled")
@@ -113,12 +117,6 @@ def clip_gradients(model: nn.Module, limit: float | None) -> float:
     return norm.item()
 
 
-PEAK_FLOPS = {
-    "B200": 2250e12, "H200": 989e12, "H100": 989e12, "A100": 312e12,
-    "L40S": 362e12, "A10G": 70e12, "RTX 4090": 165e12, "V100": 125e12,
-}  # fmt: skip
-"""Peak FLOP/s in bfloat16 (V100: float16) without sparsity, from the vendor's data sheet, by a substring of
-the device's name."""
 UNTIMED, WARMUP, TRACED = 2, 1, 3
 """Steps that the profiler skips, warms up in, and traces."""
 
@@ -133,8 +131,8 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
     if flops_per_second is not None:
         metrics["tflops"] = flops_per_second / 1e12
         name = torch.cuda.get_device_name(device)
-        if peak := next((peak for part, peak in PEAK_FLOPS.items() if part in name), None):
-            metrics["mfu"] = flops_per_second / peak
+        if gpu := next((gpu for part, gpu in GPUS.items() if part in name), None):
+            metrics["mfu"] = flops_per_second / gpu.flops
     return metrics
 
 

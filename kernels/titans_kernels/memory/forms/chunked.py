@@ -53,13 +53,13 @@ BLOCK_BYTES = 2 * 2**20
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the parallel form does not support a call, or None if it does."""
+    """Return the reason for which the parallel form does not support a call, or None if it does."""
     return options.refusal(inputs)
 
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does."""
-    if inputs.forgets_by_column:
+    if inputs.by_column:
         return channels.write_and_read(inputs, weights, momentum, options)
     call = ChunkedCall.of(inputs, options)
     arguments = (*_tokens(inputs), *weights, *momentum, *call.base, *call.norm)
@@ -79,7 +79,7 @@ def gradients(
 
     Recomputes the forward pass.
     """
-    if inputs.forgets_by_column:
+    if inputs.by_column:
         return channels.gradients(inputs, weights, momentum, options, doutputs)
     call, tokens = ChunkedCall.of(inputs, options), _tokens(inputs)
     _, kept = call.forward(tokens, (*weights, *momentum), keep=True)
@@ -116,7 +116,7 @@ class Plan(NamedTuple):
 
     @staticmethod
     def of(layout: Layout, state: Sequence[Tensor]) -> Plan:
-        """For a state of L weights and L momenta [N, H, D, F]."""
+        """Plan a call for a state of L weights and L momenta [N, H, D, F]."""
         N, H = state[0].shape[:2]
         row_bytes = sum(x[0, 0].nbytes for x in state)
         steps, step_bytes = len(layout.rows), N * H * row_bytes
@@ -166,7 +166,7 @@ class ChunkedCall(NamedTuple):
 
     @staticmethod
     def of(inputs: Inputs, options: Options) -> ChunkedCall:
-        """From a call's arguments; the layout is cached per cu_seqlens."""
+        """Set up a call from its arguments; the layout is cached per cu_seqlens."""
         layout = layout_of(inputs.q, options.chunk_size, options.cu_seqlens)
         f = ACTIVATIONS[options.activation]
         return ChunkedCall(layout, f, options.surprise_bound, options.norm, options.base)

@@ -48,7 +48,7 @@ def write_chunk(
     rule: Rule, tokens: Inputs, state: MemoryState, options: Options
 ) -> tuple[Tensor, MemoryState]:
     """Write and read the tokens of a chunk by the hooks of a rule; see `Rule.chunk`."""
-    if rule.has_paper_update and not tokens.forgets_by_column:
+    if rule.has_paper_update and not tokens.by_column:
         y, after = write_factors(tokens, DecodeState.of(state), options)
         return y, after.memory()
     wide = lambda gate, W: broadcast_gate(gate, W.shape[-1], gate.ndim == tokens.q.ndim)  # noqa: E731
@@ -79,7 +79,7 @@ def token_gradients(rule: Rule, tokens: Inputs, start: Layers, options: Options)
         return [x[..., None] * e[..., None, :] for x, e in zip(X, d, strict=True)]
     decay = (1 - tokens.alpha).cumprod(2)
     points = tuple(
-        rule.gradient_point(W[:, :, None], broadcast_gate(decay, W.shape[-1], tokens.forgets_by_column))
+        rule.gradient_point(W[:, :, None], broadcast_gate(decay, W.shape[-1], decay.ndim == tokens.q.ndim))
         for W in start
     )
     points = tuple(P + B[:, None] for P, B in zip(points, base, strict=True)) if base else points

@@ -34,7 +34,7 @@ from torch.nn import functional as F
 
 from titans_kernels import ran
 from titans_kernels.memory.forms.documents import each_document
-from titans_kernels.memory.options import Inputs, Layers, Options, Result
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, on_gpu
 from titans_kernels.memory.parts.gates import coefficients
 from titans_kernels.memory.rules import GatedDelta, Rule
 from titans_kernels.native import compiled, parallel_for, pointer, serves
@@ -52,7 +52,7 @@ SMALL = 1024
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the online form does not support a call, or None if it does."""
+    """Return the reason for which the online form does not support a call, or None if it does."""
     if reason := options.refusal(inputs, (Rule, GatedDelta), norm=False, columns=False):
         return reason
     if len(weights) > 1:
@@ -162,7 +162,7 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, gated: bool) -> tuple[
 
 def _by_kernel(k: Tensor, v: Tensor) -> bool:
     """Return True if Triton's kernels compute the states, for keys [R, n, b, D] and values [R, n, b, F]."""
-    if not k.is_cuda or k.shape[1] == 1:
+    if not on_gpu(k) or k.shape[1] == 1:
         return False
     # imported on first use: a CPU does not need Triton
     from titans_kernels.memory.forms.triton.delta import refusal

@@ -19,7 +19,7 @@ from titans_kernels.memory.residual import predict, pull
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the recurrence does not support a call, or None if it does."""
+    """Return the reason for which the recurrence does not support a call, or None if it does."""
     return f"the rule {options.rule} computes chunks as a whole" if options.rule.has_own_chunk else None
 
 

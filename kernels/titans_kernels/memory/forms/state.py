@@ -22,8 +22,7 @@ from titans_kernels.memory.rules import Rule
 class DecodeState(NamedTuple):
     """The state of a sequence, float32 (float64 for float64 input).
 
-    On a chunk boundary it serves every rule; inside a chunk, a linear one (`Rule.linear`) with one alpha per
-    head.
+    On a chunk boundary it serves every rule; inside a chunk, a linear one (`Rule.linear`), gates per head.
 
     Let W, S be the state at the start of the open chunk and g_i = X_i^T d_i the gradients of its tokens. Then
     the current weights are ``beta W + m S - sum_i c_i g_i`` and the current momentum is
@@ -110,24 +109,22 @@ AnyState = DecodeState | OpenChunk
 
 
 def has_factors(rule: Rule, by_column: bool) -> bool:
-    """Return True if the state inside a chunk is a `DecodeState`; ``by_column``: alpha is per group of
-    columns.
-    """
+    """Return True if the state inside a chunk is a `DecodeState`; ``by_column`` as in `Inputs`."""
     return rule.linear and not by_column
 
 
-def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, groups: int | None = None) -> int:
+def state_numel(shapes: Sequence[Sequence[int]], position: int, rule: Rule, gates: int | None = None) -> int:
     """Count the elements in the state of one head, ``position`` tokens into a chunk.
 
     Args:
         shapes: [D, F] of each layer.
         position: number of tokens in the open chunk.
         rule: the update rule.
-        groups: A, for alpha per column; None for one alpha per head.
+        gates: number of values of alpha, eta and theta together if any is per column; None for one each.
     """
     weights = sum(D * F for D, F in shapes)
-    if position and not has_factors(rule, by_column=groups is not None):
-        gates = (groups or 1) + 2 + rule.extra_gates
+    if position and not has_factors(rule, by_column=gates is not None):
+        gates = (gates or 3) + rule.extra_gates
         return 4 * weights + position * (shapes[0][0] + shapes[-1][-1] + gates)
     return 2 * weights + position * sum(D + F for D, F in shapes) + 2 * position + 3
 
@@ -143,7 +140,7 @@ class _Rows(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, theta: Tensor, state: DecodeState) -> _Rows:
-        """From the gates [B, H, T] of the new tokens.
+        """Compute the rows from the gates [B, H, T] of the new tokens.
 
         The new tokens see the earlier coefficients as one more weight and one more momentum, which evolve as
         W and S do: by the products ``kept`` and ``moved`` from the first new token on.
@@ -166,7 +163,7 @@ class _Rows(NamedTuple):
 def write_factors(tokens: Inputs, state: DecodeState, options: Options) -> tuple[Tensor, DecodeState]:
     """y [B, H, T, D_v] of the next tokens [B, H, T, ...] of the open chunk, and the state after them.
 
-    For a linear rule and one alpha per head. Gradients are kept as factors, never formed.
+    For a linear rule and gates per head. Gradients are kept as factors, never formed.
     """
     rows = _Rows.of(tokens.alpha, tokens.eta, tokens.theta, state)
     rule, weights = options.rule, whole(state.weights, options.base)

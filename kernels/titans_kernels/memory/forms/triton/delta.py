@@ -17,11 +17,12 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from torch import Tensor
+from torch import Tensor, library
 
 from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.launch import fake, float32_precision, launch
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED, add_dot, dot, tile_at
+from titans_kernels.memory.options import on_gpu
 
 BLOCKS = (16, 32, 64)
 WIDTHS = (16, 32, 64, 128, 256)
@@ -31,13 +32,13 @@ KEYS = WIDTHS[:-1]
 
 def refusal(key: Tensor, value: Tensor) -> str | None:
     """Why the kernels do not support blocks with keys [R, n, b, D] and values [R, n, b, F], or None."""
-    if not key.is_cuda and not INTERPRETED:
+    if not on_gpu(key) and not INTERPRETED:
         return f"tensors are on {key.device.type}, and Triton's interpreter is off"
     if key.dtype != torch.float32:
         return f"no kernel for {key.dtype}"
     if key.shape[2] not in BLOCKS or key.shape[-1] not in KEYS or value.shape[-1] not in WIDTHS:
         return f"blocks of {key.shape[2]} tokens with widths {key.shape[-1]} and {value.shape[-1]}"
-    return None if INTERPRETED else assembler.refusal(assembler.arch_of(key.device.index))
+    return None if INTERPRETED or not key.is_cuda else assembler.refusal(assembler.arch_of(key.device.index))
 
 
 @triton.jit
@@ -116,7 +117,7 @@ def _launch(kernel, *tensors: Tensor, like: Tensor, keys: Tensor) -> None:
            warps=8 if D == 128 else 4, stages=2)  # fmt: skip
 
 
-@torch.library.custom_op("titans::delta_states", mutates_args=())
+@library.custom_op("titans::delta_states", mutates_args=())
 def delta_states(
     x: Tensor, y: Tensor, z: Tensor, k: Tensor, writes: Tensor, ends: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,7 @@ def delta_states(
     return states, written
 
 
-@torch.library.custom_op("titans::delta_states_backward", mutates_args=())
+@library.custom_op("titans::delta_states_backward", mutates_args=())
 def delta_states_backward(
     y: Tensor, z: Tensor, k: Tensor, writes: Tensor, ends: Tensor, dstates: Tensor, dwritten: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

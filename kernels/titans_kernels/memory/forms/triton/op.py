@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, library
 
 from titans_kernels import ran
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
@@ -245,6 +245,8 @@ def _write_backward(
     return dstart
 
 
+KEPT_OF = 64
+"""A call may save this part of the GPU's memory for its backward."""
 KEEP_BYTES: int | None = None
 """Maximum bytes that the forward saves for its backward; None for a fraction of the GPU's memory. A call that
 needs more recomputes in the backward, with the same result."""
@@ -311,7 +313,7 @@ def keep_bytes(device: torch.device) -> int:
         return KEEP_BYTES
     if device.type != "cuda":
         return 512 * 2**20
-    return torch.cuda.get_device_properties(device).total_memory // 64
+    return torch.cuda.get_device_properties(device).total_memory // KEPT_OF
 
 
 def _chunk_bytes(widths: list[int], b: int, element: int) -> int:
@@ -339,7 +341,7 @@ def _flat(*xs: Tensor) -> list[Tensor]:
     return [x.flatten(0, 1).contiguous() for x in xs]
 
 
-@torch.library.custom_op("titans::memory_triton", mutates_args=())
+@library.custom_op("titans::memory_triton", mutates_args=())
 def memory_triton(
     q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, start: Tensor,
     base: Tensor | None, cu_seqlens: Tensor | None, widths: Sequence[int], chunk_size: int, activation: str,
@@ -358,7 +360,7 @@ def memory_triton(
     return [y.view(v.shape), after, *kept]
 
 
-@torch.library.custom_op("titans::memory_triton_backward", mutates_args=())
+@library.custom_op("titans::memory_triton_backward", mutates_args=())
 def memory_triton_backward(
     dy: Tensor, dafter: Tensor, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor,
     start: Tensor, base: Tensor | None, cu_seqlens: Tensor | None, kept: Sequence[Tensor],

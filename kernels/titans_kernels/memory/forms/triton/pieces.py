@@ -75,7 +75,7 @@ def second_derivative(z, ACTIVATION: tl.constexpr):
 
 @triton.jit
 def document_at(documents, n, length, b: tl.constexpr):
-    """First token of document n, the token after its last, and its first chunk; see `tables`."""
+    """Return the first token of document n, the token after its last, and its first chunk; see `tables`."""
     if documents is None:
         return n * length, n * length + length, (n * ((length + b - 1) // b)).to(tl.int64)
     else:
@@ -85,7 +85,7 @@ def document_at(documents, n, length, b: tl.constexpr):
 
 @triton.jit
 def chunk_at(chunks, m, length, b: tl.constexpr):
-    """First token of chunk m, and how many it has; see `tables`."""
+    """Return the first token of chunk m and its number of tokens; see `tables`."""
     if chunks is None:
         each = (length + b - 1) // b
         before = m % each * b
@@ -116,7 +116,7 @@ def store_rows(pointer, x, t, row, valid, h, H, WIDTH: tl.constexpr, column):
 
 @triton.jit
 def load_tokens(pointer, t, row, valid, h, H):
-    """One value per token [b] from [tokens, H], float32, zero where a token is not valid."""
+    """Load one value per token [b] from [tokens, H], float32, zero where a token is not valid."""
     first = tl.cast(t, tl.int64) * H + h
     return tl.load(pointer + first + row * H, mask=valid, other=0.0).to(tl.float32)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.launch import INTERPRETED
-from titans_kernels.memory.options import Layers, Options
+from titans_kernels.memory.options import Layers, Options, on_gpu
 
 MOST_WIDTH, MOST_HIDDEN = 256, 512
 """Widest head and hidden layer; others are padded to the next power of 2, at least 16."""
@@ -28,9 +28,9 @@ def refusal(q: Tensor, weights: Layers, options: Options) -> str | None:
         return "residual: no kernel computes norm, x + LN(f(x)); set none or input, or backend: chunked"
     arch = options.arch
     if arch is None and not INTERPRETED:
-        if not q.is_cuda:
+        if not on_gpu(q):
             return f"backend: tensors are on {q.device.type}, and Triton's interpreter is off"
-        arch = assembler.arch_of(q.device.index)
+        arch = assembler.arch_of(q.device.index) if q.is_cuda else None
     widths = [q.shape[-1], *(W.shape[-1] for W in weights)]
     return shape_refusal(widths, options.chunk_size, options.operands or q.dtype, arch)
 

@@ -116,7 +116,7 @@ def _keys_up(
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
     ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One layer of the keys' forward pass: z, or for the last layer the error ``d``."""
+    """Compute one layer of the keys' forward pass: z, or for the last layer the error ``d``."""
     BF: tl.constexpr = min(BLOCK, F)
     below = z + (LAYER - 1) * hidden_stride
     norm = tl.zeros((b,), tl.float32)

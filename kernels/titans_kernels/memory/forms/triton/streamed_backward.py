@@ -129,7 +129,7 @@ def _keys_down(
     z, d, dz_out, dX, dz, W, dstate, c, share, t, row, valid, h, H, b: tl.constexpr, D: tl.constexpr,
     F: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """From the gradient of a layer's output, SIGN times ``dz_out``, to ``dz`` of the layer below it."""
+    """Compute ``dz`` of the layer below from the gradient of a layer's output, SIGN times ``dz_out``."""
     BD: tl.constexpr = min(BLOCK, D)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)

@@ -1,0 +1,44 @@
+"""Graphs of a block as a GPU would train it, on fake tensors: activations, masks, gradients of packing."""
+
+from math import prod
+
+import pytest
+import torch
+from torch import Tensor
+
+from titans_core import footprint, presets
+
+ROWS, LENGTH = 16, 4096
+# bytes that a block of 340M saves for each token with selective recomputation
+BUDGETS = {"lmm": 28_000, "mac": 60_000, "mag": 36_000, "mal": 36_000, "transformer": 27_000}
+
+# Dynamo does so itself
+pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+
+
+def tensors(graphs: footprint.Graphs) -> list[Tensor]:
+    nodes = [*graphs.forward.graph.nodes, *graphs.backward.graph.nodes]
+    return [x for node in nodes if isinstance(x := node.meta.get("val"), Tensor)]
+
+
+def accumulated(graphs: footprint.Graphs) -> list[torch.Size]:
+    """Shapes of what the backward pass adds up by index."""
+    nodes = [*graphs.forward.graph.nodes, *graphs.backward.graph.nodes]
+    puts = [node for node in nodes if "index_put" in str(node.target) or "scatter_add" in str(node.target)]
+    return [node.args[2].meta["val"].shape for node in puts]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", sorted(BUDGETS))
+def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask(variant):
+    options = {"projections": "titans"} if variant == "transformer" else {}
+    config = presets.preset("340M", variant=variant, options=options)
+    graphs = footprint.trace(config, ROWS, LENGTH, "selective", documents=100)
+    each = graphs.saved_bytes / (ROWS * LENGTH)
+    assert 0.9 * BUDGETS[variant] <= each <= BUDGETS[variant], f"{each:,.0f} bytes a token and block"
+    assert [shape for shape in accumulated(graphs) if prod(shape) >= ROWS * LENGTH] == []
+    masks = [x.shape for x in tensors(graphs) if x.dtype == torch.bool and x.ndim > 1]
+    assert [shape for shape in masks if min(shape[-2:]) >= 1024] == []
+    calls = [node for node in graphs.forward.graph.nodes if "varlen_attn" in str(node.target)]
+    assert bool(calls) == (variant != "lmm")
+    assert {x.meta["val"].dtype for node in calls for x in node.args[:3]} <= {torch.bfloat16}

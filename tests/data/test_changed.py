@@ -1,0 +1,142 @@
+"""Data that changed after a run was named for them: text, task files and tokenizers are known by content."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.data.small import config
+from tests.small import RUN, trained
+from titans_platform import load_run
+from titans_platform.cli import run
+from titans_platform.config import RunConfig
+from titans_platform.data import load_tokenizer, prepare
+from titans_platform.data.tokenizer import train_tokenizer
+from titans_platform.objectives import build_objective
+from titans_platform.objectives.base import DataChanged
+from titans_platform.runs.check import spec_for
+
+SEA, CODE = "the sea was calm and grey. " * 200, "zwoelf Boxkaempfer jagen Vi" * 200
+PPL = {"perplexity_tokens": 512, "columns": {"ppl": [{"task": "perplexity"}]}}
+
+
+def source(path: Path, **fields) -> dict:
+    return {"kind": "files", "path": str(path), "validation_fraction": 0.2} | fields
+
+
+def run_on(path: Path, **data) -> dict:
+    return {"data": {"sequence_length": 32, "sources": [source(path)]} | data, "eval": PPL}
+
+
+def same_times(path: Path, text: str) -> None:
+    """Replace a text by one of equal size, and put its times back."""
+    stat = path.stat()
+    path.write_text(text)
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+
+
+def renamed(path: Path, text: str) -> None:
+    """Rename another file of equal size and times over it."""
+    other, stat = path.with_suffix(".new"), path.stat()
+    other.write_text(text)
+    os.utime(other, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    other.replace(path)
+
+
+def in_folder(folder: Path) -> dict:
+    return {"kind": "hub", "dataset": str(folder)}
+
+
+@pytest.mark.parametrize("change", [same_times, renamed])
+@pytest.mark.parametrize("kind", ["text", "record", "url", "dataset"])
+def test_text_of_equal_size_and_times_is_prepared_anew(kind, change, tmp_path):
+    (folder := tmp_path / "texts").mkdir()
+    path = folder / ("a.txt" if kind in ("text", "url") else "train.jsonl")
+    texts = [SEA, CODE] if kind in ("text", "url") else [json.dumps({"text": t}) for t in (SEA, CODE)]
+    path.write_text(texts[0])
+    os.utime(path, (1, 1))
+    named = f"file://{path}" if kind == "url" else path
+    data = config(in_folder(folder) if kind == "dataset" else source(named), length=32)
+    before = prepare(data, tmp_path / "r").fingerprint
+    change(path, texts[1])
+    assert prepare(data, tmp_path / "r").fingerprint != before
+    change(path, texts[0])
+    assert prepare(data, tmp_path / "r").fingerprint == before
+
+
+def test_file_that_an_evaluation_reads_is_part_of_the_name(tmp_path):
+    path = tmp_path / "qa1_test.txt"
+    options = {"path": str(path), "kind": "qa1", "split": "test"}
+    cfg = RunConfig.model_validate({"eval": {"columns": {"qa": ({"task": "babi", "options": options},)}}})
+    path.write_text("1 Mary went home.\n")
+    before = cfg.fingerprint("data", "eval")
+    same_times(path, "1 John went home.\n")
+    assert cfg.fingerprint("data", "eval") != before
+
+
+def test_run_trains_on_the_data_it_was_named_for(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_text(SEA)
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | run_on(path)))
+    objective = build_objective(cfg)
+    objective.prepare(tmp_path)
+    spec = spec_for(cfg, tmp_path)
+    path.write_text(CODE)
+    assert objective.prepare(tmp_path).fingerprint != spec.data
+    assert spec.objective.reopen(tmp_path, spec.data).fingerprint == spec.data
+    for index in tmp_path.glob("data/index/data-*"):
+        index.unlink()
+    with pytest.raises(DataChanged, match="run the command again"):
+        spec.objective.reopen(tmp_path, spec.data)
+
+
+def test_evaluation_reads_the_data_of_the_run_or_needs_a_flag(tmp_path, answer, refused):
+    path = tmp_path / "a.txt"
+    path.write_text(SEA)
+    cell = trained(tmp_path, **run_on(path))
+    ask = ("eval", cell, "--root", tmp_path)
+    before = answer(*ask)["columns"]["ppl"]
+    path.write_text(CODE)
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | run_on(path)))
+    build_objective(cfg).prepare(tmp_path)
+    assert answer(*ask)["columns"]["ppl"] == before
+    for index in tmp_path.glob("data/index/data-*"):
+        index.unlink()
+    assert "--other-data" in refused(*ask)
+    assert answer(*ask, "--other-data")["columns"]["ppl"] > 2 * before
+    shutil.rmtree(tmp_path / "data")
+    assert "--other-data" in refused(*ask)
+
+
+@pytest.mark.parametrize("change", ["moved", "edited", "same times", "folder", "lost copy"])
+def test_run_keeps_its_tokenizer(change, tmp_path, monkeypatch, refused, capsys):
+    monkeypatch.chdir(tmp_path)
+    path, text, named = Path("tok.json"), tmp_path / "a.txt", {"model": RUN["model"] | {"vocab_size": 272}}
+    text.write_text(SEA)
+    path.write_text(train_tokenizer([SEA], 272))
+    mine = load_tokenizer("tok.json").fingerprint
+    cell = trained(tmp_path, **run_on(text, tokenizer="tok.json"), **named)
+    match change:
+        case "moved":
+            path.rename("elsewhere.json")
+        case "edited":
+            path.write_text(train_tokenizer([CODE], 272))
+        case "same times":
+            same_times(path, train_tokenizer([CODE], 272))
+        case "folder":
+            (tmp_path / "below").mkdir()
+            monkeypatch.chdir(tmp_path / "below")
+        case "lost copy":
+            (cell / "tokenizer.json").write_text(train_tokenizer([CODE], 272))
+            assert "no intact copy of its tokenizer" in refused("export", cell, "out")
+            return
+    assert load_run(cell)[1].fingerprint == mine
+    assert run(["export", str(cell), "out"]) == 0
+    assert f"tokenizer {mine};" in Path("out/README.md").read_text()
+    exported = json.loads(Path("out/tokenizer.json").read_text())["model"]
+    assert exported == json.loads((cell / "tokenizer.json").read_text())["model"]
+    capsys.readouterr()
+    by_position = ["eval", cell, "--root", tmp_path, "--by-position", "--rows", 2, "--read", text]
+    assert run([*map(str, by_position)]) == 0
