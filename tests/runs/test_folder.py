@@ -144,8 +144,6 @@ def test_runs_that_do_not_fit_are_refused_with_what_is_missing(resources, machin
 def cluster(*nodes: tuple[float, float]) -> Machine:
     cpus, gpus = (sum(amounts) for amounts in zip(*nodes, strict=True))
     return Machine(cpus, gpus, tuple(Machine(*node) for node in nodes))
-        sum(cpus for cpus, _ in nodes), sum(g for _, g in nodes), tuple(Machine(*n) for n in nodes)
-    )
 
 
 @pytest.mark.parametrize(("resources", "nodes", "fit"), [
