@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from titans_core import footprint, presets
+from titans_kernels import scans
 
 ROWS, LENGTH = 16, 4096
 # bytes that a block of 340M saves for each token with selective recomputation
@@ -42,3 +43,10 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
     calls = [node for node in graphs.forward.graph.nodes if "varlen_attn" in str(node.target)]
     assert bool(calls) == (variant != "lmm")
     assert {x.meta["val"].dtype for node in calls for x in node.args[:3]} <= {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_a_layer_of_mamba_has_no_tensor_of_a_gigabyte():
+    graphs = footprint.trace(presets.preset("340M", variant="mamba"), ROWS, LENGTH)
+    assert max(footprint.size_of(x) for x in tensors(graphs)) <= 2**30
+    assert scans.PART_BYTES <= 2**30
