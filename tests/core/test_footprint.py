@@ -36,7 +36,7 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
     config = presets.preset("340M", variant=variant, options=options)
     graphs = footprint.trace(config, ROWS, LENGTH, "selective", documents=100)
     each = graphs.saved_bytes / (ROWS * LENGTH)
-    assert 0.9 * BUDGETS[variant] <= each <= BUDGETS[variant], f"{each:,.0f} bytes a token and block"
+    assert each <= BUDGETS[variant], f"{each:,.0f} bytes a token and block"
     assert [shape for shape in accumulated(graphs) if prod(shape) >= ROWS * LENGTH] == []
     masks = [x.shape for x in tensors(graphs) if x.dtype == torch.bool and x.ndim > 1]
     assert [shape for shape in masks if min(shape[-2:]) >= 1024] == []
