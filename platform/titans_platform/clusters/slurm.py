@@ -17,16 +17,7 @@ from pydantic import Field, model_validator
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import (
-    Note,
-    Run,
-    Step,
-    Write,
-    new_token,
-    perform,
-    render,
-    token_variables,
-)
+from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, render, token_variables
 from titans_platform.errors import UsageError
 
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))

@@ -26,15 +26,7 @@ from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
-from titans_platform.training.optim import (
-    SKIPS,
-    WINDOW,
-    Diverged,
-    adamw,
-    drawn_window,
-    judge,
-    learning_rate,
-)
+from titans_platform.training.optim import SKIPS, WINDOW, Diverged, adamw, drawn_window, judge, learning_rate
 from titans_platform.training.parallel import (
     clip_gradients,
     data_shard,
@@ -245,9 +237,7 @@ class Trainer:
         return bool(hooks.patience and best and self.progress.step - best >= allowed)
 
     def _validated(self, hooks: Hooks) -> float:
-        """Return the validation loss, averaged over ranks so that all of them agree on the best
-        checkpoint.
-        """
+        """Return the validation loss, averaged over ranks so that all agree on the best checkpoint."""
         with hooks.phases.phase("validate"):
             own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
             loss = self._over_workers(own).item()
