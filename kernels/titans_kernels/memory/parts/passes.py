@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
+from titans_kernels.memory.options import edge
 from titans_kernels.memory.parts.gates import Gates
 from titans_kernels.memory.residual import Norm
 
@@ -115,7 +116,8 @@ def keys_pass(
             f.through(E[l], z[l], out=d[l])
         if bound is not None:
             torch.linalg.vector_norm(d[l], dim=-1, keepdim=True, out=scale[l])
-            d[l].div_(scale[l].div_(bound).clamp_(min=1))
+            scale[l].div_(bound)
+            d[l].div_(scale[l].masked_fill_(scale[l] <= 1 + edge(d[l]), 1))
 
 
 def advance(state: StackedState, keys: Keys, last: Last) -> None:
