@@ -23,7 +23,7 @@ test-fast: .venv/test
 
 # Everything, the experiments' own tests too.
 test-all: .venv/test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 tests benchmarks experiments
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) $(SPREAD) --durations 10 tests benchmarks experiments tools
 
 check: .venv/dev
 	$(BIN)/ruff check .

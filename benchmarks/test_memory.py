@@ -19,7 +19,7 @@ from titans_platform.errors import TitansError, UsageError
 pytestmark = pytest.mark.slow
 
 
-def test_the_command_prints_json_of_every_length(answer):
+def test_memory_command_prints_json_for_every_length(answer):
     result = answer("bench", "memory", "--quick", "--pairs", "2", "--threads", "1")
     assert [row["length"] for row in result["rows"]] == [32, 64]
     for row in result["rows"]:
@@ -32,7 +32,7 @@ def test_the_command_prints_json_of_every_length(answer):
     assert result["peer"] is None
 
 
-def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
+def test_wrong_operator_is_refused_before_timing(monkeypatch, capsys):
     right = chunked.coefficients
     wrong = lambda *gates: (gates_ := right(*gates))._replace(C=gates_.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
@@ -44,7 +44,7 @@ def test_a_wrong_operator_is_not_timed(monkeypatch, capsys):
     assert "not timed" in error
 
 
-def test_a_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, refused):
+def test_missing_peer_error_names_the_install_command(monkeypatch, refused):
     monkeypatch.setattr(memory, "versions", dict)
     with pytest.raises(UsageError, match=f"pip install {memory.PEER_REQUIREMENT}$"):
         memory.run([32], 1, 1, against=PEER)
@@ -54,7 +54,7 @@ def test_a_peer_that_is_not_installed_is_named_with_its_fix(monkeypatch, refused
 
 
 @pytest.mark.parametrize("lengths", ["", "64,x", "0"])
-def test_lengths_that_cannot_be_are_refused(lengths, refused):
+def test_invalid_lengths_raise_usage_error(lengths, refused):
     assert "lengths" in refused("bench", "memory", "--quick", "--lengths", lengths)
 
 
@@ -92,7 +92,7 @@ def fake_workers(monkeypatch):
 
 
 @pytest.mark.usefixtures("fake_workers")
-def test_ratios_are_of_one_round_and_long_rows_are_compared_with_our_own():
+def test_ratios_use_one_round_and_long_rows_our_own_base():
     result = memory.run([256, 1024, 16384], 3, 1, against=PEER)
     exact, base, long = result["rows"]
     assert exact["peer"]["chunk_size"] == 1
@@ -113,7 +113,7 @@ def test_ratios_are_of_one_round_and_long_rows_are_compared_with_our_own():
 
 
 @pytest.mark.usefixtures("fake_workers")
-def test_a_peer_that_dies_is_a_result(monkeypatch):
+def test_crash_of_a_peer_is_recorded_as_its_result(monkeypatch):
     monkeypatch.setattr(FakeWorker, "dies", True)
     result = memory.run([1024], 3, 1, against=PEER)
     (row,) = result["rows"]
@@ -124,7 +124,7 @@ def test_a_peer_that_dies_is_a_result(monkeypatch):
 
 
 @pytest.mark.usefixtures("fake_workers")
-def test_one_of_ours_that_fails_fails_the_command(monkeypatch):
+def test_failure_of_our_form_fails_the_command(monkeypatch):
     def fails(worker):
         raise Failed("layer at T = 1024: killed")
 
@@ -133,14 +133,14 @@ def test_one_of_ours_that_fails_fails_the_command(monkeypatch):
         memory.run([1024], 3, 1)
 
 
-def test_a_process_that_fails_says_why():
+def test_failed_process_reports_its_error():
     missing = TimingProcess("benchmarks.memory:nobody", {}, 1, "nobody at T = 16")
     with missing, pytest.raises(Failed, match=r"nobody at T = 16: AttributeError: .*nobody"):
         missing.turn()
 
 
 @pytest.mark.parametrize("kind", ["layer", "operator"])
-def test_a_case_runs_forward_and_backward(kind):
+def test_case_runs_forward_and_backward(kind):
     shape = replace(QUICK, length=24)
     op = getattr(memory, kind)(**memory._sizes(shape))
     y = op.forward()

@@ -14,7 +14,7 @@ TREE = Path(__file__).parents[1]
 
 
 @pytest.mark.slow
-def test_a_row_is_timed_beside_another_checkout(capsys):
+def test_row_is_timed_beside_another_checkout(capsys):
     command = ["bench", "step", "ablation", *QUICK, "--rows", "LMM", "--against", str(TREE), "--json"]
     assert run(command) == 0
     (row,) = json.loads(capsys.readouterr().out)["rows"]
@@ -24,7 +24,7 @@ def test_a_row_is_timed_beside_another_checkout(capsys):
     assert row["times"]["median"] == pytest.approx(row["theirs"]["cpu_ms"] / row["ours"]["cpu_ms"])
 
 
-def test_other_losses_of_one_config_are_refused_and_of_a_newer_one_said(monkeypatch):
+def test_differing_losses_are_refused_for_one_config_and_marked_for_a_newer_one(monkeypatch):
     ours = {"config": {"depth": 2}, "parameters": 3, "losses": [5.0, 4.0]}
     off = ours | {"losses": [5.0, 4.001]}
     assert "losses differ by 2.5e-04" in step._compare(ours, off)["refused"]
@@ -34,7 +34,7 @@ def test_other_losses_of_one_config_are_refused_and_of_a_newer_one_said(monkeypa
     assert step._compare(ours, ours | {"config": {}})["same_losses"]
 
 
-def test_a_refused_row_is_printed_and_the_command_fails(monkeypatch, capsys):
+def test_refused_row_is_printed_and_fails_the_command(monkeypatch, capsys):
     result = {"study": "s", "scale": "smoke", "threads": 1, "rounds": 1, "against": "x"}
     refused = {"row": "LMM", "refused": "same config, but its losses differ by 1.0e-02"}
     monkeypatch.setattr(step, "run", lambda *args, **options: result | {"rows": [refused]})
@@ -42,6 +42,6 @@ def test_a_refused_row_is_printed_and_the_command_fails(monkeypatch, capsys):
     assert "not timed: same config, but its losses differ" in capsys.readouterr().out
 
 
-def test_what_is_no_checkout_is_named(tmp_path):
+def test_invalid_checkout_error_names_the_path(tmp_path):
     with pytest.raises(UsageError, match=r"--against: .* is no checkout of this project"):
         step.run("ablation", "smoke", against=tmp_path)

@@ -52,10 +52,10 @@ def trained(root: Path, **fields: Any) -> Path:
 
 
 def until(what: Callable[[], Any], process: subprocess.Popen | None = None, timeout: float = 300.0) -> Any:
-    """What ``what`` finds, while ``process`` lives."""
+    """Wait until ``what`` returns a true value while ``process`` lives, and return it."""
     deadline = time.monotonic() + timeout
-    while not (found := what()):
+    while not (result := what()):
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, "timed out"
         time.sleep(0.02)
-    return found
+    return result

@@ -16,6 +16,8 @@ ADDED = {
     "tests, lines": ("tests/test_counts.py", '"""The budgets', "\n\n"),
     "platform, lines of code": ("platform/titans_platform/errors.py", '"""Errors that', '"""\nX = 1\n"""'),
     "README.md, lines": ("README.md", "# Titans", "\n"),
+    "lines to read for the method": ("docs/method.md", "\n## ", "\n"),
+    "lines to read for a training run": ("platform/titans_platform/runs/spec.py", '"""', "\n"),
     "Markdown lines over 140 characters": (
         "docs/index.md",
         "# titans",

@@ -42,10 +42,10 @@ def test_source_roots_are_no_packages(folder):
     assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py shadows another module"
 
 
-def test_the_standard_library_s_platform_is_found_from_the_repository_root():
+def test_standard_library_s_platform_is_found_from_the_repository_root():
     code = "import platform, uuid, asyncio; print(platform.python_implementation())"
-    found = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert found.strip() == sys.implementation.name.replace("cpython", "CPython")
+    result = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
+    assert result.strip() == sys.implementation.name.replace("cpython", "CPython")
 
 
 def of_extra(name: str) -> set[str]:

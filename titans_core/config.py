@@ -15,11 +15,11 @@ Kernel = Literal[False] | Annotated[int, Field(ge=1, le=2**16)]
 """Width of a convolution, false for none."""
 
 
-def _kernel(given: object) -> object:
+def _kernel(value: object) -> object:
     """Read True as a width of 4; refuse anything that is neither a width nor false, in one line."""
-    if not isinstance(given, int):
+    if not isinstance(value, int):
         raise PydanticCustomError("kernel", "should be a width in tokens, or false for no convolution")
-    return 4 if given is True else given
+    return 4 if value is True else value
 
 
 class Frozen(BaseModel):

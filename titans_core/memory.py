@@ -212,7 +212,8 @@ class NeuralMemory(Projections):
         norm, residual = self.inner_norm, None
         if self.config.residual != "none":
             residual = Residual() if norm is None else Residual(norm.weight_HE, norm.bias_HE)
-        return Extension(residual, self.base, self.rule, gates)
+        delta = not self.config.momentum and (self.config.rule == "gated_delta" or not self.config.decay)
+        return Extension(residual, self.base, self.rule, gates, delta)
 
     def start(self, batch: int, prefix_PD: Tensor | None = None) -> MemoryCache:
         """Return the cache before the first token: initial weights, updated by any persistent tokens.
@@ -297,8 +298,8 @@ class NeuralMemory(Projections):
     def sigmoids(self, x: Tensor) -> dict[str, Tensor]:
         """Sigmoid of each gate's linear layer by name, [B, T, outputs] in the precision of the state."""
         layers = {"alpha": self.alpha, "eta": self.eta, "theta": self.theta, "extra": self.extra}
-        given = {name: layer(x) for name, layer in layers.items() if layer is not None}
-        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in given.items()}
+        logits = {name: layer(x) for name, layer in layers.items() if layer is not None}
+        return {name: torch.sigmoid(y.to(state_dtype(y))) for name, y in logits.items()}
 
     def _per_chunk(
         self, writes: Writes, documents: Documents | None = None, cache: MemoryCache | None = None
@@ -406,7 +407,8 @@ class NeuralMemory(Projections):
         record: bool = True,
     ) -> tuple[Tensor, MemoryState]:
         c, weights = self.config, state.weights
-        if cu_seqlens is not None and self.recorder is not None:  # from a start of each, states are returned
+        if cu_seqlens is not None and self.recorder is not None and weights[0].ndim == 3:
+            # from a start of each, states are returned
             weights = tuple(W.expand(len(cu_seqlens) - 1, *W.shape) for W in weights)
         momentum, theta = expand_momentum(state.momentum, weights), writes.theta
         if c.write_budget is not None:

@@ -28,6 +28,8 @@ BUDGETS = {
     "tests, lines": (22_636, 18_000),
     "docs, pages": (12, 12),
     "docs, CSV files": (0, 0),
+    "lines to read for the method": (1_500, 1_500),
+    "lines to read for a training run": (1_500, 1_500),
     "README.md, lines": (160, 160),
     "CONTRIBUTING.md, bytes": (6_144, 6_144),
     "modules with a single importer": (14, 12),
@@ -94,8 +96,8 @@ class Tree:
 
     def arguments(self, package: str, name: str) -> int:
         """Return the number of arguments of a function."""
-        given = self.named(package, ast.FunctionDef, name).args
-        return len(given.posonlyargs + given.args + given.kwonlyargs)
+        signature = self.named(package, ast.FunctionDef, name).args
+        return len(signature.posonlyargs + signature.args + signature.kwonlyargs)
 
     def entries(self, package: str, name: str) -> int:
         """Count the entries of a tuple that a module assigns to a name. Raises ValueError: there is none."""
@@ -187,11 +189,22 @@ def private_called_once(tree: Tree) -> int:
     return sum(times == 1 and words[name] == 2 for name, times in defined.items())
 
 
+def to_read(tree: Tree) -> tuple[int, int]:
+    """Count the lines of the files in the two lists of docs/architecture.md: the method, a training run."""
+    page = (tree.root / "docs/architecture.md").read_text("utf-8")
+    section = page.partition("\n## In what order to read\n")[2].partition("\n## ")[0]
+    lists = section.split("\nA training run,")
+    files = [[tree.root / "docs" / target for target in re.findall(r"\]\(([^)]*)\)", part)] for part in lists]
+    method, run = (sum(len(file.read_text("utf-8").splitlines()) for file in part) for part in files)
+    return method, run
+
+
 def measure(tree: Tree) -> dict[str, int]:
     """Count everything that has a budget."""
     lines = lambda path: len((tree.root / path).read_text("utf-8").splitlines())  # noqa: E731
     stored = [n for n in tree.nodes() if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)]
     docs = tree.root / "docs"
+    method, run = to_read(tree)
     return {
         "textbook.py, lines": lines("titans_core/textbook.py"),
         "mac.py, lines": lines("titans_core/blocks/mac.py"),
@@ -204,6 +217,8 @@ def measure(tree: Tree) -> dict[str, int]:
         "tests, lines": tree.lines("tests"),
         "docs, pages": len(list(docs.glob("*.md"))),
         "docs, CSV files": len(list(docs.rglob("*.csv"))),
+        "lines to read for the method": method,
+        "lines to read for a training run": run,
         "README.md, lines": lines("README.md"),
         "CONTRIBUTING.md, bytes": (tree.root / "CONTRIBUTING.md").stat().st_size,
         "modules with a single importer": len(single_importers(tree)),

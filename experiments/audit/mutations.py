@@ -406,12 +406,12 @@ def parameter_of_a_late_token(c: int, r: int) -> type[Ema]:
 
 def mutants(seed: int = 0) -> dict[str, tuple[str, type[Ema]]]:
     """Make three faults of each kind, at seeded periods and residues: the check to catch it, the layer."""
-    draw, made = random.Random(seed), {}
+    draw, faulty = random.Random(seed), {}
     for name, (check, make) in KINDS.items():
         for c in [*draw.sample(PERIODS, 2), draw.randint(3, 130)]:
             r = draw.randrange(c)
-            made[f"{name}, period {c}, residue {r}"] = check, make(c, r)
-    return made
+            faulty[f"{name}, period {c}, residue {r}"] = check, make(c, r)
+    return faulty
 
 
 if __name__ == "__main__":

@@ -213,10 +213,10 @@ def run(
             both = trained(run, tuning + problems, count, root, seed=0)
             problem = Problem(kind, both.take(slice(tuning)), both.take(slice(tuning, None)))
         else:
-            made = (
+            parts = (
                 generate(kind, N, count, width, seed) for N, seed in ((tuning, TUNING_SEED), (problems, 0))
             )
-            problem = Problem(kind, *made)
+            problem = Problem(kind, *parts)
         for chunk, (name, memory) in product(chunks, memories.items()):
             if chunk > 1 and isinstance(memory.made, DeltaTTT):
                 continue  # takes every token for a chunk of its own

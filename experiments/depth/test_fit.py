@@ -15,7 +15,7 @@ from titans_platform import cli
 from titans_platform.errors import UsageError
 
 
-def test_a_linear_memory_is_the_delta_rule_by_hand():
+def test_linear_memory_equals_delta_rule_by_hand():
     pairs, theta = generate("random", 2, 5, 4, seed=0), 0.25
     memory = Memory()
     (start,) = memory.start(2, 4, seed=3)
@@ -31,7 +31,7 @@ def test_a_linear_memory_is_the_delta_rule_by_hand():
     assert measured[1].isnan().all()
 
 
-def test_the_last_layer_alone_is_a_linear_memory_of_features():
+def test_last_layer_alone_equals_linear_memory_of_features():
     pairs, memory = generate("teacher", 2, 6, 4, seed=0), Memory(depth=2, expansion=2, last_only=True)
     hidden, last = memory.start(2, 4, seed=1)
     features = torch.nn.functional.silu(2 * pairs.k @ hidden[:, 0])
@@ -43,7 +43,7 @@ def test_the_last_layer_alone_is_a_linear_memory_of_features():
     assert memory.state(4) == 8 * 4 == linear.state(4) * 2
 
 
-def test_a_memory_that_diverges_has_infinite_error():
+def test_diverging_memory_has_infinite_error():
     pairs = generate("random", 2, 32, 8, seed=0)
     (_, far) = errors(Memory(depth=2), pairs, [Candidate(0.1, 1.0), Candidate(1e6, 1.0)], (4,), 1, 0)[0, 0]
     assert (far > 1e3).all()
@@ -51,7 +51,7 @@ def test_a_memory_that_diverges_has_infinite_error():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_pairs_are_scaled_and_held_out_ones_are_of_the_same_map(kind):
+def test_pairs_are_scaled_and_share_their_map_with_held_out_ones(kind):
     one, two = (generate(kind, 3, 32, 8, seed) for seed in (0, 1))
     torch.testing.assert_close(one.k.norm(dim=-1), torch.ones(3, 32))
     torch.testing.assert_close(one.v.square().sum(-1).mean(1), torch.ones(3))
@@ -65,7 +65,7 @@ def test_pairs_are_scaled_and_held_out_ones_are_of_the_same_map(kind):
         assert wrong[0] < 0.9 * wrong[1]
 
 
-def test_one_pass_favours_the_linear_memory_and_many_do_not():
+def test_linear_memory_has_lower_error_after_one_pass_but_not_after_many():
     """The lab's known result at a small size: 1.2 to 1.5 times its error, then 0.4 to 0.9."""
     memories = {"linear": MEMORIES["linear"], "depth 2": MEMORIES["depth 2"]}
     settings = [("random", 16), ("low-rank", 32), ("teacher", 64)]
@@ -78,7 +78,7 @@ def test_one_pass_favours_the_linear_memory_and_many_do_not():
 
 
 @pytest.mark.parametrize("name", MEMORIES)
-def test_each_memory_of_the_table_learns(name):
+def test_each_memory_of_the_table_lowers_its_error(name):
     pairs = generate("clustered", 2, 32, 16, seed=0)
     memory = MEMORIES[name]
     candidates = [Candidate(theta, gain) for theta in (0.06, 0.25) for gain in memory.gains]
@@ -91,7 +91,7 @@ def test_each_memory_of_the_table_learns(name):
 
 
 @pytest.mark.slow
-def test_the_command_writes_its_table_and_figure(tmp_path, capsys):
+def test_fit_command_writes_table_and_figure(tmp_path, capsys):
     sizes = ["--pairs", "8", "--width", "8", "--passes", "1", "--passes", "2", "--problems", "3"]
     chosen = ["--memory", "depth 2", "--memory", "huber/2", "--kind", "random", "--kind", "teacher"]
     assert cli.run([*sizes, *chosen, "--tuning", "2", "--out", str(tmp_path)], fit.command) == 0
@@ -106,7 +106,7 @@ def test_the_command_writes_its_table_and_figure(tmp_path, capsys):
     assert (tmp_path / "fit.png").stat().st_size > 10_000
 
 
-def test_pairs_of_a_run_are_what_its_memory_writes(tmp_path):
+def test_pairs_of_a_run_equal_writes_of_its_memory(tmp_path):
     folder = small.trained(tmp_path)
     pairs = trained(str(folder), 3, 8, tmp_path, seed=0)
     assert pairs.k.shape == pairs.v.shape == (3, 8, 8)
@@ -129,7 +129,7 @@ def test_bad_input_is_one_line(arguments, says, capsys, tmp_path):
     assert says in line
 
 
-def test_lines_count_settings_and_edges():
+def test_table_lines_count_settings_and_edges():
     row = {"kind": "random", "pairs": 8, "width": 8, "chunk": 1, "state": 64, "at_edge": False}
     nan = [math.nan] * 3
     rows = [

@@ -278,8 +278,8 @@ class Drift(Objective[DriftData]):
             odd = f"{options.width} is odd, and a turn is of two coordinates"
             raise UsageError(f"objective.options.width: {odd}; make it even")
         for name, value in {"depth": 1, "chunk_size": 1, "surprise_bound": None}.items():
-            if (given := getattr(memory, name)) != value:
-                cause = f"the best risk of objective drift is not known for {given}"
+            if (setting := getattr(memory, name)) != value:
+                cause = f"the best risk of objective drift is not known for {setting}"
                 raise UsageError(f"model.memory.{name}: {cause}; set it to {json.dumps(value)}")
         super().check(data)
 

@@ -54,7 +54,7 @@ def simulated(A: float, B: float, eta: float, options: DriftOptions) -> float:
     (0.8, 0.5, 0.5, options_of(4, drift=0.4, turn=2.0, noise=0.2)),
     (0.9, 0.5, 0.0, options_of(8).model_copy(update={"outliers": 0.05, "outlier_noise": 20.0})),
 ])  # fmt: skip
-def test_the_risk_is_that_of_a_simulation(A, B, eta, options):
+def test_steady_risk_equals_simulation(A, B, eta, options):
     assert steady_risk(A, B, eta, options) == pytest.approx(simulated(A, B, eta, options), rel=0.015)
 
 
@@ -62,7 +62,7 @@ CASES = [(8, 1.0, 0.0), (32, 1.0, 0.1), (64, 0.3, 0.1), (64, 1.0, 1.0)]
 
 
 @pytest.mark.parametrize(("d", "drift", "noise"), CASES)
-def test_the_best_gates_have_the_closed_form(d, drift, noise):
+def test_best_gates_equal_closed_form(d, drift, noise):
     """A = a and R* as derived without a turn or momentum (`best_gates` searches)."""
     q, options = drift / d, options_of(d, drift, noise=noise)
     best = best_gates(options)
@@ -74,7 +74,7 @@ def test_the_best_gates_have_the_closed_form(d, drift, noise):
 
 
 @pytest.mark.parametrize("turn", [0.5, 2.0])
-def test_no_other_gates_have_a_lower_risk(turn):
+def test_random_gates_have_no_lower_risk_than_the_best(turn):
     options = options_of(8, drift=0.01, turn=turn)
     best = best_gates(options, momentum=True)
     others = np.random.default_rng(0).uniform([0, 0, 0], [1, 2, 1], (2000, 3))
@@ -83,7 +83,7 @@ def test_no_other_gates_have_a_lower_risk(turn):
     assert all(steady_risk(*gates, options) >= best.risk - 1e-9 for gates in every)
 
 
-def test_momentum_pays_where_the_vector_turns_and_nowhere_else():
+def test_momentum_lowers_risk_only_for_an_oscillating_vector():
     ratio = lambda options: best_gates(options).risk / best_gates(options, momentum=True).risk  # noqa: E731
     turning = [options_of(d, drift=0.01, turn=0.5) for d in (8, 16, 32)]
     assert [ratio(options) for options in turning] == pytest.approx([1.2088, 1.1427, 1.1102], abs=1e-4)
@@ -92,7 +92,7 @@ def test_momentum_pays_where_the_vector_turns_and_nowhere_else():
     assert ratio(options_of(8, drift=0.01)) == pytest.approx(1, abs=1e-6)
 
 
-def test_no_decay_costs_between_126_and_128_percent():
+def test_risk_without_decay_is_126_to_128_percent():
     every = [options_of(d) for d in (8, 16, 32)]
     ratios = [best_gates(options, decay=False).risk / best_gates(options).risk for options in every]
     assert ratios == pytest.approx([1.2718, 1.2760, 1.2780], abs=1e-4)
@@ -101,12 +101,12 @@ def test_no_decay_costs_between_126_and_128_percent():
 def model(d: int, A: float, B: float, eta: float = 0.0) -> DriftModel:
     """Build the memory of the objective with these gates."""
     memory = MEMORY | {"decay": A < 1, "momentum": eta > 0}
-    made = DriftModel(MemoryConfig.model_validate(memory), d, 8)
+    drift = DriftModel(MemoryConfig.model_validate(memory), d, 8)
     with torch.no_grad():
-        for logit, gate in ((made.theta_logit, B / 2), (made.alpha_logit, 1 - A), (made.eta_logit, eta)):
+        for logit, gate in ((drift.theta_logit, B / 2), (drift.alpha_logit, 1 - A), (drift.eta_logit, eta)):
             if logit is not None:
                 logit.fill_(math.log(gate / (1 - gate)))
-    return made
+    return drift
 
 
 @pytest.mark.parametrize("options", [
@@ -115,7 +115,7 @@ def model(d: int, A: float, B: float, eta: float = 0.0) -> DriftModel:
     options_of(8, drift=0.01, turn=0.5),
     options_of(8).model_copy(update={"outliers": 0.05, "outlier_noise": 20.0}),
 ])  # fmt: skip
-def test_the_operator_with_the_best_gates_has_the_best_risk(options):
+def test_operator_with_best_gates_reaches_best_risk(options):
     steps = DriftData(options, 512, seed=0).rows(np.arange(24), "test")
     for decay, momentum in ((True, False), (False, False), (True, True)):
         if momentum and not options.turn:
@@ -126,7 +126,7 @@ def test_the_operator_with_the_best_gates_has_the_best_risk(options):
         assert error[:, 64:].square().mean().item() == pytest.approx(gates.risk, rel=0.03)
 
 
-def test_a_prediction_sees_no_later_step():
+def test_drift_prediction_does_not_depend_on_later_steps():
     steps = DriftData(DriftOptions(width=8, burn_in=4), 16, seed=0).rows(np.arange(2), "test")
     x, y = steps.x.requires_grad_(), steps.y.requires_grad_()
     predicted = model(8, 0.9, 0.8)(x, y)[:, 9].sum()
@@ -155,7 +155,7 @@ def config(**fields) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(given))
 
 
-def test_rows_are_a_function_of_their_number():
+def test_drift_rows_depend_on_their_number_only():
     objective = build_objective(config())
     data = objective.open(Path())
     whole = data.rows(np.arange(4), "train")
@@ -175,7 +175,7 @@ def test_rows_are_a_function_of_their_number():
     ({"data__tokenizer": "dna"}, "data.tokenizer: objective .*Drift generates its rows"),
     ({"eval__columns": {"a": [{"task": TASK, "lengths": [0.5]}]}}, "lengths: 48 steps end within"),
 ])  # fmt: skip
-def test_what_has_no_known_risk_is_refused(change, says):
+def test_config_without_known_risk_raises_usage_error(change, says):
     objective = build_objective(config(**change))
     with pytest.raises(UsageError, match=says):
         objective.build_model() if "has gates" in says else objective.check()
@@ -186,7 +186,7 @@ def test_what_has_no_known_risk_is_refused(change, says):
     ("drift", ("Without decay on d=8", "With decay on d=8"), (1.25, 1.29)),
     ("oscillation", ("Without momentum on d=8", "With momentum on d=8"), (1.17, 1.24)),
 ])  # fmt: skip
-def test_training_finds_the_best_gates(study, rows, between, tmp_path):
+def test_training_converges_to_best_gates(study, rows, between, tmp_path):
     """Tuning seed 100 of the studies: the ratio of two risks is the predicted one."""
     ratios = {}
     for row in rows:

@@ -71,7 +71,7 @@ def check_scores(shown: dict[str, list[str]], measured: Measured) -> None:
             assert shown_cell == f"{mean:.{digits(column)}f}±{spread:.{digits(column)}f}", f"{row} {column}"
 
 
-def test_the_table_is_that_of_the_data_and_has_every_row_and_seed(text, scale, measured):
+def test_ablation_table_equals_its_data_for_every_row_and_seed(text, scale, measured):
     shown, study = scores(text), load_study("ablation")
     assert list(measured) == [row.name for row in study.rows]
     seeds = set(study.scales[scale].seeds)
@@ -100,14 +100,14 @@ def check_verdicts(shown: dict[str, list[str]], comparisons: list[Comparison]) -
         assert printed == expected, f"{verdict.row} {verdict.column}"
 
 
-def test_the_verdict_is_that_of_the_data(text, measured):
+def test_ablation_verdict_equals_its_data(text, measured):
     comparisons = compared(measured)
     check_verdicts(table(text.partition("minus LMM")[2].partition("**Rates.**")[0]), comparisons)
     assert tally(comparisons) in " ".join(text.split())
     assert method(comparisons) in " ".join(text.split())
 
 
-def test_a_second_set_of_seeds_is_told_as_it_came():
+def test_second_set_of_seeds_is_reported_as_measured():
     """Ten seeds in one table, and how many verdicts of the first five the other five have again."""
     first, second = measured_in("ablation-workstation.csv"), measured_in("ablation-workstation-second.csv")
     both = {row: {key: first[row][key] | second[row][key] for key in COLUMNS} for row in second}
@@ -126,7 +126,7 @@ def test_a_second_set_of_seeds_is_told_as_it_came():
 
 
 @pytest.mark.parametrize("scale", ["workstation"], indirect=True)
-def test_the_rows_at_one_rate_are_those_of_the_data(text, scale, measured):
+def test_rows_at_one_rate_equal_their_data(text, scale, measured):
     rates = text.partition("**Rates.**")[2]
     shown, common = table(rates), measured_in(f"ablation-{scale}-common.csv")
     shown = {row: cells for row, cells in shown.items() if row in common}
@@ -136,7 +136,7 @@ def test_the_rows_at_one_rate_are_those_of_the_data(text, scale, measured):
     assert tally(compared(common)) in " ".join(rates.split())
 
 
-def test_sizes_are_those_of_today(text, scale):
+def test_sizes_in_the_page_equal_current_models(text, scale):
     shown = scores(text)
     models = {c.row: LanguageModel(c.config.model) for c in expand(load_study("ablation"), scale)}
     for row, model in models.items():

@@ -34,8 +34,8 @@ class LastLayerMemory(NeuralMemory):
         self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[list[Tensor], ConvState]:
         heads, conv_state = super().project(x_BTD, names, conv_state, documents)
-        made = [self._features(h) if n in "qk" else h for n, h in zip(names, heads, strict=True)]
-        return made, conv_state
+        projected = [self._features(h) if n in "qk" else h for n, h in zip(names, heads, strict=True)]
+        return projected, conv_state
 
     def _features(self, x_BTHE: Tensor) -> Tensor:
         f, dtype = ACTIVATIONS[self.config.activation], state_dtype(x_BTHE)

@@ -31,9 +31,9 @@ class Case(NamedTuple):
     depth: int
     chunk_size: int
 
-    def call(self, given: Sequence[Tensor]) -> Tensor:
+    def call(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return the tokens' reads."""
-        q, k, v, alpha, eta, theta, gates, *weights = given
+        q, k, v, alpha, eta, theta, gates, *weights = tensors
         extension = Extension(rule=self.rule, gates=gates)
         y, _ = neural_memory(
             q, k, v, alpha, eta, theta, tuple(weights), chunk_size=self.chunk_size, extension=extension
@@ -71,9 +71,9 @@ def run(
 ) -> list[dict[str, Any]]:
     """Measure each case; forward and backward of all take turns, in seconds of CPU on this thread."""
     chosen, rows = cases(names), []
-    given, seconds = [case.inputs(batch, length, 4, 64) for case in chosen], [[] for _ in chosen]
+    all_inputs, seconds = [case.inputs(batch, length, 4, 64) for case in chosen], [[] for _ in chosen]
     for i in range(rounds + 1):
-        for case, inputs, times in zip(chosen, given, seconds, strict=True):
+        for case, inputs, times in zip(chosen, all_inputs, seconds, strict=True):
             progress(f"round {i} of {rounds}: {case.name}")
             forms_used(forget=True)
             start = time.process_time()

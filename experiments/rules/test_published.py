@@ -89,7 +89,7 @@ def fixed_rows(W: Tensor, start: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("clip", [0.05, 100.0])
-def test_e2_ttt(clip):
+def test_e2_ttt_equals_published_recurrence(clip):
     case = Deep()
 
     def head(h, tokens, W, S):
@@ -147,7 +147,7 @@ def test_moneta_keeps_its_accumulator():
     assert_published(case, case.by_hand(head), case.without_momentum, rule=Moneta())
 
 
-def test_a_threshold_per_token_is_yaad():
+def test_threshold_per_token_equals_gated_yaad():
     case, sides = Deep(momentum=False, rule=YaadGated()), []
 
     def head(h, tokens, W, S):
@@ -175,7 +175,7 @@ def test_a_threshold_per_token_is_yaad():
 
 @pytest.mark.parametrize("lag", [False, True], ids=["", "lag"])
 @pytest.mark.parametrize("chunk_size", [1, 2, B])
-def test_memora_is_a_softmax_of_each_token_with_gradients_at_the_chunk_s_start(chunk_size, lag):
+def test_memora_equals_softmax_per_token_with_gradients_at_chunk_start(chunk_size, lag):
     """With a lag token, at the weights after the chunk's first token."""
     case = Deep(momentum=False)
     case.state = softmaxed(case.state)
@@ -215,7 +215,7 @@ def orthogonalised(G: Tensor) -> Tensor:  # as published, on G as [outputs, inpu
 
 
 @pytest.mark.parametrize("muon", [0.0, 1.0])
-def test_lact(muon):
+def test_lact_equals_published_recurrence(muon):
     case = Deep(norm=False)
 
     def head(h, tokens, W, S):
@@ -256,7 +256,7 @@ def assert_head_reads(case: cases.Case, expected: list[Tensor], rule: Rule) -> N
 
 
 @pytest.mark.parametrize("rule", [MomentumDelta(), MomentumDelta(tied=1)], ids=str)
-def test_momentum_with_a_write_gate_is_momentum_deltanet(rule):
+def test_momentum_with_write_gate_equals_momentum_deltanet(rule):
     case = cases.Case(30, 1, extra=1)
     q, k, v, alpha, mu, theta, gate = by_head(case)
     W, S, reads = case.state.weights[0][0, 0].detach(), case.state.momentum[0][0, 0].detach(), []
@@ -272,7 +272,7 @@ def test_momentum_with_a_write_gate_is_momentum_deltanet(rule):
 
 
 @pytest.mark.parametrize("rule", [Huber(delta=0.3), Yaad(delta=0.8)], ids=["huber", "yaad"])
-def test_huber_loss_is_the_update_of_miras(rule):
+def test_huber_rule_equals_update_of_miras(rule):
     case = cases.Case(30, 1)
     with torch.no_grad():
         case.tokens[4].zero_()
@@ -295,7 +295,7 @@ def test_huber_loss_is_the_update_of_miras(rule):
 
 
 @pytest.mark.parametrize("post", [0.0, 1.0], ids=["pre", "post"])
-def test_delta_ttt(post):
+def test_delta_ttt_equals_published_recurrence(post):
     case = cases.Case(30, widths=[5, 4, 4], extra=1)
     with torch.no_grad():
         for x in (case.tokens[3], case.tokens[4], *case.state.momentum):

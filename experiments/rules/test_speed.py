@@ -6,7 +6,7 @@ from experiments.rules import speed
 from experiments.rules.names import RULES
 
 
-def test_row_has_the_paper_rule_beside_it():
+def test_speed_row_has_paper_rule_beside_it():
     rows = speed.run(["mdn", "delta_ttt"], 1, 1, 40, lambda message: None)
     assert [(r["rule"], r["depth"], r["chunk"], r["form"]) for r in rows] == [
         ("paper", 1, 1, "online"), ("paper", 2, 1, rows[1]["form"]), ("paper", 2, 64, rows[2]["form"]),
@@ -17,6 +17,6 @@ def test_row_has_the_paper_rule_beside_it():
     assert len(speed.lines_of(rows)) == 7
 
 
-def test_page_has_every_rule():
+def test_rules_page_lists_every_rule():
     text = (Path(__file__).parent / "README.md").read_text()
     assert [name for name, path in RULES.items() if path not in text] == []

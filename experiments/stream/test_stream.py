@@ -15,7 +15,7 @@ def stream(*arguments: str) -> int:
 
 
 @pytest.mark.slow
-def test_each_variant_is_looked_at_as_it_reads(tmp_path, capsys):
+def test_stream_reports_rates_of_each_variant(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("not a long book\n" * 30)
     text = ["--text", str(tmp_path / "book.txt"), "--figure", str(tmp_path / "drawn")]
     assert stream("--variants", "lmm,transformer", "--json", *text) == 0
@@ -31,14 +31,14 @@ def test_each_variant_is_looked_at_as_it_reads(tmp_path, capsys):
 
 
 @pytest.mark.slow
-def test_one_that_takes_too_much_is_left(capsys):
+def test_stream_ends_for_a_variant_over_the_memory_limit(capsys):
     assert stream("--variants", "lmm", "--memory-gb", "0.01") == 0
     shown = capsys.readouterr().out
     assert "lmm left after 1,000 tokens: more than 0.01 GiB" in shown
     assert max(map(len, shown.splitlines())) <= 80
 
 
-def test_one_that_gets_slow_is_left():
+def test_stream_ends_for_a_variant_that_slows_down():
     looks = [{"rate": 100.0, "peak_bytes": 1}, {"rate": 4.0, "peak_bytes": 1}]
     assert stream_benchmark._enough(looks, 8) == "25 times slower than at the start"
     assert stream_benchmark._enough(looks[:1], 8) is None
@@ -51,7 +51,7 @@ def reader(tmp_path) -> Reader:
     return Reader({"model": model, "text": [str(tmp_path / "book.txt")], "threads": 1})
 
 
-def test_the_text_begins_again_and_decoding_leaves_the_place(reader):
+def test_stream_wraps_around_and_decoding_keeps_the_position(reader):
     assert bytes(reader._piece(5, 9)[0].tolist()) == b"fgabcdefg"
     reader.read(10)
     state = reader.place.state
@@ -60,7 +60,7 @@ def test_the_text_begins_again_and_decoding_leaves_the_place(reader):
     assert reader.place.at == state.position == 10
 
 
-def test_the_start_and_the_first_place_are_read_in_turn_with_the_last(reader, monkeypatch):
+def test_stream_rereads_the_first_tokens_in_turn_with_the_last(reader, monkeypatch):
     reader.read(10)
     reader.decode(1)
     reader.read(2 * stream_benchmark.PIECE)

@@ -113,9 +113,9 @@ class ByPositionTask(Task):
         rows = length // row
         if rows < 2:
             raise UsageError(f"lengths: {length} tokens are less than two training rows of {row}; raise it")
-        for field, given in (("from_row", options.from_row), ("to_row", options.to_row)):
-            if given and given > rows:
-                raise UsageError(f"{field}: {given} is beyond the {rows} rows of a text; raise lengths")
+        for field, bound in (("from_row", options.from_row), ("to_row", options.to_row)):
+            if bound and bound > rows:
+                raise UsageError(f"{field}: {bound} is beyond the {rows} rows of a text; raise lengths")
         if options.measure == WINDOW and (least := min(options.windows)) > rows - 2:
             cause = f"{least} rows before another are all that {rows} rows have"
             raise UsageError(f"windows: {cause}; raise lengths")

@@ -29,7 +29,7 @@ def columns(lengths=(8.0,), **options):
     return {"col": (TaskConfig(task=TASK, options=options, lengths=lengths),)}
 
 
-def test_the_task_gives_the_gain_and_perplexities(prepared):
+def test_by_position_task_measures_gain_and_perplexities(prepared):
     def measured(**options):
         config = EvalConfig(columns=columns(**options), perplexity_tokens=1024)
         return evaluate(model, prepared, config, 32)
@@ -70,13 +70,13 @@ BAD = [
 
 
 @pytest.mark.parametrize(("options", "message"), BAD)
-def test_what_cannot_be_measured_is_refused_before_training(prepared, tiny_run, options, message):
+def test_unmeasurable_options_are_refused_before_training(prepared, tiny_run, options, message):
     fields = {"data": prepared.config, "eval": EvalConfig(columns=columns(**options))}
     with pytest.raises(UsageError, match=message):
         build_objective(tiny_run.model_copy(update=fields)).check(prepared)
 
 
-def test_data_without_held_out_text_are_refused(tiny_run, tmp_path):
+def test_data_without_held_out_text_raise_usage_error(tiny_run, tmp_path):
     items = prepare(tiny_run.data, tmp_path)
     with pytest.raises(UsageError, match="longest held-out text has 0; raise a text source's"):
         build_task(columns()["col"][0]).texts(items, 256)

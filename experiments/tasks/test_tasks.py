@@ -62,9 +62,9 @@ def each(cases, name=""):
 
 @cache
 def _made(task, options, length, count):
-    made = build_generated(TaskConfig(task=PATHS.get(task, task), options=dict(options)))
+    generated = build_generated(TaskConfig(task=PATHS.get(task, task), options=dict(options)))
     rng = random.Random(f"{task} {options}")
-    return made, [made.item(rng, length, BYTE) for _ in range(count)]
+    return generated, [generated.item(rng, length, BYTE) for _ in range(count)]
 
 
 def made(task, options, length, count=200):
@@ -92,7 +92,7 @@ def latest(before):
 
 
 @each(RECALLS)
-def test_the_last_binding_is_the_answer(task, options, length):
+def test_answer_equals_last_binding_of_the_key(task, options, length):
     _, items = made(task, options, length)
     share, asked = right(items, lambda before: (lambda key, bound: bound[key])(*latest(before)))
     assert share == 1
@@ -100,7 +100,7 @@ def test_the_last_binding_is_the_answer(task, options, length):
 
 
 @each(OTHERS, "memorisation")
-def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
+def test_dictionary_learned_from_other_rows_answers_every_question(task, options, length):
     _, items = made(task, options, length)
     known = dict(pair for item in items[:150] for pair in PAIR.findall(item.text))
     assert len(known) == dict(options)["entries"]
@@ -108,7 +108,7 @@ def test_a_dictionary_read_off_other_rows_answers_all(task, options, length):
     assert all(len(pairs) == len(dict(pairs)) for item in items if (pairs := PAIR.findall(item.text)))
 
 
-def test_another_dictionary_has_other_values():
+def test_dictionaries_of_other_seeds_have_other_values():
     configs = (TaskConfig(task=PATHS["memorisation"], options={"dictionary": n}) for n in (0, 1))
     tables = [build_task(config).dictionary for config in configs]
     assert tables[0] != tables[1]
@@ -140,7 +140,7 @@ def outputs(rng, inputs, levels, classes, hidden):
 
 
 @each(OTHERS, "functions")
-def test_who_knows_the_map_answers_inputs_that_were_not_shown(task, options, length):
+def test_known_map_answers_unseen_inputs(task, options, length):
     task, _ = made(task, options, length)
     o = task.options
     for seed in range(30):
@@ -152,7 +152,7 @@ def test_who_knows_the_map_answers_inputs_that_were_not_shown(task, options, len
         assert all(str(known[latest(before)[0]]) == said for before, said in questions(item))
 
 
-def test_examples_of_a_map_tell_of_inputs_that_were_not_shown():
+def test_map_fitted_to_examples_predicts_unseen_inputs():
     """The nearest example is right far more often than the floor, so there is something to learn."""
 
     def nearest(before):
@@ -165,7 +165,7 @@ def test_examples_of_a_map_tell_of_inputs_that_were_not_shown():
 
 
 @each(OTHERS, "words")
-def test_a_word_multiplied_out_is_the_answer(task, options, length):
+def test_answer_equals_product_of_the_word(task, options, length):
     task, items = made(task, options, length)
     degree, width = task.options.degree, 2 if task.options.degree == 5 and options.get("group") else 1
     names = ["".join(pair) for pair in product("abcdefghijklmnopqrstuvwxyz", repeat=width)]
@@ -187,7 +187,7 @@ def test_a_word_multiplied_out_is_the_answer(task, options, length):
 
 
 @each(OTHERS, "resets")
-def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
+def test_line_alone_answers_its_questions_and_whole_row_only_half(task, options, length):
     """Reading this line alone answers all questions, forgetting nothing only this line's, half of all."""
     task, items = made(task, options, length)
 
@@ -210,7 +210,7 @@ def test_a_line_says_which_of_its_questions_have_a_value(task, options, length):
 
 
 @each(RECALLS + OTHERS)
-def test_guessing_gets_chance(task, options, length):
+def test_random_answers_score_chance(task, options, length):
     """Answers of other items, of the same length: a frequent answer is guessed as often."""
     task, items = made(task, options, length)
     rng, said = random.Random(1), [answer for item in items for _, answer in questions(item)]
@@ -227,7 +227,7 @@ def values_of(before, count):
 
 
 @each(RECALLS)
-def test_guessing_among_the_values_of_a_block_gets_what_the_heuristic_gets(task, options, length):
+def test_random_values_of_the_block_score_as_the_heuristic(task, options, length):
     task, items = made(task, options, length)
     rng = random.Random(2)
 
@@ -247,7 +247,7 @@ def test_guessing_among_the_values_of_a_block_gets_what_the_heuristic_gets(task,
 
 
 @each(RECALLS)
-def test_values_that_were_not_answered_yet_are_no_better_a_guess(task, options, length):
+def test_unused_values_score_no_better_than_chance(task, options, length):
     task, items = made(task, options, length)
     rng = random.Random(3)
     hits = []
@@ -262,7 +262,7 @@ def test_values_that_were_not_answered_yet_are_no_better_a_guess(task, options, 
 
 
 @each(OTHERS, "functions")
-def test_the_output_seen_least_gets_what_the_heuristic_gets(task, options, length):
+def test_least_frequent_output_scores_as_the_heuristic(task, options, length):
     task, items = made(task, options, length)
     rng = random.Random(4)
 
@@ -277,7 +277,7 @@ def test_the_output_seen_least_gets_what_the_heuristic_gets(task, options, lengt
 
 
 @each(OTHERS, "words")
-def test_the_last_answer_again_gets_chance(task, options, length):
+def test_repeating_the_last_answer_scores_chance(task, options, length):
     task, items = made(task, options, length)
 
     def again(before):
@@ -291,14 +291,14 @@ def test_the_last_answer_again_gets_chance(task, options, length):
 
 
 @each(RECALLS + OTHERS)
-def test_rows_are_full_whatever_their_length(task, options, length):
+def test_rows_of_any_length_are_full(task, options, length):
     task, _ = made(task, options, length)
     for more in (0, 1, 64, 4 * length):
         assert len(task.item(random.Random(5), length + more, BYTE).text) == length + more - 1
 
 
 @each(RECALLS + OTHERS)
-def test_items_asked_are_the_same_again_and_others_than_those_trained_on(task, options, length):
+def test_evaluation_items_are_reproducible_and_absent_from_training(task, options, length):
     task, _ = made(task, options, length)
 
     def asked(known):
@@ -311,7 +311,7 @@ def test_items_asked_are_the_same_again_and_others_than_those_trained_on(task, o
     assert len({*first, *asked({*first})}) == 40
 
 
-def test_longer_rows_have_more_episodes_with_other_values():
+def test_longer_rows_have_more_episodes_and_new_values():
     task = build_generated(TaskConfig(task=PATHS["episodes"]))
     for length, episodes in ((21, 1), (64, 3), (512, 25)):
         item = task.item(random.Random(6), length, BYTE)
@@ -342,14 +342,14 @@ FLOORS = [
 
 
 @pytest.mark.parametrize(("task", "options", "length", "level", "heuristic"), FLOORS)
-def test_floors_are_those_of_the_best_heuristic(task, options, length, level, heuristic):
+def test_floor_equals_score_of_the_best_heuristic(task, options, length, level, heuristic):
     floor = build_generated(TaskConfig(task=PATHS[task], options=options)).floor(length, BYTE)
     assert floor is not None
     assert abs(floor.value - level) < 0.04, floor
     assert heuristic in (None, floor.heuristic)
 
 
-def test_answers_of_words_are_counted_by_letters_since_the_last_answer():
+def test_word_answers_are_bucketed_by_letters_since_the_last_answer():
     item = build_generated(TaskConfig(task=PATHS["words"], options={"queries": 8})).item(
         random.Random(0), 64, BYTE
     )
@@ -379,6 +379,6 @@ def test_answers_of_words_are_counted_by_letters_since_the_last_answer():
     ("functions", {"levels": 2, "inputs": 1, "examples": 1, "queries": 1}, "classes: 4 exceed the 2"),
     ("words", {"group": "symmetric", "degree": 6}, "degree: the symmetric group of 6"),
 ])  # fmt: skip
-def test_bad_options_name_the_field(task, options, message):
+def test_invalid_option_error_names_the_field(task, options, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         build_task(TaskConfig(task=PATHS[task], options=options))

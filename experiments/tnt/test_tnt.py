@@ -83,7 +83,7 @@ def naive(block: TNT, x: Tensor, errors: dict | None = None) -> Tensor:
 
 
 @pytest.mark.parametrize("projection", ["clipped", "keys", "none"])
-def test_it_is_the_published_recurrence(projection):
+def test_tnt_equals_published_recurrence(projection):
     tnt = block(projection=projection)
     x = torch.randn(1, 29, 16, dtype=torch.float64, requires_grad=True)
     y, _ = tnt.mix(x, None, Positions(torch.arange(29)[None]))
@@ -96,7 +96,7 @@ def test_it_is_the_published_recurrence(projection):
 
 
 @pytest.mark.parametrize("cuts", [[29], [5, 12, 12]])
-def test_traces_are_those_of_the_recurrence_and_split_at_shards(cuts):
+def test_traces_equal_the_recurrence_and_split_at_shards(cuts):
     tnt, errors, state = block(), {}, None
     x = torch.randn(1, 29, 16, dtype=torch.float64)
     with torch.no_grad(), watch(tnt) as seen:
@@ -134,7 +134,7 @@ def test_shard_after_a_detached_state_starts_from_the_weights_of_its_own_step(le
     torch.testing.assert_close(grads, wanted, rtol=1e-8, atol=1e-9)
 
 
-def test_local_memories_do_not_reach_beyond_their_shard():
+def test_local_memory_does_not_read_beyond_its_shard():
     tnt = block(local_chunks=[4])
     x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
     for W in tnt.shared.initial_weights:
@@ -152,7 +152,7 @@ def test_shard_that_is_no_multiple_of_the_local_chunk_is_refused():
 
 
 @pytest.mark.slow
-def test_it_passes_the_audit():
+def test_tnt_passes_audit():
     report = audit(
         variant_factory(VARIANT, options={"global_chunk": 8, "local_chunks": [2, 4], "shard": 8}), length=40
     )

@@ -91,8 +91,8 @@ def _reduced(self: Any, protocol: Any) -> Any:
 
 
 def _restored(cls: type[nn.Module]) -> nn.Module:
-    made = cls if library(torch.float32) is None else _exchanged(cls)
-    return made.__new__(made)
+    kind = cls if library(torch.float32) is None else _exchanged(cls)
+    return kind.__new__(kind)
 
 
 @cache

@@ -11,9 +11,9 @@ log = logging.getLogger("titans_kernels")
 _RAN: set[str] = set()
 
 
-def note(operator: str, form: str, given: Tensor | None = None) -> None:
+def note(operator: str, form: str, like: Tensor | None = None) -> None:
     """Record that a call ran this form, unless its input ``given`` is a meta tensor."""
-    if given is None or not given.is_meta:
+    if like is None or not like.is_meta:
         _RAN.add(f"{operator}: {form}")
 
 

@@ -273,3 +273,27 @@ def _passed(kept: Tensor, added: Tensor, state: Tensor) -> tuple[Tensor, Tensor]
         starts.append(state)
         state = kept_n * state + added_n
     return torch.stack(starts, 1), state
+
+
+@torch.compiler.disable
+def fla_delta_rule(
+    q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor | None, state: Tensor,
+    cu_seqlens: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Run ``S_t = a_t S_{t-1} + beta_t k_t^T (v_t - k_t a_t S_{t-1})``, ``y_t = q_t S_t`` with FLA's kernels.
+
+    q, k [B, T, H, E] and v [B, T, H, F] must have one dtype; beta and the logarithm of a are [B, T, H]; if it
+    is None, a is 1. ``state`` is [B, H, E, F], or of each packed document. Returns y and the state after.
+    """
+    if log_decay is None and q.dtype == torch.float32:  # which the kernel without a decay refuses
+        log_decay = torch.zeros_like(beta)
+    name = "delta_rule" if log_decay is None else "gated_delta_rule"
+    ran.note("neural_memory", f"flash-linear-attention's chunk_{name}")
+    kernel: Any = getattr(importlib.import_module(f"fla.ops.{name}"), f"chunk_{name}")
+    gate = {} if log_decay is None else {"g": log_decay.float().clamp(min=MIN_LOG_DECAY)}
+    borders = None if cu_seqlens is None else cu_seqlens.long()
+    with without_autocast(q):
+        return kernel(
+            q, k, v, beta=beta.to(q.dtype), scale=1.0, initial_state=state.float().contiguous(),
+            output_final_state=True, cu_seqlens=borders, **gate,
+        )  # fmt: skip

@@ -271,9 +271,9 @@ class RunConfig(Frozen):
         if self.data.rows == "streams":
             return self
         for key in ("bptt_rows", "stream_groups", "reset_probability"):
-            if (given := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
+            if (setting := getattr(self.optim, key)) != OptimConfig.model_fields[key].default:
                 cause = "has no effect on shuffled rows, which all start from the initial state"
-                raise ValueError(f"optim.{key}: {given} {cause}; set data.rows to streams")
+                raise ValueError(f"optim.{key}: {setting} {cause}; set data.rows to streams")
         if self.optim.parallel == "sequence":
             cause = "a row's state from worker to worker, but documents begin inside shuffled rows"
             raise ValueError(f"optim.parallel: sequence passes {cause}; set data.rows to streams")
@@ -283,8 +283,8 @@ class RunConfig(Frozen):
     def _best_is_kept(self) -> RunConfig:
         needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
         if needs and not (self.eval.every and self.checkpoint.best):
-            given = getattr(self.eval, needs)
-            raise ValueError(f"eval.{needs}: {given} needs eval.every and checkpoint.best: true")
+            setting = getattr(self.eval, needs)
+            raise ValueError(f"eval.{needs}: {setting} needs eval.every and checkpoint.best: true")
         return self
 
     @property

@@ -240,9 +240,9 @@ def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list
 
 
 def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
-    loc, given = error["loc"], error["input"]
+    loc, value = error["loc"], error["input"]
     field = ".".join(map(str, ([where] if where else []) + list(loc)))
-    if isinstance(given, float) and not math.isfinite(given):
+    if isinstance(value, float) and not math.isfinite(value):
         return f"{field}: .nan and .inf are not allowed; give a finite number"
     if error["type"] == "extra_forbidden":
         return f"{field}: unknown key; {nearest(str(loc[-1]), _valid_keys(model, loc[:-1]))}"
@@ -252,7 +252,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         message = str(error["ctx"]["error"])
         return f"{field}.{message}" if field else message
     message = error["msg"].replace("Input should be", "should be")
-    return f"{field or 'config'}: {message}, got {json.dumps(given, default=str)[:60]}"
+    return f"{field or 'config'}: {message}, got {json.dumps(value, default=str)[:60]}"
 
 
 def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | None:

@@ -98,7 +98,7 @@ def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "t
     from rich.table import Table
 
     options.setdefault("box", box.SIMPLE_HEAD)
-    made = Table(**options)
+    grid = Table(**options)
     for i, heading in enumerate(headings):
-        made.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
-    return made
+        grid.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
+    return grid

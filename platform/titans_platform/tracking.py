@@ -33,11 +33,7 @@ import mlflow
 from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
-from mlflow.utils.mlflow_tags import (
-    MLFLOW_PARENT_RUN_ID,
-    MLFLOW_SOURCE_NAME,
-    MLFLOW_SOURCE_TYPE,
-)
+from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.errors import NotWritable, UsageError
 from titans_platform.files import write_error
@@ -68,10 +64,10 @@ def store_uri(root: Path) -> str:
     """Return the address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under
     it.
     """
-    if (given := os.environ.get(STORE)) and urlsplit(given).password:
+    if (configured := os.environ.get(STORE)) and urlsplit(configured).password:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         raise UsageError(f"{STORE}: holds a password; {fix}")
-    return given or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    return configured or f"sqlite:///{root.resolve() / 'mlflow.db'}"
 
 
 def check_store(root: Path) -> None:
@@ -138,9 +134,9 @@ def _start_from_template(path: Path) -> None:
         if not template.exists():
             cache.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=cache) as aside:
-                made = Path(aside) / template.name
-                MlflowClient(f"sqlite:///{made}").search_experiments(max_results=1)
-                made.replace(template)
+                fresh = Path(aside) / template.name
+                MlflowClient(f"sqlite:///{fresh}").search_experiments(max_results=1)
+                fresh.replace(template)
         shutil.copyfile(template, copy)
         with closing(sqlite3.connect(copy)) as connection, connection:
             # MLflow's default experiment, which is not used, was given the folder that it was made in

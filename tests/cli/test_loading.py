@@ -18,7 +18,7 @@ def load(tmp_path, text: str = "seed: 0", *overrides: str) -> RunConfig:
     return load_config(path, overrides)
 
 
-def test_file_then_overrides_then_defaults(tmp_path):
+def test_file_overrides_and_presets_precede_defaults(tmp_path):
     cfg = load(
         tmp_path, "model: {memory: {depth: 3}}\noptim: {lr: 4e-4}\n" + CORPUS, "model.memory.depth=1",
         "model.memory.momentum=false", "data.sources.0.weight=0.5", "data.sources.0.max_tokens=7",
@@ -30,27 +30,6 @@ def test_file_then_overrides_then_defaults(tmp_path):
     assert (cfg.data.sources[0].weight, cfg.data.sources[0].max_tokens) == (0.5, 7)
     assert cfg.eval.columns["x"][0].lengths == (1, 2)
     assert cfg.optim.steps == RunConfig().optim.steps
-
-
-def test_what_is_not_given_is_the_default_with_the_vocabulary_of_bytes(tmp_path):
-    defaults = RunConfig()
-    model = defaults.model.model_copy(update={"vocab_size": load_tokenizer("byte").vocab_size})
-    assert load(tmp_path) == defaults.model_copy(update={"model": model})
-
-
-def test_an_empty_section_is_its_defaults(tmp_path):
-    assert load(tmp_path, "model:\n  memory:\n  attention:\noptim:\n") == load(tmp_path)
-    with pytest.raises(UsageError, match=r"^data\.sources: should be"):
-        load(tmp_path, "data:\n  sources:\n")
-
-
-def test_a_vocabulary_that_is_given_or_unknown_is_left_alone(tmp_path):
-    assert load(tmp_path, "model: {vocab_size: 512}").model.vocab_size == 512
-    assert load(tmp_path, "data: {tokenizer: some.model}").model == RunConfig().model
-    assert load(tmp_path, "model: {preset: 170M}\ndata: {tokenizer: a.json}").model.vocab_size == 32_000
-
-
-def test_a_preset_is_written_out_below_what_is_given_beside_it(tmp_path):
     text = "model: {preset: laptop, variant: mac, memory: {depth: 3}}"
     expected = preset("laptop", variant="mac").model_dump()
     expected["memory"]["depth"] = 3
@@ -58,6 +37,18 @@ def test_a_preset_is_written_out_below_what_is_given_beside_it(tmp_path):
     assert load(tmp_path, text, "model.preset=smoke").model.d_model == preset("smoke").d_model
     with pytest.raises(UsageError, match=r"^model\.preset: no preset 'labtop'; did you mean laptop\?$"):
         load(tmp_path, "model: {preset: labtop}")
+
+
+def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
+    defaults = RunConfig()
+    model = defaults.model.model_copy(update={"vocab_size": load_tokenizer("byte").vocab_size})
+    assert load(tmp_path) == defaults.model_copy(update={"model": model})
+    assert load(tmp_path, "model:\n  memory:\n  attention:\noptim:\n") == load(tmp_path)
+    with pytest.raises(UsageError, match=r"^data\.sources: should be"):
+        load(tmp_path, "data:\n  sources:\n")
+    assert load(tmp_path, "model: {vocab_size: 512}").model.vocab_size == 512
+    assert load(tmp_path, "data: {tokenizer: some.model}").model == RunConfig().model
+    assert load(tmp_path, "model: {preset: 170M}\ndata: {tokenizer: a.json}").model.vocab_size == 32_000
 
 
 @pytest.mark.parametrize("text", ["model: {preset: smoke", "model: [1]", "data: 3\nmodel: {preset: smoke}"])
@@ -89,7 +80,7 @@ def test_what_cannot_be_completed_is_refused_as_it_is(tmp_path, text):
     ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),
     ("- 1", "{path}: should hold a mapping of keys to values, found a list"),
 ])  # fmt: skip
-def test_a_mistake_is_one_line(tmp_path, text, line):
+def test_mistake_is_one_line(tmp_path, text, line):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, text)
     assert str(caught.value) == line.replace("{path}", str(tmp_path / "run.yaml"))
@@ -106,42 +97,33 @@ def test_a_mistake_is_one_line(tmp_path, text, line):
     ("eval.columns.0.task=x", "--set eval.columns.0.task: the config file has no list at eval.columns"),
     ("seed=[1", "--set seed: line 1 not valid YAML"),
 ])  # fmt: skip
-def test_a_wrong_override_is_one_line(tmp_path, override, line):
+def test_wrong_override_is_one_line(tmp_path, override, line):
     with pytest.raises(UsageError) as caught:
         load(tmp_path, "seed: 1\n" + CORPUS, override)
     assert line in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
-def test_an_empty_file_is_refused(tmp_path):
+def test_empty_file_folder_or_binary_is_refused(tmp_path):
     """Its defaults are a model of the paper's vocabulary, not what somebody who writes nothing wants."""
     (tmp_path / "x.yaml").write_text("# nothing\n")
     with pytest.raises(UsageError, match=r"x\.yaml: is empty; `titans init .*` writes a run file$"):
         load_config(tmp_path / "x.yaml")
-
-
-def test_a_folder_or_a_binary_is_refused(tmp_path):
     (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
     for path in (tmp_path, tmp_path / "x.yaml"):
         with pytest.raises(UsageError, match="cannot be read"):
             load_config(path)
 
 
-def test_overrides_make_the_mappings_they_need():
+def test_overrides_make_mappings_keys_are_text_and_missing_files_are_guessed(tmp_path):
     mapping: dict = {"a": None, "items": [{"b": 1}]}
     for override in ("a.b.c=1", "items.0.b=2", "x=a=b"):
         apply_override(mapping, override)
     assert mapping == {"a": {"b": {"c": 1}}, "items": [{"b": 2}], "x": "a=b"}
-
-
-def test_a_file_that_is_not_there_is_guessed_by_its_stem(tmp_path):
+    assert parse_yaml("{8: 1, 6e-3: 2, 0.5: 3}", "here") == {"8": 1, "6e-3": 2, "0.5": 3}
     (tmp_path / "origin.json").write_text("{}")
     with pytest.raises(UsageError, match=r"config\.json: no such file$"):
         read_yaml(tmp_path / "config.json")
     (tmp_path / "run.yaml").write_text("seed: 1")
     with pytest.raises(UsageError, match=r"did you mean .*run\.yaml\?"):
         read_yaml(tmp_path / "runn.yml")
-
-
-def test_a_number_as_a_key_is_text():
-    assert parse_yaml("{8: 1, 6e-3: 2, 0.5: 3}", "here") == {"8": 1, "6e-3": 2, "0.5": 3}

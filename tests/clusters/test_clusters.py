@@ -25,7 +25,7 @@ SECRET = "0123456789abcdef" * 4
 
 @pytest.fixture(autouse=True)
 def own_state(tmp_path, monkeypatch):
-    """What is up on this machine is none of the tests' business."""
+    """A state of its own: clusters that are up on this machine do not reach the tests."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("RAY_AUTH_TOKEN", SECRET)
 
@@ -115,7 +115,11 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys, refused):
     assert "data.tokenizer=some-lab/model" in capsys.readouterr().out
 
 
-def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch):
+def test_study_travels_with_studies_it_is_like_and_classes_beside_it(tmp_path, monkeypatch):
+    job = packaging.study_job(load_cluster("lab"), "drift", "smoke", Path("/mnt"), [], [])
+    assert job.name == "drift-smoke"
+    assert {"experiments/drift/study.yaml", "experiments/drift/drift.py"} <= set(job.files)
+    assert not [name for name in job.files if "test_" in name or name.startswith("sweeps/")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "sweeps").mkdir()
     (tmp_path / "sweeps" / "base.yaml").write_text(known_studies()["ablation"].read_text())
@@ -130,13 +134,6 @@ def test_a_study_travels_with_the_studies_that_it_is_like(tmp_path, monkeypatch)
         packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
 
 
-def test_an_experiment_travels_with_the_classes_beside_it():
-    job = packaging.study_job(load_cluster("lab"), "drift", "smoke", Path("/mnt"), [], [])
-    assert job.name == "drift-smoke"
-    assert {"experiments/drift/study.yaml", "experiments/drift/drift.py"} <= set(job.files)
-    assert not [name for name in job.files if "test_" in name or name.startswith("sweeps/")]
-
-
 def pods(manifest: dict) -> list[dict]:
     body = manifest["spec"]
     groups = [body["headGroupSpec"], *body["workerGroupSpecs"]]
@@ -144,7 +141,7 @@ def pods(manifest: dict) -> list[dict]:
 
 
 def applied(cluster: KubeRay) -> list[dict]:
-    """What `up` hands to kubectl, as --dry-run shows it."""
+    """The manifests that `up` hands to kubectl, as --dry-run shows them."""
     return list(yaml.safe_load_all(cluster.up_steps()[0].shown.partition("<<'END'\n")[2].removesuffix("END")))
 
 
@@ -206,14 +203,11 @@ def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     assert held(tmp_path / "again") == files
 
 
-def test_requirements_of_a_job_have_the_extra_train_and_no_other(monkeypatch):
+def test_job_has_requirements_and_exit_codes_of_a_shell(monkeypatch):
     triton = 'triton>=3.6; sys_platform == "linux"'
     lines = ["torch>=2.11", triton, "click>=8.2; extra == 'train'", "pytest>=8.3; extra == 'test'"]
     monkeypatch.setattr(packaging.importlib.metadata, "requires", lambda name: lines)
     assert packaging.requirements() == ["torch>=2.11", triton, "click>=8.2"]
-
-
-def test_exit_codes_as_a_shell_has_them():
     for state, codes in (
         ("succeeded", {0: 0}), ("failed", {4: 4, -9: 137, None: 1}), ("stopped", {None: 130}),
     ):  # fmt: skip

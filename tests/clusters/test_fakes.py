@@ -62,7 +62,7 @@ def slurm(fake, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
+def test_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert run(["cluster", "submit", slurm, "--", "sweep", "list"]) == 0
     out = capfd.readouterr().out
     assert "ablation: Table 5" in out
@@ -71,8 +71,7 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert f"{job}/code/titans_platform/_shipped/sweeps/ablation.yaml" in out
     given = dict(line.split("=", 1) for line in (tmp_path / "env").read_text().splitlines())
     token = Path(given["RAY_AUTH_TOKEN_PATH"])
-    assert given["RAY_AUTH_MODE"] == "token"
-    assert given["TITANS_RAY_ADDRESS"] == "auto"
+    assert (given["RAY_AUTH_MODE"], given["TITANS_RAY_ADDRESS"]) == ("token", "auto")
     assert token.stat().st_mode & 0o777 == 0o600
     for text in (*calls(tmp_path), (job / "job.sbatch").read_text(), out):
         assert token.read_text() not in text
@@ -85,7 +84,7 @@ def test_a_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
 
 
 @pytest.mark.slow
-def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
+def test_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
     assert run(["cluster", "submit", slurm, "sweep", "show", "nothing"]) == 2
     assert "no study 'nothing'" in capfd.readouterr().out
     (job,) = (tmp_path / "shared" / "slurm" / "hpc").iterdir()
@@ -95,7 +94,7 @@ def test_a_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd
     capfd.readouterr()
     assert run(["cluster", "status", slurm, "--json"]) == 0
     status = json.loads(capfd.readouterr().out)
-    assert [(found["id"], found["state"]) for found in status["jobs"]] == [(job.name, "running")]
+    assert [(result["id"], result["state"]) for result in status["jobs"]] == [(job.name, "running")]
     assert run(["cluster", "down", slurm]) == 0
     # the other job is somebody else's
     assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 77"]
@@ -116,16 +115,14 @@ def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     coded = base64.b64encode(SECRET.encode()).decode()
     answers = f'*"get secret"*) printf {coded};; *port-forward*) echo refused >&2; exit 1;;'
     fake("kubectl", f'case "$*" in {answers} *apply*) cat > /dev/null;; esac')
-    assert run(["cluster", "up", "kuberay"]) == 0
-    assert run(["cluster", "up", "kuberay"]) == 3
+    assert (run(["cluster", "up", "kuberay"]), run(["cluster", "up", "kuberay"])) == (0, 3)
     # no way in: one line, and nothing of the token
     assert run(["cluster", "status", "kuberay"]) == 3
     error = capfd.readouterr().err
     assert "kubectl" in error
     assert "refused" in error
     fetched = load_cluster("kuberay").token_used.path
-    assert fetched.read_text() == SECRET
-    assert fetched.stat().st_mode & 0o777 == 0o600
+    assert (fetched.read_text(), fetched.stat().st_mode & 0o777) == (SECRET, 0o600)
     assert run(["cluster", "down", "kuberay"]) == 0
     deleted = [call for call in calls(tmp_path) if " delete " in call]
     assert deleted == ["kubectl --namespace titans delete raycluster kuberay --ignore-not-found --wait"]
@@ -184,7 +181,7 @@ def gateway(fake, tmp_path, monkeypatch):
     return f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
 
 
-def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
+def test_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
     path = tmp_path / "gate.yaml"
     path.write_text(gateway)
     assert run(["cluster", "status", str(path), "--json"]) == 0
@@ -210,7 +207,7 @@ def test_a_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd
      "does not define down_steps, jobs, up_steps, where, which a cluster"),
     ("port: ", "prt: ", "gate.yaml.prt: unknown key; did you mean port?"),
 ])  # fmt: skip
-def test_a_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
+def test_mistake_in_a_kind_of_ones_own_is_one_line(gateway, tmp_path, capfd, cut, put, why):
     path = tmp_path / "gate.yaml"
     path.write_text(gateway.replace(cut, put))
     assert run(["cluster", "status", str(path)]) == 2

@@ -86,7 +86,7 @@ def driver_of(state: Path) -> int | None:
 
 
 @pytest.mark.nightly
-def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes, tmp_path):
+def test_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     (elsewhere / "tiny.yaml").write_text(json.dumps(STUDY))
@@ -119,10 +119,10 @@ def test_a_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes
     code, out = ended(titans(*line, cwd=elsewhere))
     assert code == 0, out
     for row, result in alone.items():
-        found = folders[row].result()
-        assert found is not None
+        actual = folders[row].result()
+        assert actual is not None
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
-            assert getattr(found, key) == getattr(result, key), (row, key)
+            assert getattr(actual, key) == getattr(result, key), (row, key)
 
     report = status()
     assert sorted(node["alive"] for node in report["nodes"]) == [False, True]
@@ -141,8 +141,8 @@ def _check_private(state: Path) -> None:
     listening = set()
     for member in members:
         with contextlib.suppress(Exception):  # one that ended meanwhile
-            found = [c for c in member.net_connections("inet") if c.status == "LISTEN"]
-            listening |= {c.laddr.ip.removeprefix("::ffff:") for c in found}
+            collected = [c for c in member.net_connections("inet") if c.status == "LISTEN"]
+            listening |= {c.laddr.ip.removeprefix("::ffff:") for c in collected}
     assert listening == {"127.0.0.1"}
 
 

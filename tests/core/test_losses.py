@@ -32,8 +32,8 @@ def test_losses_and_gradients_are_those_of_all_logits_at_once(model, monkeypatch
     out = model(x, targets_BT=targets)
     assert out.logits is None
     torch.testing.assert_close(out.losses, expected)
-    found = torch.autograd.grad((out.losses * weights).sum(), list(model.parameters()))
-    torch.testing.assert_close(found, expected_grads)
+    actual = torch.autograd.grad((out.losses * weights).sum(), list(model.parameters()))
+    torch.testing.assert_close(actual, expected_grads)
 
 
 def test_no_more_logits_are_held_than_allowed(model, monkeypatch):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.core.small import config, tokens
-from titans_core import Documents, LanguageModel, attention, window
+from titans_core import Documents, LanguageModel, attention, record, window
 from titans_core.documents import Segments
 
 ROWS, LENGTH = 2, 61
@@ -50,6 +50,13 @@ def test_segments_of_packed_documents_equal_document_by_document(monkeypatch, co
     torch.testing.assert_close(
         grads(m, m(x, document_starts=starts()).logits), expected, rtol=1e-9, atol=1e-11
     )
+
+
+def test_telemetry_sees_packed_segments():
+    m = perturbed("mac")
+    with record(m) as seen:
+        m(tokens(ROWS, LENGTH), document_starts=starts())
+    assert 0 < seen.summary()["surprise"] < 1
 
 
 def test_packed_segments_of_real_lengths_waste_little():

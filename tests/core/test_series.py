@@ -25,7 +25,7 @@ def values(steps: int, rows: int = 2) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("variant", BLOCKS)
-def test_a_series_cut_between_calls_gives_the_same_prediction(variant):
+def test_series_cut_between_calls_gives_the_same_prediction(variant):
     m, x = series_model(variant), values(22)
     whole = m(x)
     assert whole.prediction.shape == (2, HORIZON, CHANNELS)
@@ -45,24 +45,17 @@ def test_every_step_of_the_window_reaches_the_prediction(variant):
     assert all(p.grad is not None for p in m.parameters())
 
 
-def test_a_packed_series_sees_nothing_of_the_one_before():
+def test_packed_series_patches_and_decay():
     m, x = series_model("mag"), values(20)
     starts = torch.zeros(2, 20, dtype=torch.bool)
     starts[:, 7] = True
     packed = m(x, document_starts=starts)
     torch.testing.assert_close(packed.prediction, m(x[:, 7:]).prediction, rtol=1e-9, atol=1e-9)
     assert packed.state is None
-
-
-def test_a_patch_is_one_token():
     m, x = series_model(patch=4), values(24)
-    assert m(x).state.position == 6
-    assert m.state_bytes(24) == series_model().state_bytes(6)
+    assert (m(x).state.position, m.state_bytes(24)) == (6, series_model().state_bytes(6))
     with pytest.raises(ValueError, match="patch: 4 steps do not divide a window of 23"):
         m(x[:, :23])
-
-
-def test_decay_pulls_on_linear_layers_only():
     m = series_model(layers=1)
     decayed, kept = (group["params"] for group in m.parameter_groups(0.1))
     assert {id(m.embedding.weight), id(m.head.weight)} <= {id(p) for p in decayed}

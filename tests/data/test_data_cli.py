@@ -1,7 +1,6 @@
 """`titans data prepare` and `titans data info`."""
 
 import json
-import os
 
 import pytest
 import yaml
@@ -36,8 +35,7 @@ def test_prepare_then_info(config_file, tmp_path, capsys):
     code, out, _ = titans(capsys, "data", "info", config_file, *root, "--json")
     info = json.loads(out)
     source = info["sources"]["files:texts"]
-    assert source["documents"] == 10
-    assert source["tokens"] == 10 * (1 + 20 * 11)
+    assert (source["documents"], source["tokens"]) == (10, 10 * (1 + 20 * 11))
     assert source["train_rows"] == (8 * 221 - 1) // 16
     assert source["validation_rows"] == (2 * 221 - 1) // 16
     assert titans(capsys, "data", "info", config_file, *root)[1].count(info["fingerprint"]) == 1
@@ -50,26 +48,14 @@ def test_overrides_and_the_environment_s_root(config_file, tmp_path, capsys, mon
     assert list((tmp_path / "elsewhere" / "data").glob("*/manifest.json"))
 
 
-def test_bad_config_is_one_line_and_exit_2(config_file, tmp_path, refused):
+def test_bad_config_and_info_before_prepare_are_one_line_and_exit_2(config_file, tmp_path, refused):
     wrong = "--set", "data.sources.0.path=nowhere", "--root", tmp_path / "r"
     said = "error: data.sources.0.path: no file, folder or match for nowhere"
     assert refused("data", "prepare", config_file, *wrong) == said
-
-
-def test_truncated_shard_is_reported_and_mended(config_file, tmp_path, capsys, refused):
-    root = "--root", tmp_path / "runs"
-    _, before, _ = titans(capsys, "data", "prepare", config_file, *root)
-    (shard,) = (tmp_path / "runs" / "data").glob("*/train-00000.arrow")
-    os.truncate(shard, 100)
-    assert refused("data", "info", config_file, *root).startswith(f"error: {shard}: truncated shard")
-    assert titans(capsys, "data", "prepare", config_file, *root)[:2] == (0, before)
-
-
-def test_info_before_prepare(config_file, tmp_path, refused):
     assert "run titans data prepare" in refused("data", "info", config_file, "--root", tmp_path / "runs")
 
 
-def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
+def test_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("the cat sat on the mat and the rat sat on the cat\n" * 20)
     made = []
     for name in ("a.json", "b.json"):
@@ -80,8 +66,7 @@ def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys)
         assert out == f"{tmp_path / name}: 268 ids, {made[-1].fingerprint}\n"
     assert made[0].fingerprint == made[1].fingerprint
     text = "the cat\nsat there, at 3 € a mat"
-    assert made[0].decode(made[0].encode(text)) == text
-    assert len(made[0].encode(" the")) == 1
+    assert (made[0].decode(made[0].encode(text)), len(made[0].encode(" the"))) == (text, 1)
     assert {made[0].bos, made[0].pad}.isdisjoint(made[0].encode(text))
 
 
@@ -90,7 +75,7 @@ def test_a_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys)
     (9000, "t.json", "--size: the text gives"),
     (300, "t.model", "--out: t.model should end in .json"),
 ])  # fmt: skip
-def test_a_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, refused, monkeypatch):
+def test_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, refused, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "book.txt").write_text("the cat sat on the mat")
     assert says in refused("data", "tokenizer", "book.txt", "--size", size, "--out", out)

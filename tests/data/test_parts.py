@@ -53,8 +53,7 @@ def test_any_number_of_processes_makes_the_same_shards(texts, tmp_path):
     assert alone.sources[0].manifest.train.documents > 100
     assert {name.partition("/")[0] for name, _ in files(alone)} == {f"{i:05d}" for i in range(FILES)}
     both = prepare(config(texts), tmp_path / "b", run=by_processes(2))
-    assert files(both) == files(alone)
-    assert both.fingerprint == alone.fingerprint
+    assert (files(both), both.fingerprint) == (files(alone), alone.fingerprint)
     assert open_prepared(config(texts), tmp_path / "b", verify=True).fingerprint == alone.fingerprint
 
 
@@ -137,7 +136,7 @@ def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limi
         assert not (cut.sources[0].files.path / "00001").exists()
 
 
-def test_a_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
+def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     import datasets
 
     asked: list[str | None] = []
@@ -157,11 +156,9 @@ def test_a_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     source = {"kind": "hub", "dataset": "some/corpus"}
     prepared = prepare(config(source), tmp_path, run=by_processes(1))
     manifest = prepared.sources[0].manifest
-    assert manifest.revision == "c0ffee"
-    assert set(asked) == {"c0ffee"}
+    assert (manifest.revision, set(asked)) == ("c0ffee", {"c0ffee"})
     assert manifest.train.documents + manifest.validation.documents == 80
-    assert manifest.source["dataset"] == "some/corpus"
-    assert manifest.tokenizer == "byte"
+    assert (manifest.source["dataset"], manifest.tokenizer) == ("some/corpus", "byte")
     pinned = prepare(config(source | {"revision": "v1"}), tmp_path, run=by_processes(1))
     assert pinned.sources[0].manifest.revision == "v1"
 
@@ -206,7 +203,7 @@ def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(damaged, tmp
 
 
 @pytest.mark.parametrize("error", [UsageError("data.sources.0: bad"), StorageError("no space left")])
-def test_an_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
+def test_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
     def fails(job):
         raise error
 

@@ -54,7 +54,7 @@ def sum_task(monkeypatch) -> dict:
     return {"kind": "task", "rows": 30, "tasks": [{"task": "test-sums"}]}
 
 
-def test_second_call_only_opens(texts, tmp_path):
+def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     calls = []
     first = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
     before = folders(tmp_path)
@@ -62,17 +62,8 @@ def test_second_call_only_opens(texts, tmp_path):
     calls.clear()
     second = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
     assert not calls
-    assert folders(tmp_path) == before
-    assert first.fingerprint == second.fingerprint
+    assert (folders(tmp_path), first.fingerprint) == (before, second.fingerprint)
     assert first_batch(first) == first_batch(second)
-
-
-def total_tokens(prepared) -> tuple[int, int]:
-    info = prepared.sources[0].manifest
-    return info.train.tokens, info.validation.tokens
-
-
-def test_changing_one_source_makes_only_it_anew(texts, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("another text, and a long enough one")
     second = {"kind": "files", "path": str(other), "validation_fraction": 0.0}
@@ -81,13 +72,9 @@ def test_changing_one_source_makes_only_it_anew(texts, tmp_path):
     other.write_text("now with another content of some length")
     after_fingerprint = prepare(config(texts, second), tmp_path).fingerprint
     after = folders(tmp_path)
-    assert len(before) == 2
-    assert len(after) == 3
+    assert (len(before), len(after)) == (2, 3)
     assert all(after[name] == time for name, time in before.items())
     assert before_fingerprint != after_fingerprint
-
-
-def test_weight_and_length_of_text_tokenise_nothing(texts, tmp_path):
     first = prepare(config(texts), tmp_path)
     before = folders(tmp_path)
     second = prepare(config(texts | {"weight": 2.0}, length=16), tmp_path)
@@ -95,16 +82,18 @@ def test_weight_and_length_of_text_tokenise_nothing(texts, tmp_path):
     assert first.fingerprint != second.fingerprint
 
 
-def test_fingerprint_is_of_content_not_of_place(texts, tmp_path):
+def total_tokens(prepared) -> tuple[int, int]:
+    info = prepared.sources[0].manifest
+    return info.train.tokens, info.validation.tokens
+
+
+def test_fingerprint_is_of_content_and_open_needs_neither_sources_nor_tokenizer(texts, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(texts["path"], moved)
     here = prepare(config(texts), tmp_path / "a").fingerprint
     assert prepare(config(texts | {"path": str(moved)}), tmp_path / "b").fingerprint == here
     (moved / "00.txt").write_text("something else")
     assert prepare(config(texts | {"path": str(moved)}), tmp_path / "b").fingerprint != here
-
-
-def test_open_needs_neither_sources_nor_tokenizer_file(texts, tmp_path):
     spec = tmp_path / "words.json"
     from tokenizers import Tokenizer, models
 
@@ -114,11 +103,10 @@ def test_open_needs_neither_sources_nor_tokenizer_file(texts, tmp_path):
     shutil.rmtree(texts["path"])
     spec.unlink()
     opened = open_prepared(data, tmp_path / "root")
-    assert opened.fingerprint == made.fingerprint
-    assert first_batch(opened) == first_batch(made)
+    assert (opened.fingerprint, first_batch(opened)) == (made.fingerprint, first_batch(made))
 
 
-def test_half_written_folder_is_ignored(texts, tmp_path):
+def test_half_written_folder_is_ignored_and_failure_leaves_nothing(texts, tmp_path):
     first = prepare(config(texts), tmp_path / "a")
     (name,) = folders(tmp_path / "a")
     for left in (name, f"{name}.partial"):
@@ -128,9 +116,6 @@ def test_half_written_folder_is_ignored(texts, tmp_path):
     second = prepare(config(texts), tmp_path / "b")
     assert first_batch(second) == first_batch(first)
     assert not (tmp_path / "b" / "data" / f"{name}.partial").exists()
-
-
-def test_failure_leaves_nothing(tmp_path):
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": \n')
     with pytest.raises(UsageError, match=r"^data\.sources\.0: .*bad\.jsonl cannot be read"):
@@ -175,7 +160,7 @@ def test_corrupted_manifest(texts, tmp_path, change):
     open_prepared(config(texts), tmp_path)
 
 
-def test_a_root_or_a_disk_that_cannot_be_written_is_one_line(texts, tmp_path):
+def test_root_that_cannot_be_written_and_too_little_text_are_one_line(texts, tmp_path):
     """`/dev/full` is a disk without room."""
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--root: .*file"):
@@ -183,9 +168,6 @@ def test_a_root_or_a_disk_that_cannot_be_written_is_one_line(texts, tmp_path):
     said = r"^/dev/full: cannot be written: No space left on device; free space"
     with pytest.raises(TitansError, match=said):
         write_table(Path("/dev/full"), {"token": np.arange(100_000)})
-
-
-def test_too_little_text_for_one_row(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("short")
     with pytest.raises(UsageError, match=r"data\.sources\.0: 6 training tokens .*data\.sequence_length"):
@@ -209,7 +191,7 @@ def test_two_processes_at_once(texts, tmp_path):
     assert len(folders(tmp_path)) == 1
 
 
-def test_task_rows(sum_task, tmp_path):
+def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path, monkeypatch):
     prepared = prepare(config(sum_task), tmp_path)
     batch = prepared.train_stream(30, seed=0).batch(0)
     assert batch.tokens.shape == (30, 9)
@@ -217,8 +199,7 @@ def test_task_rows(sum_task, tmp_path):
         text = prepared.tokenizer.decode(tokens.tolist())
         question, answer = text.strip().split("=")
         assert sum(map(int, question.split("+"))) == int(answer)
-        assert tokens[0] == prepared.tokenizer.bos
-        assert tokens[8] == prepared.tokenizer.pad
+        assert (tokens[0], tokens[8]) == (prepared.tokenizer.bos, prepared.tokenizer.pad)
         assert starts.tolist() == [True] + [False] * 8
         # tokens 0-7 are the item and its last is the answer, so only the prediction made at 6 counts
         assert loss.tolist() == [False] * 6 + [True, False]
@@ -226,9 +207,6 @@ def test_task_rows(sum_task, tmp_path):
     assert "0" * 16 not in prepared.item_hashes
     assert set(prepared.item_hashes) == {h for h in prepared.item_hashes if h in prepared.item_hashes}
     assert len(prepared.item_hashes) <= 25
-
-
-def test_task_version_and_length_make_rows_anew(sum_task, tmp_path, monkeypatch):
     first = prepare(config(sum_task), tmp_path).fingerprint
     assert prepare(config(sum_task), tmp_path).fingerprint == first
     prepare(config(sum_task, length=12), tmp_path)
@@ -236,15 +214,9 @@ def test_task_version_and_length_make_rows_anew(sum_task, tmp_path, monkeypatch)
     monkeypatch.setattr(TASKS["test-sums"], "version", 2)
     prepare(config(sum_task), tmp_path)
     assert len(folders(tmp_path)) == 3
-
-
-def test_task_only_data_have_no_validation(sum_task, tmp_path):
     prepared = prepare(config(sum_task), tmp_path)
     with pytest.raises(UsageError, match=r"data\.sources: 0 validation tokens .*validation_fraction"):
         prepared.validation(4)
-
-
-def test_unknown_task_and_zero_weights(sum_task, tmp_path):
     with pytest.raises(UsageError, match="test-sums"):
         prepare(config(sum_task | {"tasks": [{"task": "test-sum"}]}), tmp_path)
     silent = sum_task | {"tasks": [{"task": "test-sums", "weight": 0.0}]}
@@ -257,5 +229,4 @@ def test_tokens_by_source(texts, sum_task, tmp_path):
     name = f"files:{Path(texts['path']).name}"
     assert prepared.labels == [f"{name}#0", "task:test-sums", f"{name}#2"]
     _, task, cut = (source.manifest for source in prepared.sources)
-    assert task.train.tokens == 30 * 8
-    assert cut.train.tokens + cut.validation.tokens == 500
+    assert (task.train.tokens, cut.train.tokens + cut.validation.tokens) == (30 * 8, 500)

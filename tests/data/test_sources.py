@@ -54,15 +54,10 @@ def write_all_kinds(folder: Path) -> list[str]:
     return [*start, *(f"{number} record" for number in numbered), "odd name", "inner text"]
 
 
-def test_every_kind_of_file(tmp_path):
-    texts = write_all_kinds(tmp_path / "mixed")
-    source = {"kind": "files", "path": str(tmp_path / "mixed"), "validation_fraction": 0.0}
-    assert documents_of(prepare(config(source), tmp_path / "root"), "train") == texts
-
-
-def test_glob_and_single_file(tmp_path):
-    write_all_kinds(tmp_path / "mixed")
+def test_every_kind_of_file_in_a_folder_glob_or_alone(tmp_path):
+    every = write_all_kinds(tmp_path / "mixed")
     for path, texts in {
+        "mixed": every,
         "mixed/*.jsonl.?z": ["third record", "fourth record"],
         "mixed/h[1].txt": ["odd name"],
         "mixed/**/*.txt.*": ["gzipped text", "inner text"],
@@ -86,14 +81,11 @@ def splits(source: dict, root: Path, **fields) -> tuple[list[str], list[str]]:
     return train, validation
 
 
-def test_no_document_in_both_splits(tmp_path):
+def test_no_document_is_in_both_splits_also_where_it_is_repeated(tmp_path):
     source = {"kind": "files", "path": write_many(tmp_path / "many", 50), "validation_fraction": 0.2}
     train, validation = splits(source, tmp_path / "root")
     assert (len(train), len(validation)) == (40, 10)
     assert set(splits(source, tmp_path / "root", seed=1)[1]) != set(validation)
-
-
-def test_repeated_documents_go_to_one_side(tmp_path):
     (tmp_path / "t.jsonl").write_text(jsonl(*(f"document {i % 10}" for i in range(100))))
     source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "validation_fraction": 0.3}
     train, validation = splits(source, tmp_path / "root")
@@ -105,13 +97,17 @@ def one_file(path: Path, text: str, fraction: float = 0.1, **more) -> dict:
     return {"kind": "files", "path": str(path), "validation_fraction": fraction, **more}
 
 
-def test_one_file_is_split_by_position(tmp_path):
+def test_one_file_is_split_by_position_and_max_tokens_leaves_validation_a_share(tmp_path):
     lines = [f"line {i:03d}\n" for i in range(100)]
     prepared = prepare(config(one_file(tmp_path / "book.txt", "".join(lines))), tmp_path / "root")
     (train,), (validation,) = documents_of(prepared, "train"), documents_of(prepared, "validation")
     assert train + validation == "".join(lines)
     assert validation.strip().splitlines() == [line.strip() for line in lines[91:]]
     assert list(prepared.validation(4))
+    source = one_file(tmp_path / "book.txt", "word " * 1000, 0.2, max_tokens=100)
+    prepared = prepare(config(source), tmp_path / "root")
+    manifest = prepared.sources[0].manifest
+    assert (manifest.train.tokens, manifest.validation.tokens) == (80, 20)
 
 
 @pytest.mark.parametrize(("text", "fraction", "kept"), [
@@ -127,28 +123,15 @@ def test_where_one_document_is_cut(text, fraction, kept):
     assert [document.text for document, validation in placed if validation] == [kept] * (kept is not None)
 
 
-def test_max_tokens_leaves_a_share_to_validation(tmp_path):
-    source = one_file(tmp_path / "book.txt", "word " * 1000, 0.2, max_tokens=100)
-    prepared = prepare(config(source), tmp_path / "root")
-    manifest = prepared.sources[0].manifest
-    assert (manifest.train.tokens, manifest.validation.tokens) == (80, 20)
-
-
-def test_few_documents_fill_both_sides():
+def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypatch):
     for n, fraction, kept in ((1, 0, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)):
         documents = [Document(f"text {i}", str(i), None) for i in range(n)]
         placed = list(split_documents(iter(documents), fraction, seed=0))
         assert sum(validation for _, validation in placed) == kept
         assert [document for document, _ in placed] == documents
-
-
-def test_many_documents_keep_about_the_fraction():
     documents = (Document("text", str(i), None) for i in range(4000))
     kept = sum(validation for _, validation in split_documents(documents, 0.1, seed=0))
     assert 300 < kept < 500
-
-
-def test_long_documents_are_tokenised_in_pieces(monkeypatch):
     monkeypatch.setattr("titans_platform.data.encode.PIECE_CHARACTERS", 10)
     text = "one two three\nfour fivesixseveneight nine\n\nten"
     pieces = list(_pieces(text))
@@ -157,7 +140,7 @@ def test_long_documents_are_tokenised_in_pieces(monkeypatch):
     assert pieces[:2] == ["one two", " three"]
 
 
-def test_the_corpus_is_the_same_everywhere(tmp_path):
+def test_corpus_is_the_same_everywhere_and_names_its_documents(tmp_path):
     """Neither the machine nor the version of Python is part of what cells are named by."""
     data = config({"kind": "corpus", "max_tokens": 200_000}, length=64)
     prepared = prepare(data, tmp_path / "a")
@@ -168,9 +151,6 @@ def test_the_corpus_is_the_same_everywhere(tmp_path):
     prose = prepare(config({"kind": "corpus", "subset": "prose", "max_tokens": 50_000}), tmp_path / "a")
     assert not any("import " in text for text in documents_of(prose, "train"))
     assert prose.labels == ["corpus:prose"]
-
-
-def test_the_corpus_says_what_every_document_is():
     records = [json.loads(line) for line in lzma.decompress(CORPUS.read_bytes()).splitlines()]
     notices = CORPUS.with_name("LICENCES.txt").read_text()
     assert len({record["id"] for record in records}) == len(records) > 300
@@ -183,7 +163,7 @@ def test_the_corpus_says_what_every_document_is():
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])
-def test_a_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
+def test_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
     whole, path = CORPUS.read_bytes(), tmp_path / "corpus.jsonl.xz"
     path.write_bytes(whole[:-100] if damage == "cut" else lzma.compress(lzma.decompress(whole)[:-1]))
     monkeypatch.setattr(sources, "CORPUS", path)
@@ -203,7 +183,7 @@ def test_hub_dataset_is_streamed(tmp_path):
     assert all(text.startswith("record ") for text in documents_of(prepared, "train"))
 
 
-def test_hub_call_and_its_limit(tmp_path, monkeypatch):
+def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeypatch):
     """Only as much is read as max_tokens asks for, by name, subset and split, as a stream."""
     import datasets
 
@@ -231,9 +211,6 @@ def test_hub_call_and_its_limit(tmp_path, monkeypatch):
     assert prepared.sources[0].manifest.train.tokens == 5000
     # documents are looked at ahead: a split's window and one group for the tokenizer
     assert len(read) < 10_000
-
-
-def test_hub_dataset_that_is_not_there(tmp_path, monkeypatch):
     import datasets
 
     def load_dataset(*args, **options):
@@ -270,7 +247,7 @@ def test_bad_files_are_named_in_one_line(tmp_path, capfd, name, content, says):
     assert capfd.readouterr().err == "", "the library says nothing beside"
 
 
-def test_an_edited_file_is_another_source(tmp_path):
+def test_edited_file_is_another_source_and_local_files_make_no_request(tmp_path, monkeypatch):
     path = tmp_path / "t.txt"
     path.write_text("before")
     source = FilesSource(SourceConfig(kind="files", path=str(path)), "data.sources.0", tmp_path)
@@ -278,6 +255,14 @@ def test_an_edited_file_is_another_source(tmp_path):
     path.write_text("after!")
     os.utime(path, ns=(1, 1))
     assert source.identity() != before
+    # the library counts loads by a request to its server, for local files too
+    import datasets.load
+
+    asked = []
+    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
+    before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
+    assert (asked, before) == ([], datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
 
 
 @pytest.mark.slow
@@ -299,15 +284,3 @@ def test_nothing_is_left_in_the_home_folder(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     assert not list(home.rglob("*"))
-
-
-def test_local_files_make_no_request(tmp_path, monkeypatch):
-    """The library counts loads by a request to its server, for local files too."""
-    import datasets.load
-
-    asked = []
-    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
-    before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
-    assert asked == []
-    assert before == datasets.config.HF_UPDATE_DOWNLOAD_COUNTS

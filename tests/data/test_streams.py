@@ -35,7 +35,7 @@ DOCUMENTS = [chr(97 + i) * n for i, n in enumerate((30, 7, 8, 41, 1, 90, 16, 23)
 
 
 @pytest.mark.parametrize(("packing", "groups"), [("borders", 1), ("plain", 1), ("borders", 3), ("plain", 2)])
-def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
+def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing=packing)
     streams = Streams(data.sources, 3, 8, seed=1, groups=groups)
     table, count = streams.tables[0], 3 * groups
@@ -63,7 +63,7 @@ def test_a_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, 
     assert sum(predicted.values()) > held - len(DOCUMENTS) - count * 8
 
 
-def test_documents_begin_on_rows_of_their_own_and_reset_the_stream(tmp_path):
+def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     source = data.sources[0]
     starts = document_starts(source.train)
@@ -78,9 +78,6 @@ def test_documents_begin_on_rows_of_their_own_and_reset_the_stream(tmp_path):
     plain = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing="plain")
     assert RowTable.of(plain.sources[0], 8).begins.sum() == 1
     assert len({plain.fingerprint, data.fingerprint}) == 2
-
-
-def test_items_longer_than_a_row_are_documents(tmp_path):
     data = prepared(tmp_path, needles())
     streams = Streams(data.sources, 2, 8, seed=3)
     assert streams.tables[0].unit == 8
@@ -124,21 +121,18 @@ def test_streams_that_take_turns_ask_for_a_shard_when_they_reach_it(tmp_path, mo
     assert len(asked) == sum(map(len, reached.values())) < 2 * 18
 
 
-def test_a_batch_is_a_function_of_seed_and_step(tmp_path):
+def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     one, other = Streams(data.sources, 3, 8, 0), Streams(data.sources, 3, 8, 4)
     late = one.batch(31)
     one.batch(2)
     assert all(torch.equal(a, b) for a, b in zip(late, one.batch(31), strict=True))
     assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
-
-
-def test_streams_are_reset_by_chance(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", "x" * 4000), packing="plain")
     streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25)
-    found = np.stack([streams.resets(step) for step in range(400)])
-    assert found[0].all()
-    assert abs(found[1:].mean() - 0.25) < 0.02
+    result = np.stack([streams.resets(step) for step in range(400)])
+    assert result[0].all()
+    assert abs(result[1:].mean() - 0.25) < 0.02
     never = Streams(data.sources, 20, 8, 0)
     for step in range(1, 60):  # where the text ends it begins again
         assert (never.resets(step) == (never.rows(step) == 0)).all()

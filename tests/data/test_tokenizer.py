@@ -19,7 +19,7 @@ from titans_platform.objectives.next_token import NextToken
 from titans_platform.study.grid import known_studies, load_study, resolve
 
 HUB = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
-"""What the studies name at the paper's scales."""
+"""The tokenizer that the studies name at the paper's scales."""
 TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
 
 
@@ -46,24 +46,25 @@ def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:
     return path
 
 
-def test_bytes_round_trip_and_ids():
+def test_bytes_and_letters_round_trip_and_letters_of_several_tokens_are_waited_for():
     tokenizer = load_tokenizer("byte")
     text = "Titans — ñ 記憶\n"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
     assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, VOCABULARIES["byte"])
     assert [ids.tolist() for ids in tokenizer.encode_batch(["ab", "é"])] == [[97, 98], [195, 169]]
-
-
-def test_letters_of_dna():
     tokenizer = load_tokenizer("dna")
     assert tokenizer.encode("ACGTNacgtn") == [0, 1, 2, 3, 4] * 2
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode("gattRcÄ"), tokenizer.pad]) == "GATTNCN"
     assert tokenizer.vocab_size == VOCABULARIES["dna"] == 8
+    assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
+    stream = TextStream(load_tokenizer("byte"))
+    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
+    assert stream.end() == "\ufffd"
 
 
 def streamed(tokenizer, text: str, first: int) -> list[str]:
-    """What each token from ``first`` on adds to those before it, and the rest."""
+    """Return the text that each token from ``first`` on adds, and the rest."""
     ids = tokenizer.encode(text)
     stream = TextStream(tokenizer, ids[:first])
     return [*map(stream.add, ids[first:]), stream.end()]
@@ -78,15 +79,8 @@ def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
     assert before + "".join(streamed(tokenizer, "memory after chunk", first)) == "memory after chunk"
 
 
-def test_a_letter_of_several_tokens_is_waited_for_but_not_for_ever():
-    assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
-    stream = TextStream(load_tokenizer("byte"))
-    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
-    assert stream.end() == "\ufffd"
-
-
 @pytest.mark.parametrize("kind", ["byte", "plain", "special"])
-def test_a_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
+def test_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     special = ("<s>", "<pad>") if kind == "special" else ()
     spec = "byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special))
     own = load_tokenizer(spec)
@@ -100,11 +94,11 @@ def test_a_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     plain = Tokenizer.from_file(str(there.path))
     assert plain.encode("hello").ids == [own.bos, *own.encode("hello")]
     names = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
-    found = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
-    assert found == [own.bos, own.bos, own.pad]
+    collected = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
+    assert collected == [own.bos, own.bos, own.pad]
 
 
-def test_sentencepiece_round_trip(sentencepiece_model):
+def test_sentencepiece_round_trips_and_fingerprints_are_of_the_content(sentencepiece_model, tmp_path):
     tokenizer = load_tokenizer(str(sentencepiece_model))
     ids = tokenizer.encode("token after token")
     assert tokenizer.decode([tokenizer.bos, *ids, tokenizer.pad]) == "token after token"
@@ -112,30 +106,23 @@ def test_sentencepiece_round_trip(sentencepiece_model):
     assert tokenizer.pad not in {tokenizer.bos, *ids}
     assert tokenizer.vocab_size == 32
     assert tokenizer.encode_batch(["token after token"])[0].tolist() == ids
-
-
-def test_json_uses_its_own_special_tokens(tmp_path):
-    tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json", "<pad>", "<s>")))
-    assert (tokenizer.pad, tokenizer.bos) == (0, 1)
-    assert tokenizer.encode("hello world") == [3, 4]
-    assert tokenizer.decode([1, 3, 4, 0]) == "hello world"
-    assert tokenizer.vocab_size == 8
-
-
-def test_json_without_special_tokens_gets_new_ids(tmp_path):
-    tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
-    assert tokenizer.bos == 3, "behind the three known ids"
-    assert tokenizer.pad == 0, "<unk> serves"
-    assert tokenizer.vocab_size == 4
-
-
-def test_fingerprint_is_of_the_content(tmp_path, sentencepiece_model):
     copy = tmp_path / "another_name.model"
     shutil.copyfile(sentencepiece_model, copy)
     first, second = load_tokenizer(str(sentencepiece_model)), load_tokenizer(str(copy))
     other = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
     assert first.fingerprint == second.fingerprint
     assert len({first.fingerprint, other.fingerprint, load_tokenizer("byte").fingerprint}) == 3
+
+
+def test_json_uses_its_own_special_tokens_or_new_ids(tmp_path):
+    tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json", "<pad>", "<s>")))
+    assert (tokenizer.pad, tokenizer.bos) == (0, 1)
+    assert tokenizer.encode("hello world") == [3, 4]
+    assert (tokenizer.decode([1, 3, 4, 0]), tokenizer.vocab_size) == ("hello world", 8)
+    tokenizer = load_tokenizer(str(json_tokenizer(tmp_path / "t.json")))
+    assert tokenizer.bos == 3, "behind the three known ids"
+    assert tokenizer.pad == 0, "<unk> serves"
+    assert tokenizer.vocab_size == 4
 
 
 @pytest.mark.parametrize(("name", "content"), [
@@ -152,14 +139,7 @@ def test_bad_tokenizer_is_one_line(tmp_path, name, content):
     assert "`byte`" in str(error.value)
 
 
-def test_the_tokenizer_of_the_paper_scales_is_named_with_where_to_get_it():
-    with pytest.raises(UsageError) as error:
-        load_tokenizer("tokenizers/llama2-32k.model")
-    assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
-    assert f"--set data.tokenizer={HUB}" in str(error.value)
-
-
-def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
+def test_hub_repository_is_its_tokenizer_json_and_missing_files_name_it(tmp_path, monkeypatch):
     import huggingface_hub
 
     path = json_tokenizer(tmp_path / "tokenizer.json", "<pad>", "<s>")
@@ -173,6 +153,10 @@ def test_a_hub_repository_is_its_tokenizer_json(tmp_path, monkeypatch):
     said = r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
     with pytest.raises(UsageError, match=said):
         load_tokenizer("a-lab/gpt")
+    with pytest.raises(UsageError) as error:
+        load_tokenizer("tokenizers/llama2-32k.model")
+    assert str(error.value).startswith("data.tokenizer: no file tokenizers/llama2-32k.model; give")
+    assert f"--set data.tokenizer={HUB}" in str(error.value)
 
 
 @pytest.fixture

@@ -2,34 +2,13 @@
 
 import inspect
 import re
-from itertools import combinations
-
-import matplotlib
-import pytest
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from titans_core import textbook
 from tools import figure_designs
 
 
-@pytest.fixture
-def boxes():
-    """The extent in pixels of every text of the figure, and that of the figure."""
-    with matplotlib.rc_context(figure_designs.STYLE):
-        fig = figure_designs.figure()
-        renderer = FigureCanvasAgg(fig).get_renderer()
-        texts = [text for ax in fig.axes for text in ax.texts if text.get_text()]
-        return [(text.get_text(), text.get_window_extent(renderer)) for text in texts], fig.bbox
-
-
-def test_texts_lie_in_the_figure_and_do_not_overlap(boxes):
-    texts, whole = boxes
-    assert [name for name, box in texts if not (whole.contains(*box.min) and whole.contains(*box.max))] == []
-    assert [(a, b) for (a, one), (b, other) in combinations(texts, 2) if one.overlaps(other)] == []
-
-
-def test_designs_and_equations_are_named(boxes):
-    written = {name for name, _ in boxes[0]}
+def test_designs_and_equations_are_named():
+    written = {text.get_text() for ax in figure_designs.figure().axes for text in ax.texts}
     assert {"MAC", "MAG", "MAL"} <= written
     numbers = {int(n) for name in written for n in re.findall(r"\((\d+)\)", name)}
     assert numbers == {12, 13, 14, 15, 16, 19, *range(21, 32)}

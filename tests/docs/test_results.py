@@ -1,4 +1,4 @@
-"""The paper's tables in docs/results.md and README are those of the cells in experiments/paper."""
+"""The paper's tables in docs/results.md and README equal the cells in experiments/paper."""
 
 import csv
 import statistics
@@ -38,8 +38,8 @@ def test_ablation_in_results_and_readme_equals_its_cells():
     assert len(rows) > 8
     for row, columns in values.items():
         expected = [
-            f"{statistics.mean(found):.{places}f}±{statistics.stdev(found):.{places}f}"
-            for found, places in zip(columns.values(), (2, 1, 1), strict=True)
+            f"{statistics.mean(column):.{places}f}±{statistics.stdev(column):.{places}f}"
+            for column, places in zip(columns.values(), (2, 1, 1), strict=True)
         ]
         assert whole[row][:6:2] == expected, row
         assert row not in rows or readme[row][:6:2] == expected, row

@@ -27,17 +27,15 @@ def items(task, length, count, **options):
 
 
 @pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
-def test_compact_needles_are_there_once_and_asked_for(kind):
+def test_compact_needles_are_there_once_and_queried(kind):
     for item in items("needle", 96, 200, kind=kind, style="compact", digits=3, needles=4, queries=3):
-        found = re.findall(r"([A-Z]):([0-9a-f]{3});", item.text)
-        assert len(found) == len(dict(found)) == 4
-        asked = [before[-2] for before, _ in questions(item)]
-        assert len(set(asked)) == 3
+        needles = re.findall(r"([A-Z]):([0-9a-f]{3});", item.text)
+        assert len(needles) == len(dict(needles)) == 4
+        assert len({before[-2] for before, _ in questions(item)}) == 3
         for before, answer in questions(item):
             assert before.endswith(f"?{before[-2]}:")
-            assert dict(found)[before[-2]] == answer
-        filler = re.sub(r"([A-Z]):[0-9a-f]{3};", "", item.text.partition("?")[0])
-        assert re.fullmatch(r"[a-z ]*", filler)
+            assert dict(needles)[before[-2]] == answer
+        assert re.fullmatch(r"[a-z ]*", re.sub(r"([A-Z]):[0-9a-f]{3};", "", item.text.partition("?")[0]))
 
 
 @pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
@@ -70,18 +68,12 @@ def test_depth_is_uniform(style):
     assert max(depths) > 0.99
 
 
-def test_a_haystack_can_be_read_from_a_file(tmp_path):
+def test_haystack_is_read_from_a_file_and_rebound_keys_change_their_value(tmp_path):
     path = tmp_path / "book.txt"
     path.write_text("It rained.  The ship\nsailed at dawn! Nobody waved. " * 20)
     for item in items("needle", 600, 20, kind="number", path=str(path)):
         assert "The ship sailed" in item.text
         assert re.search(r"(?:^|[.!] |\n)One of the special", item.text)
-
-
-# --- recall
-
-
-def test_rebound_keys_change_their_value():
     for item in items("recall", 90, 50, pairs=8, rebind=0.5):
         block = item.text[: 2 * 12]
         values = {}
@@ -89,6 +81,9 @@ def test_rebound_keys_change_their_value():
             values.setdefault(key, []).append(value)
         assert sorted(map(len, values.values())) == [1] * 4 + [2] * 4
         assert all(v[0] != v[-1] for v in values.values() if len(v) == 2)
+
+
+# --- recall
 
 
 # --- reasoning: facts are (person, action, target) in order, read off the text
@@ -110,7 +105,7 @@ def place(facts, person):
 
 
 def thing_place(facts, thing):
-    """Where `thing` is after `facts`; None before it was first picked up."""
+    """Return the place of `thing` after `facts`, None before it was first picked up."""
     touched = [i for i, (_, action, target) in enumerate(facts) if target == thing and action != "move"]
     if not touched:
         return None
@@ -184,7 +179,7 @@ def test_nobody_picks_up_what_is_elsewhere(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_commonest_answer_gets_no_more_than_chance(kind):
+def test_commonest_answer_gets_no_more_than_chance(kind):
     made = build_generated(TaskConfig(task="reasoning", options={"kind": kind, "style": "compact"}))
     drawn = items("reasoning", 128, 1500, kind=kind, style="compact")
     spread = (made.chance * (1 - made.chance) / len(drawn)) ** 0.5
@@ -193,7 +188,7 @@ def test_the_commonest_answer_gets_no_more_than_chance(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_story_leaves_its_answer_open(kind):
+def test_story_leaves_its_answer_open(kind):
     """Who knows all that can be asked after the story, but not the question, gets one over the answers."""
     wanted = {"one_fact": 4, "two_facts": 3, "three_facts": 4, "yes_no": 2, "counting": 3}[kind]
     enough = 0
@@ -213,7 +208,7 @@ def test_a_story_leaves_its_answer_open(kind):
     assert enough > 190
 
 
-def test_no_is_asked_about_places_where_the_person_was():
+def test_reasoning_questions_are_about_places_seen_and_stand_anywhere():
     """Neither the place nor having been there says anything about the answer."""
     for item in items("reasoning", 128, 300, kind="yes_no", style="compact"):
         text = item.pieces[0][0]
@@ -222,9 +217,6 @@ def test_no_is_asked_about_places_where_the_person_was():
         assert (who, "move", where) in facts
         people = {person for person, _, _ in facts}
         assert any(place(facts, person) == where for person in people)
-
-
-def test_interleaved_questions_stand_anywhere():
     drawn = items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
     ends = [len(before) / 128 for item in drawn for before, _ in list(questions(item))[:-1]]
     assert sum(end < 0.5 for end in ends) > 0.3 * len(ends)

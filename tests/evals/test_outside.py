@@ -12,7 +12,6 @@ from titans_platform.evals import evaluate
 from titans_platform.tasks import build_generated, build_task, eval_version
 
 TASKS = '''
-import random
 from titans_core.config import Frozen
 from titans_platform.tasks import GeneratedTask, Item
 
@@ -22,15 +21,13 @@ class SumOptions(Frozen):
 class Sums(GeneratedTask):
     """The sum of two digits."""
 
-    name = "sums"
-    version = 3
-    Options = SumOptions
+    name, version, Options = "sums", 3, SumOptions
 
     @property
     def chance(self):
         return 1 / (2 * self.options.largest + 1)
 
-    def item(self, rng: random.Random, length: int, tokenizer) -> Item:
+    def item(self, rng, length, tokenizer):
         a, b = (rng.randint(0, self.options.largest) for _ in range(2))
         return Item(((f"{a}+{b}=".rjust(length - 2), False), (str(a + b), True)))
 
@@ -47,18 +44,33 @@ def sums(tmp_path, monkeypatch) -> TaskConfig:
     return TaskConfig(task="my_lab.tasks:Sums")
 
 
-def test_it_is_trained_on_and_measured_and_its_version_counts(sums, tiny_run, tmp_path, monkeypatch):
+@pytest.fixture
+def data(sums, tmp_path):
     source = {"kind": "task", "rows": 12, "tasks": [sums.model_dump(mode="json")]}
-    data = DataConfig.model_validate_json(json.dumps({"sequence_length": 16, "sources": [source]}))
-    prepared = prepare(data, tmp_path)
-    assert prepared.sources[0].manifest.train.documents == 12
+    return prepare(
+        DataConfig.model_validate_json(json.dumps({"sequence_length": 16, "sources": [source]})), tmp_path
+    )
+
+
+def test_outside_task_is_trained_on_and_measured_and_its_version_counts(sums, data, tiny_run, monkeypatch):
+    assert data.sources[0].manifest.train.documents == 12
     config = EvalConfig(columns={"col": (sums,)}, items=4)
-    found = evaluate(LanguageModel(tiny_run.model), prepared, config, 16)
-    assert found["tasks"]["col/sums@16"]["items"] == 4
-    assert found["chance"]["col"] == 1 / 9
+    result = evaluate(LanguageModel(tiny_run.model), data, config, 16)
+    assert (result["tasks"]["col/sums@16"]["items"], result["chance"]["col"]) == (4, 1 / 9)
     before = eval_version(config)
     monkeypatch.setattr(type(build_generated(sums)), "version", 4)
     assert eval_version(config) != before
+
+
+def test_equal_tasks_of_two_columns_are_measured_once(sums, data, tiny_run, monkeypatch):
+    asked, kind = [], type(build_task(sums))
+    measure = kind.measure
+    monkeypatch.setattr(kind, "measure", lambda *args: (asked.append(args[1].length), measure(*args))[1])
+    longer = sums.model_copy(update={"lengths": (1.0, 2.0)})
+    config = EvalConfig(columns={"one": (sums,), "mean": (sums, longer)}, items=4)
+    tasks = evaluate(LanguageModel(tiny_run.model), data, config, 16)["tasks"]
+    assert asked == [16, 32]
+    assert tasks["one/sums@16"] == tasks["mean/sums@16"] == tasks["mean/sums-2@16"]
 
 
 @pytest.mark.usefixtures("sums")
@@ -67,16 +79,3 @@ def test_what_is_no_task_is_refused_by_name():
     says = "^task: my_lab.tasks:not_a_task is not a subclass of titans_platform.tasks"
     with pytest.raises(UsageError, match=says):
         build_task(TaskConfig(task="my_lab.tasks:not_a_task"))
-
-
-def test_what_two_columns_ask_alike_is_measured_once(sums, tiny_run, tmp_path, monkeypatch):
-    source = {"kind": "task", "rows": 12, "tasks": [sums.model_dump(mode="json")]}
-    data = DataConfig.model_validate_json(json.dumps({"sequence_length": 16, "sources": [source]}))
-    prepared, kind = prepare(data, tmp_path), type(build_task(sums))
-    asked, measure = [], kind.measure
-    monkeypatch.setattr(kind, "measure", lambda *args: (asked.append(args[1].length), measure(*args))[1])
-    longer = sums.model_copy(update={"lengths": (1.0, 2.0)})
-    config = EvalConfig(columns={"one": (sums,), "mean": (sums, longer)}, items=4)
-    found = evaluate(LanguageModel(tiny_run.model), prepared, config, 16)
-    assert asked == [16, 32]
-    assert found["tasks"]["one/sums@16"] == found["tasks"]["mean/sums@16"] == found["tasks"]["mean/sums-2@16"]

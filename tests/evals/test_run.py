@@ -104,64 +104,47 @@ def config(task, options, lengths=(1.0,), **more):
 
 
 @pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
-def test_an_oracle_is_right_every_time(task, options, solve, alphabet):
-    found = evaluate(Oracle(solve), prepared(), config(task, options, (1.0, 2.0), items=12), 48)
-    assert found["columns"] == {"col": 1.0}
-    assert sorted(t["items"] for t in found["tasks"].values()) == [12, 12]
-    assert all(t["stderr"] == 0 for t in found["tasks"].values())
-
-
-@pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
-def test_a_guesser_gets_chance(task, options, solve, alphabet):
-    found = evaluate(Guesser(alphabet), prepared(), config(task, options, items=600), 64)
-    chance = found["chance"]["col"]
-    (measured,) = found["tasks"].values()
-    assert measured["chance"] == chance
-    assert measured["floor"] >= measured["chance"]
-    assert (measured["heuristic"] is None) == (measured["floor"] == measured["chance"])
-    spread = math.sqrt(chance * (1 - chance) / 600)
-    assert abs(measured["value"] - chance) < 4 * spread
+def test_oracle_is_right_every_time_and_a_guesser_at_chance(task, options, solve, alphabet):
+    right = evaluate(Oracle(solve), prepared(), config(task, options, (1.0, 2.0), items=12), 48)
+    assert right["columns"] == {"col": 1.0}
+    assert [(t["items"], t["stderr"]) for t in right["tasks"].values()] == 2 * [(12, 0)]
+    guessed = evaluate(Guesser(alphabet), prepared(), config(task, options, items=600), 64)
+    chance, ((_, measured),) = guessed["chance"]["col"], guessed["tasks"].items()
+    assert measured["floor"] >= measured["chance"] == chance
+    assert (measured["heuristic"] is None) == (measured["floor"] == chance)
     p = measured["value"]
+    assert abs(p - chance) < 4 * math.sqrt(chance * (1 - chance) / 600)
     # with several answers an item, items and not answers are what is drawn
     assert measured["stderr"] <= math.sqrt(p * (1 - p) / 600) + 1e-12
 
 
-def test_an_answer_with_one_wrong_token_is_wrong():
+def test_answer_with_a_wrong_token_is_wrong_and_standard_errors_are_binomial():
     def half(text):
-        said = solve_needle(text)
-        return "x" if said and not text.endswith(":") else said
+        token = solve_needle(text)
+        return "x" if token and not text.endswith(":") else token
 
-    found = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
-    assert found["columns"]["col"] == 0.0
-
-
-def test_standard_error_is_binomial_with_one_answer_an_item():
+    result = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
+    assert result["columns"]["col"] == 0.0
     calls = iter(range(10**6))
-
-    def sometimes(text):
-        said = solve_recall(text)
-        return said if said and next(calls) % 3 else None
-
-    options = {"pairs": 1, "queries": 1}
-    found = evaluate(Oracle(sometimes), prepared(), config("recall", options, items=30), 24)
-    (measured,) = found["tasks"].values()
+    sometimes = lambda text: (said := solve_recall(text)) and (said if next(calls) % 3 else None)  # noqa: E731
+    result = evaluate(
+        Oracle(sometimes), prepared(), config("recall", {"pairs": 1, "queries": 1}, items=30), 24
+    )
+    (measured,) = result["tasks"].values()
     p = measured["value"]
     assert 0 < p < 1
     assert measured["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 30), rel=1e-12)
 
 
-def test_one_forward_a_batch_of_equal_lengths():
-    oracle = Oracle(solve_needle)
-    evaluate(oracle, prepared(), config("needle", COMPACT, items=10, batch_tokens=4 * 48), 48)
-    assert oracle.shapes == [(4, 47), (4, 47), (2, 47)]
-
-
-def test_the_result_is_json_and_a_function_of_the_seed():
+def test_result_is_json_and_a_function_of_the_seed_from_one_forward_a_batch():
     def run(seed):
         return evaluate(Guesser("0123"), prepared(), config("recall", {}, items=40, seed=seed), 64)
 
     assert json.dumps(run(1)) == json.dumps(run(1))
     assert run(1) != run(2)
+    oracle = Oracle(solve_needle)
+    evaluate(oracle, prepared(), config("needle", COMPACT, items=10, batch_tokens=4 * 48), 48)
+    assert oracle.shapes == [(4, 47), (4, 47), (2, 47)]
 
 
 def test_items_of_the_training_rows_are_never_asked():
@@ -182,21 +165,29 @@ def test_items_of_the_training_rows_are_never_asked():
     assert not texts & set(asked)
 
 
-def test_a_task_that_training_used_up_says_so():
-    class Everything(frozenset):
-        def __contains__(self, item):
-            return True
-
+def test_task_that_training_used_up_and_missing_rows_are_refused():
+    everything = type("Everything", (frozenset,), {"__contains__": lambda *_: True})()
     with pytest.raises(UsageError, match=r"every item of needle-passkey at 48 tokens occurs in training"):
-        evaluate(Guesser("0"), prepared(Everything()), config("needle", COMPACT), 48)
+        evaluate(Guesser("0"), prepared(everything), config("needle", COMPACT), 48)
+    for batches, lengths, message in (
+        ((), (1.0,), "no validation rows"),
+        ([text_batch("^abc")], (2.0,), "validation rows have 3 tokens"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, lengths), 3)
 
 
-def test_modes_are_restored_even_after_a_failure():
+def test_modes_are_restored_after_a_failure_and_bad_tasks_fail_before_measuring():
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout())
     model[0].eval()
     with pytest.raises(TypeError):
         evaluate(model, prepared(), config("needle", COMPACT, items=1), 48)
     assert [m.training for m in model.modules()] == [True, False, True]
+    columns = {"a": (TaskConfig(task="recall"),), "b": (TaskConfig(task="recal"),)}
+    oracle = Oracle(solve_recall)
+    with pytest.raises(UsageError, match="did you mean recall"):
+        evaluate(oracle, prepared(), EvalConfig(columns=columns), 48)
+    assert not oracle.shapes
 
 
 def test_columns_are_means_of_tasks_and_their_names_differ():
@@ -208,21 +199,13 @@ def test_columns_are_means_of_tasks_and_their_names_differ():
         ),
         "recall": (TaskConfig(task="recall"),),
     }
-    found = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
+    result = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
     names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number@48"]
-    assert list(found["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
-    values = [found["tasks"][f"long/{name}"]["value"] for name in names]
+    assert list(result["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
+    values = [result["tasks"][f"long/{name}"]["value"] for name in names]
     mean = (sum(values[:2]) / 2 + values[2] + values[3]) / 3
-    assert found["columns"]["long"] == pytest.approx(mean)
-    assert found["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
-
-
-def test_bad_tasks_fail_before_anything_is_measured():
-    columns = {"a": (TaskConfig(task="recall"),), "b": (TaskConfig(task="recal"),)}
-    oracle = Oracle(solve_recall)
-    with pytest.raises(UsageError, match="did you mean recall"):
-        evaluate(oracle, prepared(), EvalConfig(columns=columns), 48)
-    assert not oracle.shapes
+    assert result["columns"]["long"] == pytest.approx(mean)
+    assert result["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
 
 
 class Bigram(nn.Module):
@@ -250,25 +233,22 @@ def text_batch(text, rows=1):
 
 def test_perplexity_by_hand():
     model = Bigram()
-    found = evaluate(model, prepared(batches=[text_batch("^xab^abcd")]), config("perplexity", {}), 8)
+    result = evaluate(model, prepared(batches=[text_batch("^xab^abcd")]), config("perplexity", {}), 8)
     uniform, sure = math.log(BYTE.vocab_size), -math.log(0.75)
     # targets x a b . a b c d: two sure ones, five uniform ones, the document start not counted
-    assert found["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
-    assert found["chance"]["col"] == BYTE.vocab_size
-    assert found["tasks"]["col/perplexity@8"]["items"] == 7
+    assert result["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
+    assert result["chance"]["col"] == BYTE.vocab_size
+    assert result["tasks"]["col/perplexity@8"]["items"] == 7
     assert model.starts[0] is not None
     assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
 
 
-def test_perplexity_stops_at_its_budget_and_cuts_rows():
+def test_perplexity_keeps_to_its_budget_and_cuts_rows():
     batches = [text_batch("^abababab", rows=2), text_batch("^xxxxxxxx", rows=2)]
-    found = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)
-    assert found["tasks"]["col/perplexity@8"]["items"] == 16
+    result = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, perplexity_tokens=16), 8)
+    assert result["tasks"]["col/perplexity@8"]["items"] == 16
     half = evaluate(Bigram(), prepared(batches=batches), config("perplexity", {}, (0.5,)), 8)
     assert half["tasks"]["col/perplexity@4"]["items"] == 16
-
-
-def test_a_budget_below_one_pass_is_read_in_a_pass_of_its_own_size():
     asked = []
 
     def validation(rows):
@@ -279,16 +259,8 @@ def test_a_budget_below_one_pass_is_read_in_a_pass_of_its_own_size():
     # a pass holds ten rows of eight targets, one of them a document start, which does not count
     for budget, rows, tokens in ((16, 2, 14), (17, 3, 21), (80, 10, 70), (100, 10, 140)):
         budgeted = config("perplexity", {}, perplexity_tokens=budget, batch_tokens=80)
-        found = evaluate(Bigram(), data, budgeted, 8)
-        assert asked.pop() == rows
-        assert found["tasks"]["col/perplexity@8"]["items"] == tokens
-
-
-def test_perplexity_without_fitting_rows_says_so():
-    with pytest.raises(UsageError, match="no validation rows"):
-        evaluate(Bigram(), prepared(), config("perplexity", {}), 3)
-    with pytest.raises(UsageError, match="validation rows have 3 tokens"):
-        evaluate(Bigram(), prepared(batches=[text_batch("^abc")]), config("perplexity", {}, (2.0,)), 3)
+        result = evaluate(Bigram(), data, budgeted, 8)
+        assert (asked.pop(), result["tasks"]["col/perplexity@8"]["items"]) == (rows, tokens)
 
 
 class Walk(nn.Module):
@@ -312,7 +284,7 @@ def by_hand(model, row, width):
     return sum(picks), greedy
 
 
-def test_scores_do_not_depend_on_what_shares_the_batch():
+def test_scores_do_not_depend_on_the_batch_and_long_continuations_are_scored_at_their_end():
     model, rng = Walk(), random.Random(0)
     requests = [
         Request([rng.randrange(256) for _ in range(rng.randrange(9))], [rng.randrange(256) for _ in range(n)])
@@ -327,15 +299,11 @@ def test_scores_do_not_depend_on_what_shares_the_batch():
             expected, greedy = by_hand(model, row, len(request.continuation))
             assert score.logprob == pytest.approx(expected, abs=1e-4)
             assert (score.greedy, score.tokens) == (greedy, len(request.continuation))
-
-
-def test_of_a_continuation_longer_than_a_row_its_end_is_scored():
     model, continuation = Walk(), list(range(20))
     with torch.inference_mode():
         (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)
     expected, _ = by_hand(model, [BYTE.bos, *continuation[-9:]], 9)
-    assert score.tokens == 9
-    assert score.logprob == pytest.approx(expected, abs=1e-4)
+    assert (score.tokens, score.logprob) == (9, pytest.approx(expected, abs=1e-4))
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

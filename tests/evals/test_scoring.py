@@ -17,12 +17,12 @@ def requests(seed=0, questions=12, longest=60):
     """Questions of one to four endings, some of which begin alike, after contexts of all lengths."""
     rng = random.Random(seed)
     text = lambda n: rng.choices(range(97, 100), k=n)  # noqa: E731
-    found = []
+    collected = []
     for _ in range(questions):
         context = text(rng.randrange(longest))
-        found += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]
-    rng.shuffle(found)
-    return found
+        collected += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]
+    rng.shuffle(collected)
+    return collected
 
 
 def direct(model, request, max_length):
@@ -49,9 +49,9 @@ def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monke
     monkeypatch.setattr(scoring, "LOGITS_PER_BLOCK", 2000)
     asked, model = requests(), small(tiny_run, variant)
     with torch.inference_mode():
-        found = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
+        actual = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
         expected = [direct(model, request, max_length) for request in asked]
-    for score, (logprob, greedy, width) in zip(found, expected, strict=True):
+    for score, (logprob, greedy, width) in zip(actual, expected, strict=True):
         # scores are taken in float32
         assert score.logprob == pytest.approx(logprob, rel=1e-5, abs=1e-5)
         assert (score.greedy, score.tokens) == (greedy, width)
@@ -74,10 +74,8 @@ def test_long_rows_are_read_side_by_side_as_memory_allows(tiny_run, monkeypatch)
     def rows(variant, length):
         return Scorer(small(tiny_run, variant), BYTE, torch.device("cpu"), 100).parallel_rows(length)
 
-    assert rows("lmm", 50) == 2
-    assert rows("lmm", 100) == 1
+    assert (rows("lmm", 50), rows("lmm", 100)) == (2, 1)
     assert rows("lmm", 130) == scoring.MAX_PARALLEL_ROWS
     kept = small(tiny_run, "transformer").state_bytes(130) + 130 * scoring.TOKEN_BYTES
     monkeypatch.setattr(scoring, "PARALLEL_BYTES", 3 * kept)
-    assert rows("transformer", 130) == 3
-    assert rows("transformer", 10_000) == 1
+    assert (rows("transformer", 130), rows("transformer", 10_000)) == (3, 1)

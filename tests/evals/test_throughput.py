@@ -27,18 +27,15 @@ def measured(tiny_run: RunConfig, tmp_path):
     return model, evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
 
 
-def test_throughput_is_a_rate_with_no_chance_and_leaves_no_gradients(measured):
-    model, found = measured
-    assert found["columns"]["speed"] > 10
-    assert found["chance"]["speed"] is None
-    speeds = {key for key in found["tasks"] if key.startswith("speed")}
+def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perplexity(measured):
+    model, result = measured
+    assert result["columns"]["speed"] > 10
+    assert result["chance"]["speed"] is None
+    speeds = {key for key in result["tasks"] if key.startswith("speed")}
     assert speeds == {"speed/throughput@32", "speed/throughput@64"}
     assert all(p.grad is None for p in model.parameters())
     assert model.training
-
-
-def test_the_held_out_loss_is_the_logarithm_of_perplexity(measured):
-    _, found = measured
+    _, result = measured
     for part in ("columns", "chance"):
-        assert found[part]["loss"] == pytest.approx(math.log(found[part]["ppl"]))
-    assert 0 < found["tasks"]["loss/loss@32"]["stderr"] < 1
+        assert result[part]["loss"] == pytest.approx(math.log(result[part]["ppl"]))
+    assert 0 < result["tasks"]["loss/loss@32"]["stderr"] < 1

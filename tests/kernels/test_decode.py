@@ -8,7 +8,7 @@ from titans_kernels import DecodeState, MemoryState, extend_memory
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_state_can_be_continued_twice(compiled):
+def test_state_can_be_continued_twice(compiled):
     case = Case(12, batch=2)
     if compiled:  # without a gradient
         case.tokens = [x.detach() for x in case.tokens]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titans_kernels import Extension, forms_used, linear_attention, neural_memory, recurrence
+from titans_kernels.memory.forms import online
 from titans_kernels.memory.forms.triton import pieces
 from titans_kernels.native import library
 from titans_kernels.recurrence import recurrent_linear_attention
@@ -121,7 +122,10 @@ def kernels(monkeypatch):
     monkeypatch.setattr(tuner, "_bench", lambda *_, **__: [1.0] * 3)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for module in ("common.chunk_h", "common.chunk_o", "gla.chunk", "simple_gla.chunk"):
+        for module in (
+            "common.chunk_h", "common.chunk_o", "gla.chunk", "simple_gla.chunk", "common.chunk_delta_h",
+            "delta_rule.wy_fast", "gated_delta_rule.wy_fast", "gated_delta_rule.chunk_fwd",
+        ):  # fmt: skip
             loaded = importlib.import_module(f"fla.ops.{module}")
             monkeypatch.setattr(loaded, "range", by_tensors, raising=False)
 
@@ -147,6 +151,34 @@ def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
     tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
     found, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
     agree(found, expected, given)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.parametrize("gated", [False, True])
+def test_their_kernels_of_the_delta_rule_are_the_memory_in_chunks_of_one(
+    kernels, monkeypatch, gated, documents
+):
+    T, E = 70, 16
+    given = q, k, v, write, keep, state = leaves(
+        (1, T, H, E), (1, T, H, E), (1, T, H, E), (1, T, H), (1, T, H), (1 + 2 * documents, H, E, E)
+    )
+    given = given if gated else [x for x in given if x is not keep]
+    operands = torch.float32 if gated else torch.float16  # the kernel without a decay takes no float32
+    alpha, zeros = 1 - keep.sigmoid() if gated else torch.zeros(1, T, H), torch.zeros(1, T, H)
+    borders = torch.tensor([0, 1, 40, T], dtype=torch.int32) if documents else None
+    results = []
+    for served in (False, True):
+        monkeypatch.setattr(online, "fla_refusal", lambda *_, served=served: None if served else "a CPU")
+        forms_used(forget=True)
+        y, after = neural_memory(
+            *(x.to(operands) for x in (q / 4, F.normalize(k, dim=-1), v)), alpha, zeros, write.sigmoid() / 2,
+            (state,), chunk_size=1, cu_seqlens=borders, backend="online",
+            extension=Extension(rule="gated_delta" if gated else "paper", is_delta_rule=True),
+        )  # fmt: skip
+        results.append([y, *after.weights])
+        assert any("flash-linear" in form for form in forms_used()) == served
+    agree(*reversed(results), given, within=5e-5 if gated else 2e-2)
 
 
 def overflowing(test: Callable[..., None]) -> Callable[..., None]:

@@ -1,4 +1,4 @@
-"""How far a NaN or an inf of one token reaches: later tokens, and earlier ones of its chunk at most."""
+"""A NaN or an inf of one token reaches later tokens, and earlier ones of its chunk at most."""
 
 import math
 
@@ -56,7 +56,7 @@ def first_changed(form: str, name: str, value: float) -> int | None:
     pytest.param(form, marks={"native": needs_compiler, "triton": interpreted}.get(form, ()))
     for form in FORMS
 ])  # fmt: skip
-def test_a_non_finite_number_reaches_no_further_than_its_block(form):
+def test_non_finite_number_reaches_no_further_than_its_block(form):
     block = FORMS[form][2]
     for name in TOKENS if form != "triton" else ("k", "v", "theta"):
         for value in (math.nan, math.inf) if form != "triton" else (math.nan,):
@@ -64,6 +64,6 @@ def test_a_non_finite_number_reaches_no_further_than_its_block(form):
 
 
 @pytest.mark.parametrize("form", ["reference", "generic", "chunked", NATIVE])
-def test_a_large_finite_number_reaches_later_tokens_alone(form):
+def test_large_finite_number_reaches_later_tokens_alone(form):
     for name in TOKENS:
         assert first_changed(form, name, 1e30) == AT, name

@@ -30,39 +30,35 @@ def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:
     return (values[..., 0].double() * train.std() + train.mean()).round().long()
 
 
-def test_the_parts_of_ett_are_months_of_thirty_days():
+def test_parts_of_ett_are_months_of_thirty_days_and_others_shares_rounded_down():
     data = SeriesData(line(17_420), 96, 96, 0.2, DATASETS["ETTh1"].split)
     assert data.parts == (8640, 2880, 2880)
     assert data.windows == 8640 - 96 - 96 + 1 == 8449
     for part, first in (("validation", 8640), ("test", 11_520)):
-        found = list(data.held_out(96, 12_000, 1000, part))
-        assert sum(len(batch.inputs) for batch in found) == 2785
-        begins, ends = found[0], found[-1]
+        batches = list(data.held_out(96, 12_000, 1000, part))
+        assert sum(len(batch.inputs) for batch in batches) == 2785
+        begins, ends = batches[0], batches[-1]
         assert when(data, begins.inputs)[0, [0, -1]].tolist() == [first - 96, first - 1]
         assert when(data, begins.targets)[0, [0, -1]].tolist() == [first, first + 95]
         assert when(data, ends.targets)[-1, -1] == first + 2879
     assert Parts.of(69_680, DATASETS["ETTm1"].split) == (34_560, 11_520, 11_520)
+    for name, parts in (
+        ("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508)),
+    ):  # fmt: skip
+        assert Parts.of(DATASETS[name].steps, DATASETS[name].split) == parts
+        assert sum(parts) == DATASETS[name].steps
 
 
-@pytest.mark.parametrize(("name", "parts"), [
-    ("Weather", (36_887, 5270, 10_539)), ("ECL", (18_412, 2632, 5260)), ("Traffic", (12_280, 1756, 3508)),
-])  # fmt: skip
-def test_other_parts_are_shares_rounded_down(name, parts):
-    assert Parts.of(DATASETS[name].steps, DATASETS[name].split) == parts
-    assert sum(parts) == DATASETS[name].steps
-
-
-def test_what_is_tested_on_decides_no_number_of_training_or_validation():
-    table, generator = line(200), np.random.default_rng(0)
+def test_test_part_decides_no_number_of_training_or_validation():
+    generator = np.random.default_rng(0)
     table = SeriesTable(generator.standard_normal((200, 2)), ("a", "b"))
     other = SeriesTable(table.values_NC.copy(), table.channels)
     other.values_NC[150:] = 1e3 * generator.standard_normal((50, 2))
     one, two = (SeriesData(each, 8, 4, 0.2, (100, 50, 50)) for each in (table, other))
-    for step in range(10):
-        a, b = (data.train_stream(16, 0).batch(step) for data in (one, two))
-        assert torch.equal(a.inputs, b.inputs)
-        assert torch.equal(a.targets, b.targets)
-    for a, b in zip(one.held_out(8, 99, 7), two.held_out(8, 99, 7), strict=True):
+    streams = [data.train_stream(16, 0) for data in (one, two)]
+    pairs = [tuple(stream.batch(step) for stream in streams) for step in range(10)]
+    pairs += zip(one.held_out(8, 99, 7), two.held_out(8, 99, 7), strict=True)
+    for a, b in pairs:
         assert torch.equal(a.inputs, b.inputs)
         assert torch.equal(a.targets, b.targets)
     assert one.fingerprint != two.fingerprint
@@ -72,17 +68,14 @@ def test_what_is_tested_on_decides_no_number_of_training_or_validation():
     assert len(last.inputs) == 47
 
 
-@pytest.mark.parametrize(("split", "says"), [
-    ((100, 50, 51), "split: 201 steps are more than the 200"),
-    ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
-    ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
-])  # fmt: skip
-def test_a_split_that_does_not_fit_is_refused(split, says):
-    with pytest.raises(UsageError, match=says):
-        SeriesData(line(200), 8, 4, 0.2, split)
-
-
-def test_there_is_no_test_part_without_a_split():
+def test_split_that_does_not_fit_or_is_missing_is_refused():
+    for split, says in (
+        ((100, 50, 51), "split: 201 steps are more than the 200"),
+        ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
+        ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
+    ):
+        with pytest.raises(UsageError, match=says):
+            SeriesData(line(200), 8, 4, 0.2, split)
     with pytest.raises(UsageError, match=r"options\.part: the series has no test part"):
         next(SeriesData(line(200), 8, 4, 0.2).held_out(8, 1, 1, "test"))
 
@@ -113,34 +106,29 @@ def config(folder: Path | None, **options: Any) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(run))
 
 
-def test_a_benchmark_is_found_by_name_and_checked(tiny):
+def test_benchmark_is_found_by_name_and_checked(tiny):
+    def refused(folder: Path | None, message: str) -> None:
+        with pytest.raises(UsageError, match=message):
+            read_dataset("Tiny", folder and str(folder))
+
     assert read_dataset("Tiny", str(tiny)).channels == ("a", "b")
-    said = r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from"
-    with pytest.raises(UsageError, match=said):
-        read_dataset("Tiny", None)
-    with pytest.raises(UsageError, match=r"no tiny\.csv \(or \.gz, \.xz\) in .*; it is from its authors"):
-        read_dataset("Tiny", str(tiny / "elsewhere"))
+    refused(None, r"options\.folder: dataset Tiny needs the folder of tiny\.csv, from")
+    refused(tiny / "elsewhere", r"no tiny\.csv \(or \.gz, \.xz\) in .*; it is from its authors")
     with (tiny / "tiny.csv").open("a") as file:
         file.write("60,1,2\n")
-    with pytest.raises(UsageError, match=r"is not the standard file: its sha256 is .*; get it from its auth"):
-        read_dataset("Tiny", str(tiny))
+    refused(tiny, r"is not the standard file: its sha256 is .*; get it from its auth")
     files.DATASETS["Tiny"] = DATASETS["Tiny"]._replace(sha256=None)
-    with pytest.raises(UsageError, match="has 61 steps of 2 channels, Tiny has 60 of 2"):
-        read_dataset("Tiny", str(tiny))
+    refused(tiny, "has 61 steps of 2 channels, Tiny has 60 of 2")
 
 
-def test_a_run_is_tested_on_every_window_at_the_weights_of_the_best_epoch(tiny):
+def test_run_is_tested_on_every_window_and_named_by_its_forecaster(tiny):
     cfg = config(tiny)
     objective = build_objective(cfg)
     data = objective.prepare(tiny / "root")
     objective.check(data)
     result = Worker(spec_for(cfg, tiny / "root")).run()
-    assert result.tasks["mse/mse@8"].items == 12 - 4 + 1
-    assert result.best_step % 3 == 0
+    assert (result.tasks["mse/mse@8"].items, result.best_step % 3) == (12 - 4 + 1, 0)
     assert result.columns["mse"] != pytest.approx(result.best_validation_loss)
-
-
-def test_a_forecaster_decides_the_name_and_the_folder_does_not(tiny):
     (tiny / "moved").mkdir()
     (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
 
@@ -169,7 +157,7 @@ class Last(Forecaster):
 """
 
 
-def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
+def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     (tiny / "own_forecaster.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tiny))
     objective = build_objective(config(tiny, forecaster="own_forecaster:Last", forecaster_options={}))
@@ -177,20 +165,11 @@ def test_a_forecaster_of_ones_own_file(tiny, monkeypatch):
     objective.check(data)
     (batch,) = data.held_out(8, 500, 500, "test")
     cfg = objective.cfg
-    found = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
-    assert found == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
+    result = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
+    assert result == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
     before = run_name(cfg, data.fingerprint)
     (tiny / "own_forecaster.py").write_text(OWN + "\n")
     assert run_name(cfg, data.fingerprint) != before
-
-
-def test_a_forecaster_is_not_asked_at_another_length(tiny):
-    cfg = config(tiny)
-    (task,) = cfg.eval.columns["mse"]
-    columns = {"mse": (task.model_copy(update={"lengths": (1.0, 2.0)}),)}
-    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"columns": columns})})
-    with pytest.raises(UsageError, match=r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"):
-        build_objective(cfg).check()
 
 
 @pytest.mark.parametrize(("options", "says"), [
@@ -204,13 +183,18 @@ def test_a_forecaster_is_not_asked_at_another_length(tiny):
     ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
     ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
     ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
+    ({"lengths": (1.0, 2.0)}, r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"),
 ])  # fmt: skip
-def test_what_a_config_gets_wrong_is_named(tiny, options, says):
+def test_wrong_config_is_named(tiny, options, says):
+    lengths = options.pop("lengths", (1.0,)) if "lengths" in options else (1.0,)
+    cfg = config(tiny, **options)
+    columns = {"mse": (cfg.eval.columns["mse"][0].model_copy(update={"lengths": lengths}),)}
+    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"columns": columns})})
     with pytest.raises(UsageError, match=says):
-        build_objective(config(tiny, **options)).check()
+        build_objective(cfg).check()
 
 
-def test_the_study_runs_each_model_once_a_dataset_and_horizon():
+def test_study_runs_each_model_once_a_dataset_and_horizon():
     study = load_study("forecasting")
     cells = expand(study, "paper", seeds=[0])
     rows = {row.as_line().name for row in study.rows_at("paper")}
@@ -218,12 +202,9 @@ def test_the_study_runs_each_model_once_a_dataset_and_horizon():
     assert {cell.config.data.sequence_length for cell in cells} == {96}
     for cell in cells:
         options = cell.config.objective.options
-        known, horizon = DATASETS[str(options["dataset"])], options["horizon"]
-        assert isinstance(horizon, int)
-        parts = Parts.of(known.steps, known.split)
+        parts = Parts.of(DATASETS[options["dataset"]].steps, DATASETS[options["dataset"]].split)
         # no fewer than there are test or validation windows; ten epochs
-        assert cell.config.eval.items > max(parts[1:]) - horizon
+        assert cell.config.eval.items > max(parts[1:]) - options["horizon"]
         batches = -(-(parts.training - 96 - 96 + 1) // 32)
-        assert cell.config.optim.steps == 10 * batches
-        assert cell.config.eval.every == batches
+        assert (cell.config.optim.steps, cell.config.eval.every) == (10 * batches, batches)
     assert len(expand(study, "laptop", seeds=[0])) == 2 * 4 * len(rows)

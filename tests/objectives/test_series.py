@@ -32,20 +32,22 @@ def test_windows_are_cut_by_time_and_in_units_of_the_training_part():
     torch.testing.assert_close(train[:, 0].std(correction=0), torch.tensor(1.0))
     assert (data.values_NC[:, 1] == 0).all()
     stream = data.train_stream(batch_size=4, seed=0)
-    seen = [when(data, torch.cat(stream.batch(step), 1)) for step in range(30)]
-    steps = torch.cat(seen)
+    steps = torch.cat([when(data, torch.cat(stream.batch(step), 1)) for step in range(30)])
     assert (steps.diff(dim=1) == 1).all()
-    assert steps.min() == 0
-    assert steps.max() == 29
+    assert (steps.min(), steps.max()) == (0, 29)
     (batch,) = data.held_out(length=6, items=100, batch_size=100)
     assert when(data, batch.targets).unique().tolist() == list(range(30, 40))
     (longer,) = data.held_out(length=12, items=100, batch_size=100)
     assert torch.equal(longer.targets, batch.targets)
     with pytest.raises(UsageError, match="lengths: 31 steps of input are more than the 30"):
         next(data.held_out(31, 1, 1))
+    with pytest.raises(
+        UsageError, match=r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
+    ):
+        SeriesData(line(), 29, 2, 0.25)
 
 
-def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():
+def test_epochs_have_every_window_once_and_columns_of_numbers_are_read(tmp_path):
     data = SeriesData(line(), length=6, horizon=2, validation_fraction=0.25)
     alone = data.train_stream(23, seed=3)
     first = when(data, alone.batch(0).inputs)[:, 0]
@@ -55,17 +57,6 @@ def test_an_epoch_has_every_window_once_whatever_the_number_of_workers():
     assert torch.equal(torch.cat(shared).sort(0).values, alone.batch(1).inputs.sort(0).values)
     with pytest.raises(UsageError, match=r"optim\.global_batch_size: 1 rows cannot be shared by 2"):
         data.train_stream(1, 0, 0, 2)
-
-
-def test_a_part_without_a_window_is_refused():
-    said = r"data.sequence_length: 30 training steps make no window of 29 \+ 2"
-    with pytest.raises(UsageError, match=said):
-        SeriesData(line(), 29, 2, 0.25)
-    with pytest.raises(UsageError, match=r"validation_fraction: 2 validation steps make no horizon of 3"):
-        SeriesData(line(), 6, 3, 0.05)
-
-
-def test_columns_of_numbers_are_read(tmp_path):
     (tmp_path / "s.csv").write_text(CSV)
     (tmp_path / "s.csv.xz").write_bytes(lzma.compress(CSV.encode()))
     table = read_series(str(tmp_path / "s.csv"), (), "f")
@@ -87,18 +78,16 @@ def test_columns_of_numbers_are_read(tmp_path):
     ("s.csv", "a\nx\n", (), "has no numbers"),
     ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
     ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
-    ("s.csv.xz", "not xz", (), "cannot be read"),
-    ("s.npy", "not numpy", (), "cannot be read"),
-    ("s.parquet", "not parquet", (), "cannot be read"),
+    *((f"s.{kind}", "another format", (), "cannot be read") for kind in ("csv.xz", "npy", "parquet")),
 ])  # fmt: skip
-def test_what_cannot_be_read_is_one_line(tmp_path, name, content, columns, says):
+def test_unreadable_series_is_one_line(tmp_path, name, content, columns, says):
     if content is not None:
         (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=says):
         read_series(str(tmp_path / name), columns, "f")
 
 
-def test_a_kept_series_is_read_again_and_checked(tmp_path):
+def test_kept_series_is_read_again_and_checked(tmp_path):
     index, table = tmp_path / "series" / "x.json", sines(50, 2, seed=0)
     with pytest.raises(NotPrepared):
         load_series(index)

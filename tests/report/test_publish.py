@@ -44,7 +44,7 @@ def study_run(root, store) -> StudyRun:
 
 
 @pytest.mark.slow
-def test_a_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_run, store):
+def test_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_run, store):
     report = build_report(build_table(study_run))
     log_report(store, report, write_report(report, study_run.path))
     parent = log_report(store, report, write_report(report, study_run.path))
@@ -56,7 +56,7 @@ def test_a_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_ru
     assert store.client.get_run(parent).data.metrics == {}
 
 
-def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
+def test_copied_root_does_not_write_into_the_original(study_run, root, tmp_path, capsys):
     copy = tmp_path / "copy"
     journal = study_run.cells[0].folder(root).path / "metrics.jsonl"
     journal.write_text('{"step": 1, "time": 0, "values": {"loss": 3.0}}\n')
@@ -75,6 +75,6 @@ def test_a_copied_root_does_not_write_into_the_original(study_run, root, tmp_pat
     adopt(copy)
     adopt(copy)  # idempotent
     adopted = open_store(copy)
-    (found,) = adopted.client.search_runs([adopted.experiment], "tags.`titans.cell` = 'abc'")
-    assert found.info.artifact_uri.startswith(copy.as_uri())
-    assert open_store(root).client.get_run(found.info.run_id).info.artifact_uri.startswith(root.as_uri())
+    (result,) = adopted.client.search_runs([adopted.experiment], "tags.`titans.cell` = 'abc'")
+    assert result.info.artifact_uri.startswith(copy.as_uri())
+    assert open_store(root).client.get_run(result.info.run_id).info.artifact_uri.startswith(root.as_uri())

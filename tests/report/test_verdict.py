@@ -47,96 +47,79 @@ def table(*rows) -> Any:
     return SimpleNamespace(rows=rows, columns=COLUMNS)
 
 
-def test_a_difference_is_paired_by_seed():
+def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
+    return {"lm_ppl": ppl, "reasoning_acc": acc}
+
+
+def paired(ours: dict[int, float], base: dict[int, float]):
+    """The difference, which must be there."""
+    result = difference(ours, base)
+    assert result is not None
+    return result
+
+
+def test_difference_is_paired_by_seed():
     base = {0: 10.0, 1: 20.0, 2: 30.0}
-    found = difference({2: 31.1, 0: 11.0, 1: 21.0, 7: 90.0}, base)  # seeds far apart, rows close
-    assert found is not None
-    assert found.pairs == pytest.approx((1.0, 1.0, 1.1))
-    assert found.p is not None
-    assert found.p < 0.002
+    near = paired({2: 31.1, 0: 11.0, 1: 21.0, 7: 90.0}, base)  # seeds far apart, rows close
+    assert near.pairs == pytest.approx((1.0, 1.0, 1.1))
+    assert near.p < 0.002
     # the same numbers in another order
-    shuffled = difference({0: 31.1, 1: 11.0, 2: 21.0}, base)
-    assert shuffled is not None
-    assert shuffled.p is not None
-    assert shuffled.p > 0.9
+    assert paired({0: 31.1, 1: 11.0, 2: 21.0}, base).p > 0.9
 
 
-def test_the_interval_and_p_of_an_example_worked_by_hand():
+def test_interval_p_and_holm_of_examples_worked_by_hand():
     # mean 2, sd 1, standard error 1/sqrt(3), t = 2 sqrt(3) = 3.4641 with 2 degrees of freedom
-    found = difference({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
-    assert found is not None
+    worked = paired({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
     # t's 97.5% quantile with 2 degrees of freedom is 4.30265
-    assert found.interval == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), abs=1e-4)
+    assert worked.interval == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), abs=1e-4)
     # of two degrees of freedom the distribution is closed: p = 1 - t / sqrt(t^2 + 2)
-    assert found.p == pytest.approx(1 - 12**0.5 / 14**0.5)
-
-
-def test_one_seed_has_no_interval():
-    found = difference({0: 1.0}, {0: 0.0})
-    assert found is not None
-    assert (found.interval, found.p) == (None, None)
-    assert difference({0: 1.0}, {1: 0.0}) is None
-    (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, found)])
-    assert alone.outcome == "one seed"
-    assert str(cell(alone, 2)) == "+1.00 one seed"
-    assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
-
-
-def test_equal_differences_in_every_seed():
-    same = difference(dict.fromkeys(range(3), 1.5), dict.fromkeys(range(3), 0.5))
-    none = difference(dict.fromkeys(range(3), 0.5), dict.fromkeys(range(3), 0.5))
-    assert same is not None
-    assert none is not None
-    assert (same.p, none.p) == (pytest.approx(0, abs=1e-12), 1.0)
-
-
-def test_holm_by_hand():
+    assert worked.p == pytest.approx(1 - 12**0.5 / 14**0.5)
     # ranks 1 to 4 are multiplied by 4, 3, 2, 1; none is below the one before it, none above 1
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.5, 0.9, 0.4]) == pytest.approx([1.0, 1.0, 1.0])
-    assert holm([]) == []
+    assert (holm([0.5, 0.9, 0.4]), holm([])) == (pytest.approx([1.0, 1.0, 1.0]), [])
+
+
+def test_one_seed_has_no_interval_and_equal_differences_are_certain():
+    one = paired({0: 1.0}, {0: 0.0})
+    assert (one.interval, one.p) == (None, None)
+    assert difference({0: 1.0}, {1: 0.0}) is None
+    (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, one)])
+    assert (alone.outcome, str(cell(alone, 2))) == ("one seed", "+1.00 one seed")
+    assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
+    half = dict.fromkeys(range(3), 0.5)
+    assert paired(dict.fromkeys(range(3), 1.5), half).p == pytest.approx(0, abs=1e-12)
+    assert paired(half, half).p == 1.0
 
 
 def test_holm_may_leave_unresolved_what_is_resolved_alone():
     # mean 2, standard error sqrt(0.5 / 5), t = 6.32 with 4 degrees of freedom
-    five = difference({0: 1.0, 1: 2.0, 2: 3.0, 3: 2.0, 4: 2.0}, dict.fromkeys(range(5), 0.0))
-    assert five is not None
-    assert five.p is not None
+    five = paired({0: 1.0, 1: 2.0, 2: 3.0, 3: 2.0, 4: 2.0}, dict.fromkeys(range(5), 0.0))
     assert five.p == pytest.approx(0.0032, abs=1e-4)
     one = Comparison("A", "lm_ppl", "LMM", 1.0, five)
     (alone,) = adjust([one])
     assert (alone.p, alone.outcome) == (five.p, "agrees")
-    among = adjust([one] * 20)
-    assert {(each.p, each.outcome) for each in among} == {(20 * five.p, "not resolved")}
+    assert {(each.p, each.outcome) for each in adjust([one] * 20)} == {(20 * five.p, "not resolved")}
     # a comparison without an expected direction is not in the family
     (judged, free) = adjust([one, Comparison("B", "lm_ppl", "LMM", None, five)])
     assert (judged.p, free.p, free.outcome) == (five.p, None, "")
 
 
 def test_agreement_follows_each_columns_direction():
-    lmm = row(
-        "LMM",
-        {"lm_ppl": [5, 5.1, 5.2], "reasoning_acc": [0.4, 0.41, 0.42]},
-        {"lm_ppl": 27, "reasoning_acc": 48},
-    )
-    worse = row(
-        "A",
-        {"lm_ppl": [6, 6.1, 6.2], "reasoning_acc": [0.5, 0.51, 0.53]},
-        {"lm_ppl": 28, "reasoning_acc": 47},
-    )
-    near = row("B", {"lm_ppl": [5, 5.2, 5.1], "reasoning_acc": [0.4, 0.4, 0.43]}, {"lm_ppl": 26})
-    apart = row("R", {"lm_ppl": [9, 9, 9], "reasoning_acc": [0, 0, 0]}, {"lm_ppl": 30}, reference=True)
-    found = compare(table(lmm, worse, near, apart))
-    assert [(v.row, v.column, v.outcome) for v in found] == [
+    lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
+    worse = row("A", measured([6, 6.1, 6.2], [0.5, 0.51, 0.53]), {"lm_ppl": 28, "reasoning_acc": 47})
+    near = row("B", measured([5, 5.2, 5.1], [0.4, 0.4, 0.43]), {"lm_ppl": 26})
+    apart = row("R", measured([9, 9, 9], [0, 0, 0]), {"lm_ppl": 30}, reference=True)
+    verdicts = compare(table(lmm, worse, near, apart))
+    assert [(v.row, v.column, v.outcome) for v in verdicts] == [
         ("A", "lm_ppl", "agrees"),
         ("B", "lm_ppl", "not resolved"),
         ("A", "reasoning_acc", "disagrees"),
         ("B", "reasoning_acc", ""),  # no number in the paper
     ]
-    assert found[0].ours.mean == pytest.approx(-1)  # positive is better
-    assert found[2].ours.mean == pytest.approx(10 + 1 / 3)  # in the unit of the column
-    assert (found[0].paper, found[0].baseline) == (-1, "LMM")
-    assert count_outcomes(found) == {"agrees": 1, "disagrees": 1, "not resolved": 1, "one seed": 0}
+    assert verdicts[0].ours.mean == pytest.approx(-1)  # positive is better
+    assert verdicts[2].ours.mean == pytest.approx(10 + 1 / 3)  # in the unit of the column
+    assert (verdicts[0].paper, verdicts[0].baseline) == (-1, "LMM")
+    assert count_outcomes(verdicts) == {"agrees": 1, "disagrees": 1, "not resolved": 1, "one seed": 0}
     assert compare(table(apart)) == []
 
 
@@ -145,12 +128,10 @@ def test_without_a_number_of_the_paper_the_study_files_expectation_counts():
         "reasoning_acc": Expectation(better=False, because="a derivation"),
         "lm_ppl": Expectation(better=True, because="the paper has a number here, which counts"),
     }
-    same = {"lm_ppl": [9.0, 9.1, 9.2], "reasoning_acc": [0.5, 0.51, 0.52]}
-    worse = {"lm_ppl": [10.0, 10.1, 10.2], "reasoning_acc": [0.4, 0.41, 0.42]}
-    first = row("LMM", same, {"lm_ppl": 27.0})
-    found = compare(table(first, row("Linear", worse, {"lm_ppl": 28.0}, expected=expected)))
-    assert [verdict.outcome for verdict in found] == ["agrees", "agrees"]
-    assert found[1].paper is None
+    worse = measured([10.0, 10.1, 10.2], [0.4, 0.41, 0.42])
+    first = row("LMM", measured([9.0, 9.1, 9.2], [0.5, 0.51, 0.52]), {"lm_ppl": 27.0})
+    verdicts = compare(table(first, row("Linear", worse, {"lm_ppl": 28.0}, expected=expected)))
+    assert [(verdict.outcome, verdict.paper) for verdict in verdicts] == [("agrees", -1.0), ("agrees", None)]
     opposite = {"reasoning_acc": Expectation(better=True, because="another")}
-    found = compare(table(first, row("Linear", worse, {}, expected=opposite)))
-    assert [verdict.outcome for verdict in found] == ["", "disagrees"]
+    verdicts = compare(table(first, row("Linear", worse, {}, expected=opposite)))
+    assert [verdict.outcome for verdict in verdicts] == ["", "disagrees"]

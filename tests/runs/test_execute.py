@@ -45,15 +45,12 @@ def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
     return hashlib.sha256(b"".join(tensors)).hexdigest()
 
 
-def test_a_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
+def test_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     result = run(tiny_run, tmp_path, labels={"row": "lmm"})
     folder = spec_for(tiny_run, tmp_path).folder
-    assert folder.result() == result
-    assert result.cell == folder.name
-    assert result.row == "lmm"
-    assert result.tokens == 20 * 4 * 32
-    assert result.tasks["reasoning/recall@32"].items == 8
+    assert (folder.result(), result.cell, result.row) == (result, folder.name, "lmm")
+    assert (result.tokens, result.tasks["reasoning/recall@32"].items) == (20 * 4 * 32, 8)
     assert 0 < result.final_train_loss < 6
     assert 10 * 2**20 < result.peak_rss_bytes < 2**40
     assert {"surprise", "alpha_mean", "theta_mean"} <= result.telemetry.keys()
@@ -117,7 +114,7 @@ def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run
 
 
 @pytest.mark.slow
-def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
+def test_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     prepare(tiny_run.data, tmp_path)
     store = open_store(tmp_path)
     spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "fails"))
@@ -135,18 +132,15 @@ def test_a_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     assert spec.folder.failure() is None
 
 
-def test_a_run_that_another_process_works_on_is_left_alone(tiny_run, tmp_path):
+def test_run_of_another_process_is_left_alone_and_unprepared_data_refused(tiny_run, tmp_path):
+    with pytest.raises(UsageError, match="titans data prepare"):
+        run(tiny_run, tmp_path)
+    assert not (tmp_path / "cells").exists()
     prepare(tiny_run.data, tmp_path)
     spec = spec_for(tiny_run, tmp_path)
     with spec.folder.hold(), pytest.raises(Busy, match="another process works on it"):
         execute(spec, wait=0.1)
     assert spec.folder.failure() is None
-
-
-def test_data_that_is_not_prepared_is_refused(tiny_run, tmp_path):
-    with pytest.raises(UsageError, match="titans data prepare"):
-        run(tiny_run, tmp_path)
-    assert not (tmp_path / "cells").exists()
 
 
 def test_a_memory_without_kernels_on_a_gpu_is_refused_before_training(tiny_run, tmp_path, monkeypatch):

@@ -54,11 +54,11 @@ def root(tmp_path) -> Path:
 
 
 @pytest.mark.parametrize(("first", "then", "step"), [
-    (run_of(8), run_of(60), 8),
+    (run_of(8), run_of(30), 8),
     # decays after step 12 of 15; the checkpoint before the decay is kept beside the last two
-    (run_of(15, schedule="wsd"), run_of(60, schedule="wsd"), 12),
+    (run_of(15, schedule="wsd"), run_of(30, schedule="wsd"), 12),
     # may also continue at a constant rate: only the learning rates so far have to agree
-    (run_of(15, schedule="wsd"), run_of(60), 12),
+    (run_of(15, schedule="wsd"), run_of(30), 12),
 ])  # fmt: skip
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
@@ -74,12 +74,12 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
 
 
 @pytest.mark.parametrize(("first", "then", "why"), [
-    (run_of(8, schedule="cosine"), run_of(60, schedule="cosine"), "keeps no checkpoint of its first 3 steps"),
-    (run_of(8, warmup_steps=None, warmup_fraction=0.25), run_of(60, warmup_steps=None, warmup_fraction=0.25),
+    (run_of(8, schedule="cosine"), run_of(30, schedule="cosine"), "keeps no checkpoint of its first 3 steps"),
+    (run_of(8, warmup_steps=None, warmup_fraction=0.25), run_of(30, warmup_steps=None, warmup_fraction=0.25),
      "it keeps no checkpoint of its first 0 steps, whose rates are equal; give optim.schedule"),
-    (run_of(8), run_of(60, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
+    (run_of(8), run_of(30, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
 ])  # fmt: skip
-def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, then, why):
+def test_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, then, why):
     train(spec_of(first, root))
     spec = spec_of(then, root)
     with pytest.raises(UsageError, match=re.escape(why)) as refused:
@@ -89,34 +89,31 @@ def test_a_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, th
     assert not spec.folder.path.exists()
 
 
-def test_a_run_of_other_code_is_not_resumed(root):
+def test_run_of_other_code_is_not_resumed_and_a_damaged_checkpoint_passed_over(root):
     train(spec_of(run_of(8), root))
-    spec = spec_of(run_of(60), root, commit="two")
+    spec = spec_of(run_of(30), root, commit="two")
     with pytest.raises(UsageError, match="other code trained it"):
         resumed(spec, run_of(8))
     assert not spec.folder.path.exists()
-
-
-def test_a_damaged_checkpoint_is_passed_over(root):
     first = spec_of(run_of(8), root)
     train(first)
     point = first.folder.path / "checkpoints" / "step-00000008"
     file = next(point.glob("*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
-    start = resumed(spec_of(run_of(60), root), run_of(8)).start
+    start = resumed(spec_of(run_of(30), root), run_of(8)).start
     assert start is not None
     assert start.step == 7
 
 
-def test_the_curve_in_mlflow_is_whole(root):
+def test_curve_in_mlflow_is_whole(root):
     store = open_store(root)
     first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
     train(first)
-    then = spec_of(run_of(60), root, tracking=Tracking(store.uri, "long"))
+    then = spec_of(run_of(30), root, tracking=Tracking(store.uri, "long"))
     run_id = str(train(resumed(then, run_of(8))).mlflow_run_id)
-    assert [point.step for point in store.client.get_metric_history(run_id, "loss")] == [*range(1, 61)]
+    assert [point.step for point in store.client.get_metric_history(run_id, "loss")] == [*range(1, 31)]
     columns = store.client.get_metric_history(run_id, "reasoning")
-    assert {point.step for point in columns} == {60}
+    assert {point.step for point in columns} == {30}
 
 
 def test_rates_that_are_equal_are_counted():
@@ -125,11 +122,10 @@ def test_rates_that_are_equal_are_counted():
     assert before_decay(wsd) == equal_rates(wsd, longer) == 16
     assert before_decay(OptimConfig(steps=20, **base)) is None
     cosine, other = (OptimConfig(steps=steps, **base) for steps in (20, 40))
-    assert equal_rates(cosine, other) == 4
-    assert equal_rates(cosine, cosine) == 20
+    assert (equal_rates(cosine, other), equal_rates(cosine, cosine)) == (4, 20)
 
 
-def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root):
+def test_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root):
     parent = spec_of(run_of(8), root)
     train(parent)
     weights, _, _ = load_run(parent.name, root)
@@ -149,7 +145,7 @@ def test_a_run_begins_with_the_weights_of_another_which_are_part_of_its_name(roo
     assert train(replace(child, labels={"row": "again"})).tokens == 4 * 32
 
 
-def test_a_start_that_does_not_fit_is_one_line(root):
+def test_start_that_does_not_fit_is_one_line(root):
     parent = spec_of(run_of(1), root)
     train(parent)
     model = run_of().model.model_copy(update={"d_model": 32})

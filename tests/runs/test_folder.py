@@ -41,7 +41,7 @@ def result(commit: str = "one") -> dict:
     return {"cell": "abc", "commit": commit, "columns": {}, "train_seconds": 8.0, "eval_seconds": 2.0}
 
 
-def test_states(folder):
+def test_states_and_results_of_a_folder(folder):
     assert folder.state() == "missing"
     folder.update(progress={"step": 3, "steps": 10})
     assert folder.state() == "interrupted"
@@ -53,9 +53,6 @@ def test_states(folder):
     assert folder.failure()["reason"] == "ValueError: no luck"
     write_json(folder.path / "result.json", result())
     assert folder.state() == "done"
-
-
-def test_a_result_of_another_cell_or_cut_short_is_none(folder):
     write_json(folder.path / "result.json", {**result(), "cell": "abd"})
     assert folder.result() is None
     (folder.path / "result.json").write_text('{"cell": "abc", "colu')
@@ -83,7 +80,7 @@ def test_a_sign_of_life_from_another_machine_counts(folder):
     assert folder.state() == "interrupted"
 
 
-def test_what_other_code_left_half_trained_starts_over(folder):
+def test_stale_checkpoints_start_over_and_stale_results_are_shown(folder):
     (folder.path / "checkpoints" / "step-1").mkdir(parents=True)
     folder.begin("one")
     assert (folder.path / "checkpoints" / "step-1").exists()
@@ -91,9 +88,6 @@ def test_what_other_code_left_half_trained_starts_over(folder):
     assert (folder.path / "checkpoints" / "step-1").exists()
     folder.begin("two")
     assert not (folder.path / "checkpoints").exists()
-
-
-def test_a_stale_result_is_shown_until_it_is_replaced(folder):
     write_json(folder.path / "result.json", result("one"))
     folder.set_aside()
     assert folder.result() is None
@@ -140,9 +134,11 @@ def test_concurrency_is_what_fits(resources, machine, fit):
     (Resources(gpus_per_worker=1), Machine(8), "1 GPU missing"),
     (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), Machine(40, 6), "2 GPU missing"),
 ])  # fmt: skip
-def test_what_cannot_be_scheduled_is_refused_with_what_is_missing(resources, machine, lack):
+def test_runs_that_do_not_fit_are_refused_with_what_is_missing(resources, machine, lack):
     with pytest.raises(UsageError, match=f"a run takes .*: {lack}; choose a smaller scale"):
         concurrency(resources, machine)
+    with pytest.raises(ClusterError, match="only 0 workers of 4 CPU and 1 GPU fit on its nodes"):
+        concurrency(Resources(cpus_per_worker=4, gpus_per_worker=1), cluster((2, 4), (8, 0)))
 
 
 def cluster(*nodes: tuple[float, float]) -> Machine:
@@ -161,21 +157,13 @@ def test_a_worker_is_not_split_over_nodes(resources, nodes, fit):
     assert concurrency(resources, cluster(*nodes)) == fit
 
 
-def test_a_cluster_that_no_cell_fits_is_a_clusters_fault():
-    with pytest.raises(ClusterError, match="only 0 workers of 4 CPU and 1 GPU fit on its nodes"):
-        concurrency(Resources(cpus_per_worker=4, gpus_per_worker=1), cluster((2, 4), (8, 0)))
-
-
 @pytest.mark.slow
-def test_one_driver_a_study(tmp_path):
+def test_study_has_one_driver_and_looking_at_a_lock_takes_it_from_nobody(tmp_path):
     run = study_of(tmp_path)
     with run.lock(), pytest.raises(UsageError, match="another sweep run"), run.lock():
         pass
     with run.lock():
         pass
-
-
-def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
     path = tmp_path / "study" / "lock"
     assert not is_locked(path)
     assert not path.parent.exists()
@@ -185,7 +173,7 @@ def test_looking_at_a_lock_takes_it_from_nobody_and_writes_nothing(tmp_path):
     assert not is_locked(path)
 
 
-def test_a_study_without_a_terminal_is_shown_in_lines(tmp_path, monkeypatch):
+def test_study_without_a_terminal_is_shown_in_lines(tmp_path, monkeypatch):
     cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd"))]
     half = {"step": 500, "steps": 1000, "loss": 2.5, "tokens_per_second": 1e4, "phase": "train"}
     cells[0].folder(tmp_path).update(progress=half)
@@ -195,11 +183,8 @@ def test_a_study_without_a_terminal_is_shown_in_lines(tmp_path, monkeypatch):
         with live.running(study_of(tmp_path, *cells), Console(file=out, width=100)):
             pass
         assert "1 running, 1 missing; ? left | LMM seed 0 500/1000 loss 2.500 10K tok/s" in out.getvalue()
-
-
-def test_clock():
-    said = {None: "?", 0: "0s", 59.6: "1m00s", 185: "3m05s", 7800: "2h10m"}
-    assert {seconds: clock(seconds) for seconds in said} == said
+    clocks = {None: "?", 0: "0s", 59.6: "1m00s", 185: "3m05s", 7800: "2h10m"}
+    assert {seconds: clock(seconds) for seconds in clocks} == clocks
 
 
 @pytest.mark.parametrize("root", ["file", "/proc/titans"])

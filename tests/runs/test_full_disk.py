@@ -49,8 +49,8 @@ filesystem._write_item = while_it_fills
 # five minutes are too long for a test
 Saver.__init__.__kwdefaults__["patience"] = 0.5
 code = run(["train", config, "--root", str(disk / "runs")])
-found = sorted(path.name for path in disk.glob("runs/cells/*/checkpoints/*"))
-print(json.dumps({"code": code, "checkpoints": found, "free": shutil.disk_usage(disk).free}))
+names = sorted(path.name for path in disk.glob("runs/cells/*/checkpoints/*"))
+print(json.dumps({"code": code, "checkpoints": names, "free": shutil.disk_usage(disk).free}))
 ballast.unlink()
 code = run(["train", config, "--root", str(disk / "runs")])
 print(json.dumps({"code": code}))
@@ -84,7 +84,9 @@ def test_records_that_have_no_room_do_not_replace_the_error_of_the_run(tiny_run,
         run(tiny_run, tmp_path)
 
 
-def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path, monkeypatch, caplog):
+def test_progress_without_room_is_said_once_and_the_log_ends_with_a_line(
+    tiny_run, tmp_path, monkeypatch, caplog
+):
     prepare(tiny_run.data, tmp_path)
     spec = spec_for(tiny_run, tmp_path)
     spec.folder.path.mkdir(parents=True)
@@ -96,9 +98,6 @@ def test_progress_that_has_no_room_is_said_once_until_it_has(tiny_run, tmp_path,
             reporter.start(2)
         reporter.start(3)
     assert [record.message for record in caplog.records] == ["No space left on device"] * 2
-
-
-def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
     log, ended = Journal(RunFolder(tmp_path, "run"), lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
     monkeypatch.setattr(Journal, "keep", full)
     monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))
@@ -108,7 +107,7 @@ def test_the_log_of_a_full_disk_ends_with_a_line(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_ends_the_same(tiny_run, disk, tmp_path):
+def test_full_disk_ends_a_run_with_a_line_and_with_room_it_ends_the_same(tiny_run, disk, tmp_path):
     cfg = changed(tiny_run, optim={"steps": 40}, checkpoint={"every": 7})
     prepare(cfg.data, tmp_path)
     straight = run(cfg, tmp_path)
@@ -119,8 +118,7 @@ def test_a_full_disk_ends_a_run_with_a_line_and_with_room_it_ends_the_same(tiny_
     done = subprocess.run([*MOUNTED, str(disk), *command], capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     full, again = (json.loads(line) for line in done.stdout.splitlines() if line.startswith("{"))
-    assert full["code"] == 3
-    assert full["checkpoints"] == ["step-00000007", "step-00000014"]
+    assert (full["code"], full["checkpoints"]) == (3, ["step-00000007", "step-00000014"])
     assert full["free"] < 2 * LEFT
     (line,) = re.findall(r"^error: .*", done.stderr, re.MULTILINE)
     # the third that fails ends it where half a second has gone by, else the last

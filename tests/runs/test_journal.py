@@ -49,28 +49,24 @@ class Server:
 
         class Handler(BaseHTTPRequestHandler):
             def do_GET(self) -> None:
-                self.answer()
-
-            do_POST = do_PATCH = do_GET
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def answer(self) -> None:
                 body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
                 query = {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()}
                 name = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
-                found = outer.handle(name, json.loads(body or b"{}") | query)
+                content = json.dumps(outer.handle(name, json.loads(body or b"{}") | query)).encode()
                 if outer.lose and name == "runs/log-batch":
                     outer.lose -= 1
                     self.connection.close()
                     return
-                content = json.dumps(found).encode()
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("Content-Type", "application/json")
                 self.end_headers()
                 self.wfile.write(content)
+
+            do_POST = do_PATCH = do_GET
+
+            def log_message(self, *_: Any) -> None:
+                pass
 
         self.server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
@@ -123,9 +119,9 @@ class Sink:
 
 
 def opened(root: Path, sink: Sink) -> Journal:
-    found = Journal(RunFolder(root, "run"), lambda: sink)  # type: ignore[arg-type]
-    found.start()
-    return found
+    result = Journal(RunFolder(root, "run"), lambda: sink)  # type: ignore[arg-type]
+    result.start()
+    return result
 
 
 @pytest.fixture(autouse=True)
@@ -163,7 +159,7 @@ def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_p
     assert curve(tmp_path / "cells/run", "validation_loss") == [(333, 2.0)]
 
 
-def test_a_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
+def test_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
     first = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     for step in (1, 2, 3):
         first.metrics(step, {"loss": 1.0})
@@ -194,7 +190,7 @@ def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch):
     over.set()
 
 
-def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
+def test_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
     log = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     log.metrics(1, {"loss": 1.0})
     whole = (tmp_path / "cells/run/metrics.jsonl").read_bytes()
@@ -215,7 +211,7 @@ def test_a_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
+def test_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
     prepare(tiny_run.data, tmp_path)
     server = Server()
     # down for the whole run
@@ -229,17 +225,15 @@ def test_a_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_p
         (line,) = send_left(tmp_path)
         # its response was lost
         assert "20 steps" in line
-        assert server.steps() == list(range(1, 21))
-        assert send_left(tmp_path) == []
+        assert (server.steps(), send_left(tmp_path)) == (list(range(1, 21)), [])
     assert server.steps() == list(range(1, 21))
     assert server.runs[0]["info"]["status"] == "FINISHED"
     assert ("reasoning", 20, result.columns["reasoning"]) in server.points
     waited = [value for name, _, value in server.points if name == "checkpoint_wait_seconds"]
-    assert len(waited) == 20
-    assert waited == sorted(waited)
+    assert (len(waited), waited) == (20, sorted(waited))
 
 
-def test_a_server_that_comes_and_goes_gets_every_point_once(tmp_path):
+def test_server_that_comes_and_goes_gets_every_point_once(tmp_path):
     from titans_platform.tracking import open_store
 
     server = Server()

@@ -21,7 +21,7 @@ SERIES = {
 }
 
 
-def test_a_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
+def test_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
     folder = trained(tmp_path)
     model, tokenizer, config = load_run(folder.name[:6], tmp_path)
     assert config == tiny_run
@@ -37,20 +37,11 @@ def test_a_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_
     assert not model.training
 
 
-def test_a_series_has_no_tokenizer(tmp_path):
+def test_series_has_no_tokenizer_and_the_root_is_that_of_the_command_line(tmp_path, tiny_run, monkeypatch):
     model, tokenizer, config = load_run(trained(tmp_path, **SERIES))
     assert tokenizer is None
     assert config.objective.kind == "regression"
     assert model(torch.zeros(1, 16, 2)).prediction.shape == (1, 1, 2)
-
-
-def test_importing_the_package_imports_nothing_heavy():
-    code = "import sys, titans_platform as t; print(*sorted(sys.modules)); assert t.__all__ == ['load_run']"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(found.split())
-
-
-def test_the_root_is_that_of_the_command_line_by_default(tiny_run, tmp_path, monkeypatch):
     folder = trained(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="no such run under titans-runs/cells"):
@@ -59,7 +50,13 @@ def test_the_root_is_that_of_the_command_line_by_default(tiny_run, tmp_path, mon
     assert load_run(folder.name)[2] == tiny_run
 
 
-def test_a_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys, refused):
+def test_importing_the_package_imports_nothing_heavy():
+    code = "import sys, titans_platform as t; print(*sorted(sys.modules)); assert t.__all__ == ['load_run']"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert {"torch", "ray", "mlflow", "pydantic", "pyarrow"}.isdisjoint(result.split())
+
+
+def test_damaged_newest_checkpoint_is_refused_and_the_one_before_named(tmp_path, capsys, refused):
     folder = trained(tmp_path)
     older, newest = sorted((folder / "checkpoints").glob("step-*"))[-2:]
     damaged = next(path for path in sorted(newest.rglob("*.distcp")) if path.stat().st_size > 100)

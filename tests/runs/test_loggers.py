@@ -57,14 +57,11 @@ def events(folder) -> Iterator[Event]:
             at += size + 16
 
 
-def test_a_class_of_ones_own_hears_of_every_logged_step(spec):
+def test_own_logger_hears_of_every_step_and_a_failing_one_is_left_out(spec, caplog):
     told.clear()
     trained(spec(f"{__name__}:Recorder"), range(1, 4))
     values = [(step, {"loss": float(step), "lr": 0.1, "tokens_per_second": 9.0}) for step in (1, 2, 3)]
     assert told == [("start", "run", 0), *values, ("close",)]
-
-
-def test_one_that_fails_is_left_out_and_training_goes_on(spec, caplog):
     told.clear()
     trained(spec(f"{__name__}:Broken", f"{__name__}:Recorder"), range(1, 4))
     assert [line.message for line in caplog.records] == ["log.loggers: Broken: no space left"]

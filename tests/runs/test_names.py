@@ -35,50 +35,35 @@ def defaults() -> dict[str, Any]:
     return run().model_dump(mode="json", exclude={"data", "checkpoint", "log", "start_from"})
 
 
-def test_defaults_are_those_of_their_version():
+def test_defaults_belong_to_their_version():
     """A new field changes DEFAULTS alone. If a default changes, bump DEFAULTS_VERSION and update NAMES."""
-    found = hashlib.sha256(json.dumps(defaults(), sort_keys=True).encode()).hexdigest()
-    assert (found[:12], DEFAULTS_VERSION) == (DEFAULTS, 4)
+    digest = hashlib.sha256(json.dumps(defaults(), sort_keys=True).encode()).hexdigest()
+    assert (digest[:12], DEFAULTS_VERSION) == (DEFAULTS, 4)
 
 
-@pytest.mark.parametrize("text", NAMES)
-def test_a_config_keeps_its_name(text):
-    assert name(run(text)) == NAMES[text]
-
-
-def test_a_preset_keeps_its_name():
+def test_configs_keep_their_names_and_each_field_that_differs_gives_another():
+    assert {text: name(run(text)) for text in NAMES} == NAMES
     assert name(RunConfig(model=preset("340M", "mag"))) == "6d64e3f84815"
-
-
-def test_a_default_written_out_is_a_default_left_out():
+    # a default written out is a default left out
     assert name(run(json.dumps(defaults()))) == name(run())
-
-
-def test_each_field_that_differs_gives_another_name():
     fields = {"alpha_bias": -5.0, "depth": 3, "conv": False, "surprise_bound": None}
     configs = [run(json.dumps({"model": {"memory": {key: value}}})) for key, value in fields.items()]
     assert len({name(config) for config in [run(), *configs]}) == len(fields) + 1
     assert len({run().fingerprint(d, e) for d, e in (("a", "b"), ("a", "c"), ("b", "b"))}) == 3
 
 
-def test_name_does_not_depend_on_checkpoint_interval():
+def test_name_depends_on_several_workers_but_not_on_checkpoints_or_elastic_counts():
     every = [name(run(f'{{"checkpoint": {{"every": {n}}}}}')) for n in (5, 7)]
     assert every[0] == every[1] == name(run())
-
-
-def test_several_workers_are_part_of_the_name():
     # workers sum in another order, which changes the last digits; one worker equals none
     assert name(run(), workers=0) == name(run(), workers=1) == name(run())
     assert len({name(run(), workers=n) for n in (1, 2, 4)}) == 3
-
-
-def test_how_many_elastic_workers_there_were_is_not_part_of_the_name():
     names = {name(run(), workers=Resources(workers=w).hashed_workers) for w in ((1, 4), (2, 8))}
     assert len(names) == 1
     assert names.isdisjoint(name(run(), workers=Resources(workers=w).hashed_workers) for w in (1, 2, (4, 4)))
 
 
-def test_a_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):
+def test_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     source = tmp_path / "named_blocks.py"
     text = "from titans_core.blocks import LMM\n\nclass Mine(LMM):\n    pass\n"
@@ -90,24 +75,16 @@ def test_a_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch
     assert name(config) != before
 
 
-def test_tokens_of_a_run():
-    config = run('{"optim": {"steps": 7, "global_batch_size": 3}, "data": {"sequence_length": 5}}')
-    assert (config.tokens_per_step, config.tokens) == (15, 105)
-
-
 @pytest.mark.parametrize(("model", "line"), [
     ({"variant": "mak"}, "model.variant: 'mak' is not one of lmm, mac, mag, mal, transformer, "),
     ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),
     ({"options": {"width": 2}}, "model.options.width: unknown option; LMM takes none"),
 ])  # fmt: skip
-def test_a_model_that_cannot_be_built_is_one_line(model, line):
+def test_models_and_numbers_that_cannot_be_are_one_line(model, line):
     with pytest.raises(UsageError) as error:
         build_objective(run(json.dumps({"model": model}))).check()
     assert str(error.value).startswith(line)
     assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("number", ["NaN", "Infinity"])
-def test_a_number_that_is_none_is_refused_by_its_field(number):
-    with pytest.raises(ValueError, match=r"optim\.lr\n  Input should be a finite number"):
-        run(f'{{"optim": {{"lr": {number}}}}}')
+    for number in ("NaN", "Infinity"):
+        with pytest.raises(ValueError, match=r"optim\.lr\n  Input should be a finite number"):
+            run(f'{{"optim": {{"lr": {number}}}}}')

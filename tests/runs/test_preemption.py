@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -57,8 +58,8 @@ def started(cfg: RunConfig, root: Path, *more: str) -> tuple[subprocess.Popen, R
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_path, sent):
+@pytest.mark.parametrize("sent", [pytest.param(signal.SIGINT, marks=pytest.mark.nightly), signal.SIGTERM])
+def test_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_path, sent):
     process, _ = started(cfg, tmp_path)
     folder = spec_for(cfg, tmp_path).folder
     until(lambda: steps_of(folder) > 2)
@@ -77,7 +78,7 @@ def test_a_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_p
     assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(tmp_path, "straight"))
 
 
-def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
+def test_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
     prepare(cfg.data, tmp_path)
     spec = spec_for(cfg, tmp_path)
     look = preemption.PreemptionGuard.poll
@@ -97,7 +98,7 @@ def test_a_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monk
     assert execute(spec).cell == spec.name
 
 
-def test_a_second_signal_ends_at_once(tmp_path):
+def test_second_signal_ends_at_once(tmp_path):
     folder = RunFolder(tmp_path, "run")
     before = signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
@@ -108,18 +109,15 @@ def test_a_second_signal_ends_at_once(tmp_path):
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_step_that_does_not_end_is_waited_for_so_long(tmp_path, monkeypatch):
+def test_signal_waits_for_a_step_for_a_while_and_past_training_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr(preemption, "GRACE", 0.2)
     folder = RunFolder(tmp_path, "run")
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(30)
-
-
-def test_past_training_there_is_nothing_to_wait_for(tmp_path):
-    folder = RunFolder(tmp_path, "run")
-    folder.path.mkdir(parents=True)
+    folder.path.mkdir(parents=True, exist_ok=True)
     folder.update(progress={"phase": "evaluate"})
+    monkeypatch.setattr(preemption, "GRACE", 30)
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGINT)
         pytest.fail("it went on")
@@ -128,28 +126,31 @@ def test_past_training_there_is_nothing_to_wait_for(tmp_path):
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_worker_that_is_told_to_end_writes_a_checkpoint_first(tiny_run, tmp_path):
-    import threading
-
-    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290})
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_worker_that_is_killed_or_told_to_end_changes_no_number(tiny_run, tmp_path, sent):
+    """A worker that is told to end writes a checkpoint first; one that is killed is started again."""
+    told = sent == signal.SIGTERM
+    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290 if told else 5})
     prepare(cfg.data, tmp_path)
     straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
-    folder = RunFolder(tmp_path, "told")
-    kept: list[str] = []
+    folder, struck = RunFolder(tmp_path, "struck"), []
+    kept = lambda: [path.name for path in saved(folder.path / "checkpoints")]  # noqa: E731
 
-    def tell() -> None:
-        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid())
-        os.kill(folder.progress()["pid"], signal.SIGTERM)
-        until(lambda: saved(folder.path / "checkpoints"))
-        kept.extend(path.name for path in saved(folder.path / "checkpoints"))
+    def strike() -> None:
+        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid() and (told or kept()))
+        struck.append(folder.progress()["pid"])
+        os.kill(struck[0], sent)
+        until(kept)
+        struck.append(int(kept()[-1][-3:]))
 
-    teller = threading.Thread(target=tell, daemon=True)
-    teller.start()
-    told = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="told"))
-    teller.join(10)
-    assert int(kept[-1][-3:]) < 290
+    striker = threading.Thread(target=strike, daemon=True)
+    striker.start()
+    result = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="struck"))
+    striker.join(10)
+    assert struck[1] < 290
+    assert told or folder.progress()["pid"] != struck[0]
     for key in ("final_train_loss", "columns", "telemetry"):
-        assert getattr(told, key) == getattr(straight, key)
+        assert getattr(result, key) == getattr(straight, key)
 
 
 class Together:
@@ -179,8 +180,6 @@ def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, mo
     # the first worker decides when to ask; the others never ask on their own
     alone = Together()
     guard.poll(alone, None)
-    assert alone.asked == [1 - rank]
-    assert asked == [0] * (1 - rank)
+    assert (alone.asked, asked) == ([1 - rank], [0] * (1 - rank))
     guard.poll(Together(told=1), None)
-    assert asked == [rank] * (2 - rank)
-    assert alone.saves == []
+    assert (asked, alone.saves) == ([rank] * (2 - rank), [])

@@ -31,7 +31,7 @@ def history(store: TrackingStore, run_id: str, name: str) -> list[tuple[int, flo
 
 
 @pytest.mark.slow
-def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
+def test_store_is_made_without_a_cache_and_found_again(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     first = open_store(tmp_path / "runs")
     run_id = first.cell_run("abc", "lmm seed 0")
@@ -40,10 +40,13 @@ def test_a_second_open_finds_the_same_experiment(tmp_path, monkeypatch, capfd):
     # prints nothing, and writes nothing to the working directory
     assert capfd.readouterr() == ("", "")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert open_store(tmp_path / "runs").cell_run("abc", "lmm")
 
 
 @pytest.mark.slow
-def test_a_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
+def test_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
     """MLflow's migrations of a new file take seconds: they are run once for a user."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     open_store(tmp_path / "first").cell_run("abc", "lmm")
@@ -57,14 +60,7 @@ def test_a_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
     assert template.read_bytes() == before
 
 
-@pytest.mark.slow
-def test_without_a_cache_folder_mlflow_makes_the_store(tmp_path, monkeypatch):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    assert open_store(tmp_path / "runs").cell_run("abc", "lmm")
-
-
-def test_cells_are_children_of_their_study(store):
+def test_cells_are_children_of_their_study_and_made_anew_when_discarded(store):
     parent = store.study_run("ablation-smoke")
     child = store.cell_run(
         "cell1", "lmm seed 0", parent=parent, params={"depth": 3}, config={"model": {"d": 3}},
@@ -72,28 +68,31 @@ def test_cells_are_children_of_their_study(store):
     )  # fmt: skip
     assert store.study_run("ablation-smoke") == parent
     run = store.client.get_run(child)
-    assert run.data.tags["mlflow.parentRunId"] == parent
-    assert run.data.tags["row"] == "lmm"
+    assert (run.data.tags["mlflow.parentRunId"], run.data.tags["row"]) == (parent, "lmm")
     # params are the few fields to compare by; the full config is an artifact
     assert run.data.params == {"depth": "3"}
     path = MlflowClient(store.uri, store.uri).download_artifacts(child, "config.json")
     assert json.loads(Path(path).read_text()) == {"model": {"d": 3}}
     assert run.info.run_name == "lmm seed 0"
+    run_id = store.cell_run("again", "again")
+    store.discard_cell("again")
+    assert store.cell_run("again", "again") != run_id
 
 
-def test_many_and_long_params_are_taken(store):
+def test_params_many_long_or_nested_are_taken(store):
     config = {f"key{i}": i for i in range(230)} | {"long": "x" * 9000}
     run_id = store.cell_run("wide", "wide", params=config)
     params = store.client.get_run(run_id).data.params
-    assert len(params) == 231
-    assert params["key229"] == "229"
+    assert (len(params), params["key229"]) == (231, "229")
+    config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
+    assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
 
 
 def points(*steps: int, **values: float) -> list[tuple[int, int, dict[str, float]]]:
     return [(step, 1000 + step, values or {"loss": 1 / step}) for step in steps]
 
 
-def test_steps_are_logged_once_across_a_restart(store):
+def test_steps_are_logged_once_across_restarts_and_lost_answers(store, monkeypatch):
     run_id = store.cell_run("resumed", "resumed")
     store.run(run_id).send(points(*range(1, 31)))
     after = open_store(store.uri).run(run_id)
@@ -102,9 +101,6 @@ def test_steps_are_logged_once_across_a_restart(store):
     after.close()
     assert [step for step, _ in history(store, run_id, "loss")] == list(range(1, 51))
     assert store.client.get_run(run_id).info.status == "FINISHED"
-
-
-def test_a_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
     log, answers = store.run(store.cell_run("lost", "lost")), store.client.log_batch
 
     def lost(*arguments, **options):
@@ -119,7 +115,7 @@ def test_a_request_whose_answer_was_lost_is_not_repeated(store, monkeypatch):
     assert [step for step, _ in history(store, log.run_id, "loss")] == [1, 2, 3, 4]
 
 
-def test_numbers_that_are_none_are_left_out_of_a_summary(store):
+def test_summary_leaves_out_what_is_not_finite(store):
     run_id = store.cell_run("nan", "nan")
     log = store.run(run_id)
     log.summary({"column.reasoning": 0.5, "column.broken": math.inf})
@@ -128,7 +124,7 @@ def test_numbers_that_are_none_are_left_out_of_a_summary(store):
     assert store.client.get_run(run_id).info.status == "FAILED"
 
 
-def test_a_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
+def test_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     store = open_store(tmp_path)
     parent = store.study_run("tiny-small")
     run_id = store.cell_run("abc", "lmm", parent=parent)
@@ -157,17 +153,6 @@ def test_parent_takes_table_figure_and_links(store, tmp_path):
     assert run_id in client.get_run(run_id).data.tags["mlflow.note.content"]
 
 
-def test_a_discarded_run_is_made_anew(store):
-    run_id = store.cell_run("again", "again")
-    store.discard_cell("again")
-    assert store.cell_run("again", "again") != run_id
-
-
-def test_flatten_names_every_leaf():
-    config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
-    assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
-
-
 def of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE alembic_version (version_num TEXT)")
@@ -183,7 +168,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)
-def test_a_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
+def test_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
     root = tmp_path / "runs"
     root.mkdir()
     UNREADABLE[kind](root / "mlflow.db")
@@ -192,17 +177,16 @@ def test_a_store_that_cannot_be_opened_is_one_line(tmp_path, kind):
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_does_not_answer_is_one_line():
+def test_addresses_that_cannot_be_opened_are_refused_and_checking_makes_no_store(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         uri = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(UsageError, match="no answer"):
         open_store(uri)
-
-
-def test_an_address_of_no_known_kind_is_refused():
     with pytest.raises(UsageError, match="should start with"):
         open_store("file:///tmp/mlruns")
+    check_store(tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
@@ -216,8 +200,3 @@ def test_first_writers_at_once_all_succeed(tmp_path):
     assert [writer.wait(240) for writer in writers] == [0, 0]
     store = open_store(tmp_path)
     assert len(store.client.search_runs([store.experiment])) == 2
-
-
-def test_looking_at_a_store_makes_none(tmp_path):
-    check_store(tmp_path)
-    assert not list(tmp_path.iterdir())

@@ -3,35 +3,25 @@
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from tests.small import RUN
-from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import ClusterError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker, execute
-from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import load_model
 
 GLIBC = pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another C library")
-
-
-def lengthened(cfg: RunConfig, steps: int, every: int) -> RunConfig:
-    values = cfg.model_dump(mode="json")
-    values["optim"]["steps"], values["checkpoint"]["every"] = steps, every
-    return RunConfig.model_validate_json(json.dumps(values))
 
 
 @pytest.mark.slow
@@ -42,8 +32,7 @@ def test_one_worker_is_the_run_in_this_process(tiny_run, tmp_path):
     started = ray.is_initialized()
     direct = Worker(spec_for(tiny_run, tmp_path, name="direct")).run()
     wrapped = execute(spec_for(tiny_run, tmp_path, name="wrapped", labels={"row": "lmm"}))
-    assert ray.is_initialized() == started
-    assert wrapped.row == "lmm"
+    assert (ray.is_initialized(), wrapped.row) == (started, "lmm")
     for key in ("final_train_loss", "columns", "telemetry"):
         assert getattr(wrapped, key) == getattr(direct, key)
 
@@ -60,45 +49,6 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
     for name, model in zip(["one", "two"], models, strict=True):
         load_model(tmp_path / "cells" / name / "checkpoints" / "step-00000020", model)
     torch.testing.assert_close(models[0].state_dict(), models[1].state_dict(), rtol=1e-3, atol=1e-4)
-
-
-class Killer(threading.Thread):
-    """Kills the process that a cell reports, once, after it has saved a checkpoint."""
-
-    def __init__(self, folder: RunFolder):
-        super().__init__(daemon=True)
-        self.folder = folder
-        self.killed: int | None = None
-
-    def run(self) -> None:
-        deadline = time.monotonic() + 300
-        while time.monotonic() < deadline and self.killed is None:
-            state = self.folder.progress()
-            saved = list(Path(self.folder.path, "checkpoints").glob("step-*"))
-            if state and saved and state["pid"] != os.getpid():
-                os.kill(state["pid"], signal.SIGKILL)
-                self.killed = state["pid"]
-            time.sleep(0.01)
-
-
-@pytest.mark.nightly
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_a_killed_worker_is_started_again_and_changes_no_number(tiny_run, tmp_path):
-    cfg = lengthened(tiny_run, steps=200, every=5)
-    prepare(cfg.data, tmp_path)
-    straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
-    folder = RunFolder(tmp_path, "killed")
-    killer = Killer(folder)
-    killer.start()
-    result = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="killed"))
-    killer.join(5)
-    state = folder.progress()
-    assert killer.killed is not None
-    assert state is not None
-    assert state["pid"] != killer.killed
-    for key in ("final_train_loss", "columns", "telemetry"):
-        assert getattr(result, key) == getattr(straight, key)
 
 
 def pages_asked_for() -> int:
@@ -124,14 +74,14 @@ def pages_asked_for() -> int:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 @GLIBC
-def test_a_worker_keeps_its_large_blocks():
+def test_worker_keeps_its_large_blocks():
     import ray
 
     assert ray.get(ray.remote(pages_asked_for).remote()) < 20_000
 
 
 def printed(program: str, *arguments: object, **told: str) -> str:
-    """What a program prints whose allocator is told nothing but this."""
+    """Return the output of a program whose allocator has these settings alone."""
     env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | told
     command = [sys.executable, "-c", program, *map(str, arguments)]
     return subprocess.check_output(command, env=env, cwd=Path(__file__).parents[2], text=True)
@@ -150,7 +100,7 @@ print(pages_asked_for())
     ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
     ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
 ])  # fmt: skip
-def test_a_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
+def test_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
     assert (int(printed(QUIETED, **told)) < 20_000) == kept
 
 
@@ -169,29 +119,15 @@ except KeyboardInterrupt:
 
 
 @pytest.mark.slow
-def test_a_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
+def test_schedulers_sigterm_ends_a_session_as_ctrl_c_does():
     ended = subprocess.run([sys.executable, "-c", TERMINATED], capture_output=True, text=True, timeout=240)
     assert ended.returncode == 130, ended.stderr
 
 
-def test_a_ray_that_does_not_start_is_given_up_with_a_reason(monkeypatch):
+def test_ray_that_does_not_start_is_given_up_and_a_start_cut_short_tried_again(monkeypatch):
     import ray
 
-    never = threading.Event()
-    monkeypatch.setattr(ray_session, "START_SECONDS", 0.2)
-    monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", lambda **_: never.wait())
-    monkeypatch.setattr(ray, "shutdown", lambda: None)
-    with pytest.raises(ClusterError, match=r"did not start in 0 s; its logs are in"):  # noqa: SIM117
-        with ray_session.ray_session(1):
-            pytest.fail("it never started")
-    never.set()
-
-
-def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
-    import ray
-
-    calls = []
+    never, calls = threading.Event(), []
 
     def init(**_):
         calls.append(1)
@@ -199,10 +135,16 @@ def test_a_start_that_a_busy_machine_cut_short_is_tried_again(monkeypatch):
             raise RuntimeError("The current node timed out during startup.")
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray, "shutdown", lambda: None)
+    monkeypatch.setattr(ray, "init", init)
     with ray_session.ray_session(1):
         assert len(calls) == 3
+    monkeypatch.setattr(ray_session, "START_SECONDS", 0.2)
+    monkeypatch.setattr(ray, "init", lambda **_: never.wait())
+    with pytest.raises(ClusterError, match=r"did not start in 0 s; its logs are in"):  # noqa: SIM117
+        with ray_session.ray_session(1):
+            pytest.fail("it never started")
+    never.set()
 
 
 CELLS = """
@@ -229,7 +171,7 @@ print(json.dumps(peaks))
 
 @GLIBC
 @pytest.mark.slow
-def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
+def test_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
     # rows end within a chunk of 64
     cfg = RUN | {
         "model": {"variant": "lmm", "vocab_size": 260, "d_model": 64, "n_layers": 2, "memory": {"heads": 2}},
@@ -238,29 +180,3 @@ def test_a_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
     (tmp_path / "run.yaml").write_text(json.dumps(cfg))
     peaks = json.loads(printed(CELLS, tmp_path))
     assert max(peaks[3:]) < 1.05 * peaks[2]
-
-
-ARENAS = """
-import ctypes, sys, threading
-from titans_platform.runs.ray_session import quiet
-quiet()
-barrier = threading.Barrier(9)
-def hold():
-    block = bytearray(2**16)
-    barrier.wait()
-    barrier.wait()
-for _ in range(8):
-    threading.Thread(target=hold).start()
-barrier.wait()
-libc = ctypes.CDLL(None)
-libc.fopen.restype = ctypes.c_void_p
-libc.malloc_info(0, ctypes.c_void_p(libc.fopen(sys.argv[1].encode(), b"w")))
-libc.fflush(None)
-barrier.wait()
-"""
-
-
-@GLIBC
-def test_threads_share_two_arenas(tmp_path):
-    printed(ARENAS, tmp_path / "arenas.xml")
-    assert (tmp_path / "arenas.xml").read_text().count("<heap nr=") == 2

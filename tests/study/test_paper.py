@@ -17,15 +17,15 @@ def shown() -> dict[tuple[str, str], dict[str, Row]]:
     """The rows of each study that runs a table, at each size that the paper prints it for."""
     wanted = {(table.study, size) for table in PAPER.tables.values() for size in table.by_size()}
     known = known_studies()
-    found = {}
+    actual = {}
     for name, size in wanted:
         if name in known:
             study = load_study(name)
             cells = {cell.row for cell in expand(study, size, seeds=[0])}
-            # the runs of a line have its numbers, each those of the columns that it measures
+            # the runs of a line have its numbers, each for the columns that it measures
             rows = [row for row in study.rows_at(size) if row.name in cells]
-            found[name, size] = {row.as_line().name: row for row in rows}
-    return found
+            actual[name, size] = {row.as_line().name: row for row in rows}
+    return actual
 
 
 @pytest.mark.parametrize(("table", "size", "row"), ROWS)
@@ -40,7 +40,7 @@ def test_each_printed_row_is_run_or_has_a_source(table, size, row, shown):
         assert {key: runs.paper.get(key) for key in printed.columns} == printed.numbers(row, size)
 
 
-def test_all_tables_and_figures_are_there():
+def test_tables_and_figures_are_all_there_and_rows_the_paper_lacks_are_left_out():
     assert {key: len(table.by_size()) for key, table in PAPER.tables.items()} == {
         "table_1": 3, "table_2": 1, "table_3": 1, "table_4": 1, "table_5": 1,
     }  # fmt: skip
@@ -50,9 +50,12 @@ def test_all_tables_and_figures_are_there():
     assert all(table.columns for table in PAPER.tables.values())
     for table in PAPER.tables.values():
         assert not set(table.references) - {row for rows in table.by_size().values() for row in rows}
+    study = load_study("language")
+    for size, rows in PAPER.tables["table_1"].sizes.items():
+        assert {row.name for row in study.rows_at(size)} == set(rows)
 
 
-def test_the_numbers_of_one_table_follow_from_those_of_another():
+def test_numbers_of_one_table_follow_from_those_of_another():
     """Table 5 at 400M: the mean of two perplexities, the average, the mean of Table 2's twelve cells."""
     rows = {row.name: row.paper for row in load_study("language").rows_at("laptop")}
     names = {"LMM": "LMM"} | {f"+ Attn ({name})": name for name in ("MAC", "MAG", "MAL")}
@@ -65,12 +68,6 @@ def test_the_numbers_of_one_table_follow_from_those_of_another():
     assert rows["Samba"].get("long_context_acc") is None
 
 
-def test_a_row_that_the_paper_lacks_is_left_out():
-    study = load_study("language")
-    for size, rows in PAPER.tables["table_1"].sizes.items():
-        assert {row.name for row in study.rows_at(size)} == set(rows)
-
-
 def test_rows_at_small_scales_have_the_same_parameters():
     from titans_core import count_parameters
 
@@ -78,7 +75,7 @@ def test_rows_at_small_scales_have_the_same_parameters():
     assert max(counts) < 1.05 * min(counts)
 
 
-def test_a_number_of_columns_that_differs_is_an_error(tmp_path):
+def test_number_of_columns_that_differs_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="A has 1 numbers for 2 columns"):
         validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "rows": {"A": [1.0]}})
     path = tmp_path / "s.yaml"

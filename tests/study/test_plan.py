@@ -74,7 +74,7 @@ def test_finished_cells_replace_timed_steps(study):
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
-    """What other processes take of the machine during single steps does not reach the estimate."""
+    """Other processes that slow single steps do not reach the estimate."""
     clock = iter([0.0, 9.0, 9.0, 9.5, 9.5, 12.5])
     monkeypatch.setattr(check.time, "process_time" if threads == 1 else "perf_counter", lambda: next(clock))
     monkeypatch.setattr(check.Trainer, "step", lambda self: None)

@@ -1,4 +1,4 @@
-"""What is shown of a study: cells that ended, and where their time went."""
+"""The status of a study: cells that ended, and how their time was spent."""
 
 import io
 import re
@@ -20,7 +20,7 @@ NOW = 2_000_000_000.0
 SPANS = {"abc": (104, 114), "abd": (105, 115), "abe": (115, 125)}
 
 
-def test_a_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
+def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     cell = Cell("LMM", 0, RunConfig(), "abc")
     columns = {"acc": Column(title="Reasoning", unit="%", factor=100), "ppl": Column(title="LM", decimals=2)}
     measured = {"acc": 0.25, "ppl": 5.125, "speed": None}
@@ -56,15 +56,15 @@ def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left
 @pytest.fixture
 def cells(tmp_path, monkeypatch):
     monkeypatch.setattr(status.time, "time", lambda: NOW + 130)
-    found = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(SPANS)]
-    for cell, (began, ended) in zip(found, SPANS.values(), strict=True):
+    collected = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(SPANS)]
+    for cell, (began, ended) in zip(collected, SPANS.values(), strict=True):
         seconds = {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5}
         span = {"began": NOW + began, "ended": NOW + ended, "seconds": seconds}
         cell.folder(tmp_path).update(attempt=span)
-    return found
+    return collected
 
 
-def test_the_parts_add_up_to_the_overhead(cells, tmp_path):
+def test_parts_add_up_to_the_overhead(cells, tmp_path):
     record = timings(NOW + 90, cells, tmp_path, slots=2)
     assert record["own_seconds"] == pytest.approx(21)
     assert record["overhead_seconds_a_cell"] == pytest.approx((40 * 2 - 21) / 3)

@@ -36,7 +36,7 @@ def test_windows_are_drawn_from_seed_and_step():
     assert drawn_window(OptimConfig(), 0, 5) is None
 
 
-def test_a_step_is_trained_with_its_window():
+def test_step_is_trained_with_its_window():
     cfg = OptimConfig(windows=(8, 16))
     seed, window = next(s for s in range(20) if drawn_window(cfg, s, 0) == 8), 8
     t = trainer(seed=seed, windows=(8, 16))
@@ -64,12 +64,12 @@ def test_micro_batches_and_a_restart_change_nothing(variant, tmp_path):
         assert whole.step()["loss"] == resumed.step()["loss"]
 
 
-@pytest.mark.parametrize(("variant", "fields", "why"), [
-    ("mag", {"windows": (8, 12)}, r"optim\.windows: the longest is 12, but the model is evaluated with"),
-    ("mag", {"windows": (8, 32)}, r"optim\.windows: window: 32 is longer than the model's own, 16"),
-    ("mac", {"windows": (12, 16)}, r"optim\.windows: window: 12 is not a multiple of memory"),
-    ("lmm", {"windows": (8,)}, r"optim\.windows: the model has no attention window"),
+@pytest.mark.parametrize(("variant", "windows", "why"), [
+    ("mag", (8, 12), r"optim\.windows: the longest is 12, but the model is evaluated with"),
+    ("mag", (8, 32), r"optim\.windows: window: 32 is longer than the model's own, 16"),
+    ("mac", (12, 16), r"optim\.windows: window: 12 is not a multiple of memory"),
+    ("lmm", (8,), r"optim\.windows: the model has no attention window"),
 ])  # fmt: skip
-def test_windows_that_the_model_cannot_take(variant, fields, why):
+def test_windows_that_do_not_fit_the_model_are_refused(variant, windows, why):
     with pytest.raises(UsageError, match=why):
-        check_windows(LanguageModel(config(variant, window=16)), OptimConfig(**fields))
+        check_windows(LanguageModel(config(variant, window=16)), OptimConfig(windows=windows))

@@ -29,7 +29,7 @@ from titans_core.audit.report import (
     check,
 )
 from titans_core.audit.subject import Subject
-from titans_core.audit.variants import variant_factory
+from titans_core.audit.variants import layer_factory, variant_factory
 
 __all__ = [
     "CHECKS",
@@ -45,6 +45,7 @@ __all__ = [
     "audit",
     "check",
     "checks",
+    "layer_factory",
     "variant_factory",
 ]
 

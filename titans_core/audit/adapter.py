@@ -72,34 +72,36 @@ def first_tensor(output: Any) -> Tensor:
     return output
 
 
-def as_adapter(made: nn.Module | Adapter, width: int | None = None) -> Adapter:
+def as_adapter(layer: nn.Module | Adapter, width: int | None = None) -> Adapter:
     """Return ``made`` if it is an adapter, else an adapter guessed for the plain module.
 
     Raises:
         AuditError: the module maps neither [B, T, D] to [B, T, E] nor tokens [B, T] to [B, T, V].
     """
-    if isinstance(made, Adapter):
-        return made
-    if not isinstance(made, nn.Module):
-        raise AuditError(f"factory: made a {type(made).__name__}; the audit takes an nn.Module or an Adapter")
-    if isinstance(made, nn.RNNBase) and not made.batch_first:
-        raise AuditError(f"{type(made).__name__}: build it with batch_first=True; inputs are [B, T, D]")
-    forward = lambda x: first_tensor(made(x))  # noqa: E731
-    embedding = next((m for m in made.modules() if isinstance(m, nn.Embedding)), None)
-    width = width or _width(made)
+    if isinstance(layer, Adapter):
+        return layer
+    if not isinstance(layer, nn.Module):
+        raise AuditError(
+            f"factory: made a {type(layer).__name__}; the audit takes an nn.Module or an Adapter"
+        )
+    if isinstance(layer, nn.RNNBase) and not layer.batch_first:
+        raise AuditError(f"{type(layer).__name__}: build it with batch_first=True; inputs are [B, T, D]")
+    forward = lambda x: first_tensor(layer(x))  # noqa: E731
+    embedding = next((m for m in layer.modules() if isinstance(m, nn.Embedding)), None)
+    width = width or _width(layer)
     failures = []
     if width is not None:
         if (problem := _problem(forward, torch.randn(2, 5, width))) is None:
-            return Adapter(made, forward, width=width, step=_step(made, torch.randn(2, 5, width)))
+            return Adapter(layer, forward, width=width, step=_step(layer, torch.randn(2, 5, width)))
         failures.append(f"[2, 5, {width}]: {problem}")
     if embedding is not None:
         vocab = embedding.num_embeddings
         tokens = torch.randint(0, vocab, (2, 5))
         if (problem := _problem(forward, tokens)) is None:
-            return Adapter(made, forward, vocab=vocab, embedding=embedding, step=_step(made, tokens))
+            return Adapter(layer, forward, vocab=vocab, embedding=embedding, step=_step(layer, tokens))
         failures.append(f"tokens [2, 5]: {problem}")
     tried = "; ".join(failures) or "its width is not known: give one"
-    raise AuditError(f"{type(made).__name__}: cannot be called without an adapter: {tried}")
+    raise AuditError(f"{type(layer).__name__}: cannot be called without an adapter: {tried}")
 
 
 def _width(module: nn.Module) -> int | None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from titans_core.audit.adapter import Adapter
+from titans_core.audit.adapter import WIDTHS, Adapter
 from titans_core.audit.report import AuditError
 from titans_core.blocks import BLOCKS, find
 from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
@@ -47,6 +49,63 @@ def variant_factory(name: str, width: int = 32, **fields: Any) -> Callable[[], A
     except ValueError as error:
         raise AuditError(" ".join(str(error).split())) from None
     return lambda: adapt(LanguageModel(config))
+
+
+def layer_factory(
+    target: str, width: int, arguments: Mapping[str, Any], adapter: str | None = None
+) -> Callable[[], Any]:
+    """Return a factory of a layer by the import path of its class or function, for `audit`; tried once.
+
+    Args:
+        target: ``package.module:Class``.
+        width: passed under each usual name that is required, else the first optional one, else by position.
+        arguments: further arguments.
+        adapter: import path of a function that wraps the layer in an `Adapter`.
+
+    Raises:
+        AuditError: it cannot be imported or built; one line.
+    """
+    kind, wrap = _imported(target), _imported(adapter) if adapter else lambda layer: layer
+    if not callable(kind) or not callable(wrap):
+        raise AuditError(f"{target if callable(wrap) else adapter} is not a class or a function")
+    positional, named = _sized(kind, width, arguments)
+
+    def factory() -> Any:
+        return wrap(kind(*positional, **named))
+
+    try:
+        factory()
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise AuditError(f"cannot be built: {reason}; --kwargs gives more arguments") from None
+    return factory
+
+
+def _imported(path: str) -> Any:
+    if ":" not in path:
+        raise AuditError(f"{path} is not an import path; write package.module:name")
+    try:
+        return pkgutil.resolve_name(path)
+    except Exception as error:
+        raise AuditError(" ".join(f"{type(error).__name__}: {error}".split())[:300]) from None
+
+
+def _sized(
+    kind: Callable[..., Any], width: int, arguments: Mapping[str, Any]
+) -> tuple[list[int], dict[str, Any]]:
+    """Return positional and named arguments, the width among them."""
+    try:
+        parameters = list(inspect.signature(kind).parameters.values())
+    except (TypeError, ValueError):
+        return [width], dict(arguments)
+    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    open_ones = [p for p in parameters if p.name not in arguments and p.kind in by_name]
+    required = [p.name for p in open_ones if p.default is p.empty]
+    widths = [name for name in required if name in WIDTHS]
+    widths = widths or [p.name for p in open_ones if p.name in WIDTHS and not required][:1]
+    if widths or not required:
+        return [], {**dict.fromkeys(widths, width), **arguments}
+    return [width], dict(arguments)
 
 
 def _config(name: str, width: int, fields: Mapping[str, Any]) -> ModelConfig:

@@ -16,16 +16,16 @@ def main() -> int:
     parser.add_argument("--a-run", type=int, default=5, help="faults that strike one run at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", help="kinds, with semicolons between them")
-    given = parser.parse_args()
-    kinds = [k for k in local.FAULTS + cluster.FAULTS if not given.only or k in given.only.split(";")]
-    draw, lines = random.Random(given.seed), []
+    options = parser.parse_args()
+    kinds = [k for k in local.FAULTS + cluster.FAULTS if not options.only or k in options.only.split(";")]
+    draw, lines = random.Random(options.seed), []
     with tempfile.TemporaryDirectory(prefix="titans-chaos-") as folder, ExitStack() as stack:
-        made = stack.enter_context(cluster.nodes()) if set(kinds) & set(cluster.FAULTS) else None
+        cluster_nodes = stack.enter_context(cluster.nodes()) if set(kinds) & set(cluster.FAULTS) else None
         for i, kind in enumerate(kinds):
-            share = given.faults // len(kinds) + (i < given.faults % len(kinds))
-            arguments = (Path(folder), kind, draw, share, given.a_run)
-            if kind in cluster.FAULTS and made:
-                lines.append(cluster.series(*arguments, made))
+            share = options.faults // len(kinds) + (i < options.faults % len(kinds))
+            arguments = (Path(folder), kind, draw, share, options.a_run)
+            if kind in cluster.FAULTS and cluster_nodes:
+                lines.append(cluster.series(*arguments, cluster_nodes))
             else:
                 lines.append(local.series(*arguments))
             print(lines[-1].row(), flush=True)

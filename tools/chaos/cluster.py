@@ -91,11 +91,11 @@ class Nodes:
 @contextmanager
 def nodes() -> Iterator[Nodes]:
     """Start a cluster of two nodes for the duration of the block."""
-    made = Nodes()
+    cluster_nodes = Nodes()
     try:
-        yield made
+        yield cluster_nodes
     finally:
-        made.cluster.shutdown()
+        cluster_nodes.cluster.shutdown()
 
 
 def start(root: Path, address: str, workers: str, seconds: float = 0.02) -> subprocess.Popen:
@@ -116,18 +116,18 @@ def kept(root: Path) -> int:
     return max((step_of(path) for path in (root / "cells/run/checkpoints").glob("step-*")), default=0)
 
 
-def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Nodes) -> int:
+def disturbed(root: Path, fault: str, draw: random.Random, hits: int, cluster_nodes: Nodes) -> int:
     """Complete a run through ``hits`` faults at random moments; return the number that struck."""
     workers, seconds = "[1, 2]" if fault in ELASTIC else "2", 0.02
     if fault == "elastic growth":
-        made.lose(draw)
-        made.cluster.wait_for_nodes()
+        cluster_nodes.lose(draw)
+        cluster_nodes.cluster.wait_for_nodes()
         # half of the steps are left when the added node is seen
         seconds = 2 * LOOKS_FOR_MORE / STEPS
     if fault == "node taken away":
         seconds = 2 * NOTICE / STEPS
     struck, before, deadline = 0, 0, time.monotonic() + 1800
-    process = start(root, made.cluster.address, workers, seconds)
+    process = start(root, cluster_nodes.cluster.address, workers, seconds)
     try:
         while process.poll() is None:
             assert time.monotonic() < deadline, "it hangs"
@@ -136,10 +136,10 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
             if struck < hits and pid and fresh and step < STEPS - 10 and Path(f"/proc/{pid}").exists():
                 time.sleep(draw.uniform(0, 2))
                 before = kept(root)
-                struck += strike(root, fault, process, pid, draw, made)
+                struck += strike(root, fault, process, pid, draw, cluster_nodes)
                 if "driver" in fault:
                     process.wait(60)
-                    process = start(root, made.cluster.address, workers)
+                    process = start(root, cluster_nodes.cluster.address, workers)
                 # the next one is to meet other processes
                 while process.poll() is None and progress(root).get("pid") == pid:
                     time.sleep(0.05)
@@ -148,22 +148,22 @@ def disturbed(root: Path, fault: str, draw: random.Random, hits: int, made: Node
     finally:
         process.kill()
         process.wait()
-    made.bring_back()
+    cluster_nodes.bring_back()
     return struck
 
 
-def strike(root: Path, fault: str, process: Any, pid: int, draw: random.Random, made: Nodes) -> int:
+def strike(root: Path, fault: str, process: Any, pid: int, draw: random.Random, cluster_nodes: Nodes) -> int:
     """Inject one fault; return 1 if it met a run."""
     if "driver" in fault:
         process.kill()
         return 1
     if fault == "node taken away":
-        return int(made.take_away(draw, root))
+        return int(cluster_nodes.take_away(draw, root))
     if fault in ("node lost", *ELASTIC):
         if fault != "elastic growth":
-            made.lose(draw)
+            cluster_nodes.lose(draw)
         if fault != "elastic shrink":
-            made.bring_back()
+            cluster_nodes.bring_back()
         return 1
     try:
         os.kill(pid, signal.SIGTERM if fault == "worker told to end" else signal.SIGKILL)
@@ -172,7 +172,9 @@ def strike(root: Path, fault: str, process: Any, pid: int, draw: random.Random, 
     return 1
 
 
-def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int, made: Nodes) -> Line:
+def series(
+    folder: Path, fault: str, draw: random.Random, hits: int, a_run: int, cluster_nodes: Nodes
+) -> Line:
     """Run with one fault until it has struck ``hits`` times, at most ``a_run`` times in each run."""
     from titans_platform.config import RunConfig
     from titans_platform.data import prepare
@@ -181,13 +183,13 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int,
     data = RunConfig.model_validate_json(config(steps=STEPS)).data
     if not straight.exists():
         prepare(data, straight)
-        assert start(straight, made.cluster.address, "2", 0.0).wait(900) == 0
+        assert start(straight, cluster_nodes.cluster.address, "2", 0.0).wait(900) == 0
     expected, wanted, loss = weights(straight), samples(straight), result(straight)["final_train_loss"]
     while line.hits < hits:
         root = folder / f"{fault.replace(' ', '-')}-{line.runs}"
         prepare(data, root)
         most = 1 if fault in ELASTIC else min(a_run, hits - line.hits)
-        line.hits += disturbed(root, fault, draw, most, made)
+        line.hits += disturbed(root, fault, draw, most, cluster_nodes)
         line.runs += 1
         samples_of_run = samples(root)
         if fault in ELASTIC:

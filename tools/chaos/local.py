@@ -69,15 +69,15 @@ def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
     for path in root.glob(f"{SAMPLES}-*.jsonl"):
         # the last line may have been cut off
         entries += [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
-    made: dict[int, dict[int, dict[str, Any]]] = {}
+    by_step: dict[int, dict[int, dict[str, Any]]] = {}
     for entry in sorted(entries, key=lambda entry: entry["time"]):
-        ranks = made.setdefault(entry["step"], {})
+        ranks = by_step.setdefault(entry["step"], {})
         ranks[entry["rank"]] = entry
         # of a try with more workers
-        made[entry["step"]] = {rank: of for rank, of in ranks.items() if rank < entry["world"]}
+        by_step[entry["step"]] = {rank: of for rank, of in ranks.items() if rank < entry["world"]}
     return {
         step: (ranks[0]["position"], [row for rank in sorted(ranks) for row in ranks[rank]["rows"]])
-        for step, ranks in sorted(made.items())
+        for step, ranks in sorted(by_step.items())
     }
 
 

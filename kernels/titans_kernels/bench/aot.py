@@ -140,12 +140,12 @@ def compiled(launch: Launch, target: int) -> Any:
 
 def report(launch: Launch, shape: str, dtype: str, target: int) -> KernelReport:
     """Compile one launch for one target and report its resource usage."""
-    made = compiled(launch, target)
-    registers, spilled = _resources(made.asm["cubin"])
-    tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", made.asm["ptx"]))
+    built = compiled(launch, target)
+    registers, spilled = _resources(built.asm["cubin"])
+    tensor_core = len(re.findall(r"\b(?:mma\.sync|wgmma\.mma_async|tcgen05\.mma)\b", built.asm["ptx"]))
     return KernelReport(
-        name_of(launch), shape, dtype, target, launch.warps, registers, spilled, made.metadata.shared,
-        tensor_core, _carried(made.asm["ptx"]), len(re.findall(r"^\s+[@a-z{].*;$", made.asm["ptx"], re.M)),
+        name_of(launch), shape, dtype, target, launch.warps, registers, spilled, built.metadata.shared,
+        tensor_core, _carried(built.asm["ptx"]), len(re.findall(r"^\s+[@a-z{].*;$", built.asm["ptx"], re.M)),
     )  # fmt: skip
 
 
@@ -153,8 +153,8 @@ def name_of(launch: Launch) -> str:
     """Return the names of module and kernel, with the variant's extra tasks."""
     module, kernel = launch.kernel.__module__.rsplit(".", 1)[-1], launch.kernel.__name__.strip("_")
     flags = [flag.lower() for flag in ("READ", "KEEP", "HIDDEN", "KEYS") if launch.constants.get(flag)]
-    given = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
-    flags += ["base"] if given.get("base") is not None else []
+    arguments = dict(zip(launch.kernel.arg_names, launch.arguments, strict=False))
+    flags += ["base"] if arguments.get("base") is not None else []
     return ".".join([module, kernel]) + ("+" + "+".join(flags) if flags else "")
 
 

@@ -81,19 +81,19 @@ def extend_memory(
     if held != (q.shape[0], q.shape[2]):
         raise ValueError(f"state: [B, H] = {tuple(held)} differs from q's {(q.shape[0], q.shape[2])}")
     check_options(chunk_size, activation, surprise_bound)
-    given = extension or Extension()
-    rule = find_rule(given.rule) if isinstance(given.rule, str) else given.rule
-    check_gates(rule, given.gates, eta)
+    extras = extension or Extension()
+    rule = find_rule(extras.rule) if isinstance(extras.rule, str) else extras.rule
+    check_gates(rule, extras.gates, eta)
     options = Options(
-        chunk_size, activation, surprise_bound, None, rule, check_residual(given.residual, q, v),
-        check_base(given.base, state.weights),
+        chunk_size, activation, surprise_bound, None, rule, check_residual(extras.residual, q, v),
+        check_base(extras.base, state.weights),
     )  # fmt: skip
-    tokens = Inputs.of(q, k, v, alpha, eta, theta, given.gates)
+    tokens = Inputs.of(q, k, v, alpha, eta, theta, extras.gates)
 
     def chunks(part: Inputs, start: MemoryState) -> tuple[Tensor, MemoryState]:
         return neural_memory(
             *part[:6], *start, chunk_size=chunk_size, activation=activation, surprise_bound=surprise_bound,
-            backend=backend, extension=given._replace(rule=rule, gates=part.extra),
+            backend=backend, extension=extras._replace(rule=rule, gates=part.extra),
         )  # fmt: skip
 
     if not has_factors(rule, tokens.by_column):

@@ -215,7 +215,7 @@ def neural_memory(
     weights, momentum = _per_document(weights, documents), _per_document(momentum, documents)
     options = Options(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, check_residual(given.residual, q, v),
-        check_base(given.base, weights), operand_dtype(q), shared,
+        check_base(given.base, weights), operand_dtype(q), shared, is_delta_rule=given.is_delta_rule,
     )  # fmt: skip
     form = choose(backend, inputs, weights, options)
     # the state stays float32 under autocast

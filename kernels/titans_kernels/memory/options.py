@@ -34,6 +34,8 @@ class Extension(NamedTuple):
     """The update rule, a `Rule` or a name known to `find_rule`."""
     gates: Tensor | None = None
     """The rule's own gates in [0, 1], [B, T, H, E] with E = `Rule.extra_gates`."""
+    is_delta_rule: bool = False
+    """True if eta, and for the rule "paper" alpha, are 0 for every token: forms of the delta rule serve."""
 
 
 class Inputs(NamedTuple):
@@ -100,6 +102,8 @@ class Options(NamedTuple):
     """weights and momentum [1, H, D_in, D_out] if all documents start from the same state"""
     arch: int | None = None
     """architecture to select a form for, such as 90 for an H100; None: the tensors' device"""
+    is_delta_rule: bool = False
+    """as in `Extension`"""
 
     @property
     def final(self) -> bool:

@@ -54,17 +54,17 @@ def _check_groups(name: str, groups: int, gates: Layers, weights: Layers) -> Non
 
 def check_gates(rule: Rule, gates: Tensor | None, eta: Tensor) -> None:
     """Raise ValueError unless ``gates`` are the rule's own."""
-    given, expected = None if gates is None else tuple(gates.shape), (*eta.shape[:3], rule.extra_gates)
-    if given != expected and (given or rule.extra_gates):
+    shape, expected = None if gates is None else tuple(gates.shape), (*eta.shape[:3], rule.extra_gates)
+    if shape != expected and (shape or rule.extra_gates):
         raise ValueError(
-            f"extension.gates: shape {given} is not [B, T, H, E] = {expected} for the rule {rule}"
+            f"extension.gates: shape {shape} is not [B, T, H, E] = {expected} for the rule {rule}"
         )
 
 
 def _check_cu_seqlens(B: int, T: int, cu_seqlens: Tensor) -> int:
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64):
-        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"cu_seqlens: {given} is not a tensor of int32 or int64")
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise TypeError(f"cu_seqlens: {kind} is not a tensor of int32 or int64")
     if cu_seqlens.ndim != 1:
         raise ValueError(f"cu_seqlens: shape {tuple(cu_seqlens.shape)} is not [N + 1]")
     if B != 1:

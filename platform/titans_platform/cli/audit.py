@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import json
-import pkgutil
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 from rich import box
@@ -14,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_platform.cli import echo_json, json_option
-from titans_platform.errors import UsageError, one_line
+from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
     from titans_core.audit import Check, Report, Result
@@ -57,7 +54,7 @@ def audit(
         raise UsageError(f"--kwargs: not JSON: {error}") from None
     if not isinstance(arguments, dict):
         raise UsageError(f"--kwargs: {kwargs} is not an object of names and values")
-    from titans_core.audit import AuditError, variant_factory
+    from titans_core.audit import AuditError, layer_factory, variant_factory
     from titans_core.audit import audit as run
     from titans_platform.cli.live import PlainLines
 
@@ -67,8 +64,7 @@ def audit(
         if variant is not None:
             factory, name = variant_factory(variant, dim, **arguments), variant
         else:
-            assert target is not None
-            factory, name = _factory(target, dim, arguments, adapter), target.partition(":")[2]
+            factory, name = layer_factory(str(target), dim, arguments, adapter), str(target).partition(":")[2]
         with console.status("audit") as status:
 
             def progress(check: Check, result: Result | None) -> None:
@@ -82,56 +78,10 @@ def audit(
                 on_check=progress,
             )  # fmt: skip
     except AuditError as error:
-        raise UsageError(f"{variant or target}: {error}") from None
+        where = f"--variant {variant}" if variant else f"TARGET: {target}"
+        raise UsageError(f"{where}: {error}") from None
     echo_json(report.to_dict()) if as_json else _show(report)
     return 0 if report.passed else 1
-
-
-def _found(option: str, path: str) -> Any:
-    if ":" not in path:
-        raise UsageError(f"{option}: {path} is not an import path; write package.module:name")
-    try:
-        return pkgutil.resolve_name(path)
-    except Exception as error:
-        raise UsageError(f"{option}: {path}: {type(error).__name__}: {one_line(error)}") from None
-
-
-def _factory(target: str, dim: int, arguments: dict[str, Any], adapter: str | None) -> Callable[[], Any]:
-    """Return a function that builds the layer, tried once. Raises UsageError: it cannot be imported or
-    built.
-    """
-    kind, adapt = _found("TARGET", target), _found("--adapter", adapter) if adapter else lambda layer: layer
-    if not callable(kind) or not callable(adapt):
-        raise UsageError(f"{target if callable(adapt) else adapter}: is not a class or a function")
-    positional, named = _sized(kind, dim, arguments)
-
-    def factory() -> Any:
-        return adapt(kind(*positional, **named))
-
-    try:
-        factory()
-    except Exception as error:
-        reason = f"{type(error).__name__}: {one_line(error)}"
-        raise UsageError(f"{target}: cannot be built: {reason}; --kwargs gives more arguments") from None
-    return factory
-
-
-def _sized(kind: Callable[..., Any], dim: int, arguments: dict[str, Any]) -> tuple[list[int], dict[str, Any]]:
-    """Add the width to the arguments, under each usual name that is required, else the first optional one."""
-    from titans_core.audit.adapter import WIDTHS
-
-    try:
-        parameters = list(inspect.signature(kind).parameters.values())
-    except (TypeError, ValueError):
-        return [dim], arguments
-    by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    open_ones = [p for p in parameters if p.name not in arguments and p.kind in by_name]
-    required = [p.name for p in open_ones if p.default is p.empty]
-    widths = [name for name in required if name in WIDTHS]
-    widths = widths or [p.name for p in open_ones if p.name in WIDTHS and not required][:1]
-    if widths or not required:
-        return [], {**dict.fromkeys(widths, dim), **arguments}
-    return [dim], arguments
 
 
 def _show(report: Report) -> None:

@@ -201,26 +201,26 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
     """Submit the `sweep run` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import check_reachable, study_job
 
-    given, chosen = context.params, load_cluster(name)
+    params, chosen = context.params, load_cluster(name)
     root = _root_on(chosen, context)
     check_reachable(chosen)
-    rows, changes = ",".join(given["rows"]), [*given["overrides"], *given["checkpoint_every"]]
-    named = [("--rows", rows), ("--seeds", given["seeds"]), ("--concurrency", given["concurrency"])]
+    rows, changes = ",".join(params["rows"]), [*params["overrides"], *params["checkpoint_every"]]
+    named = [("--rows", rows), ("--seeds", params["seeds"]), ("--concurrency", params["concurrency"])]
     named += [("--set", change) for change in changes]
     options = [part for option, value in named if value for part in (option, str(value))]
-    options += ["--rerun-stale"] * given["rerun_stale"]
-    job = study_job(chosen, given["study"], given["scale"], root, options, cells)
-    return _submit(chosen, name, job, given["dry_run"], given["as_json"])
+    options += ["--rerun-stale"] * params["rerun_stale"]
+    job = study_job(chosen, params["study"], params["scale"], root, options, cells)
+    return _submit(chosen, name, job, params["dry_run"], params["as_json"])
 
 
 def prepare_on(name: str, context: click.Context, data: DataConfig) -> int:
     """Submit the `data prepare` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import data_job
 
-    given, chosen = context.params, load_cluster(name)
-    options = [part for change in given["overrides"] for part in ("--set", change)]
-    job = data_job(chosen, given["config"], _root_on(chosen, context), options, data)
-    return _submit(chosen, name, job, given["dry_run"], given["as_json"])
+    params, chosen = context.params, load_cluster(name)
+    options = [part for change in params["overrides"] for part in ("--set", change)]
+    job = data_job(chosen, params["config"], _root_on(chosen, context), options, data)
+    return _submit(chosen, name, job, params["dry_run"], params["as_json"])
 
 
 def _root_on(cluster: Cluster, context: click.Context) -> Path:

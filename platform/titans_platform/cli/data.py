@@ -122,8 +122,8 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
         opened = [FilesSource(config, "SOURCES", Path(cache)) for config in configs]
         texts = (document.text for source in opened for document in source.documents())
         write_text(out, train_tokenizer(texts, size))
-    made = load_tokenizer(str(out))
-    click.echo(f"{out}: {made.vocab_size:,} ids, {made.fingerprint}")
+    trained = load_tokenizer(str(out))
+    click.echo(f"{out}: {trained.vocab_size:,} ids, {trained.fingerprint}")
 
 
 def _objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
@@ -160,13 +160,13 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
     """Print a summary of prepared data, as a table or as JSON."""
     sources = {}
     for label, source in zip(prepared.labels, prepared.sources, strict=True):
-        made = source.manifest
+        manifest = source.manifest
         sources[label] = {
-            "weight": source.weight, "documents": made.documents, "tokens": made.tokens,
-            "train_tokens": made.train.tokens, "validation_tokens": made.validation.tokens,
+            "weight": source.weight, "documents": manifest.documents, "tokens": manifest.tokens,
+            "train_tokens": manifest.train.tokens, "validation_tokens": manifest.validation.tokens,
             "train_rows": len(source.train), "validation_rows": len(source.validation),
-            "bytes": sum(file.bytes for file in made.files), "fingerprint": made.content,
-            "folder": str(source.files), "revision": made.revision,
+            "bytes": sum(file.bytes for file in manifest.files), "fingerprint": manifest.content,
+            "folder": str(source.files), "revision": manifest.revision,
         }  # fmt: skip
     ids, length = prepared.tokenizer.vocab_size, prepared.config.sequence_length
     if as_json:

@@ -56,7 +56,7 @@ def run_file(data: str | None, preset: str) -> str:
     if data and not glob.glob(os.path.expanduser(data), recursive=True):
         raise UsageError(f"--data: no file, folder or match for {data}")
     source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "corpus"}
-    given = {
+    settings = {
         # trained on streams, so that the memory carries through a text of any length; with the preset's
         # surprise_bound of 1 a trained deep memory can overshoot where a text repeats itself
         "model": {
@@ -74,25 +74,25 @@ def run_file(data: str | None, preset: str) -> str:
         "optim": {"steps": 300, "global_batch_size": 16, "lr": 0.006, "reset_probability": 0.05},
         "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
     }
-    config = validate(RunConfig, complete(given, fit=False))
+    config = validate(RunConfig, complete(settings, fit=False))
     return "\n".join([
         "# Config of a `titans train` run. Commented lines show the defaults: uncomment a line to change it.",
         "# Tasks and their options: docs/config.md.",
-        *_section(config, given), "",
+        *_section(config, settings), "",
     ])  # fmt: skip
 
 
-def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> Iterator[str]:
+def _section(config: BaseModel, settings: Mapping[str, Any], indent: str = "") -> Iterator[str]:
     """Yield the fields of a model as YAML: ``given`` ones set, the others as comments."""
-    for key in (key for key in given if key not in type(config).model_fields):
-        yield f"{indent}{key}: {_yaml(given[key])}"
+    for key in (key for key in settings if key not in type(config).model_fields):
+        yield f"{indent}{key}: {_yaml(settings[key])}"
     for field in fields_of(type(config)):
         value = getattr(config, field.name)
         if field.about:
             yield from ("", *_comment(field.about, f"{indent}# ", WIDTH - len(indent)))
-        if field.model and field.many and field.name in given:
+        if field.model and field.many and field.name in settings:
             yield f"{indent}{field.name}:"
-            for key in (entries := given[field.name]):
+            for key in (entries := settings[field.name]):
                 named = isinstance(entries, Mapping)
                 yield f"{indent}  {key}: {_yaml(entries[key])}" if named else f"{indent}  - {_yaml(key)}"
             yield f"{indent}    # an entry may also have:"
@@ -101,11 +101,13 @@ def _section(config: BaseModel, given: Mapping[str, Any], indent: str = "") -> I
                 yield from _comment(own.about, f"{indent}    #       ", WIDTH - 14)
         elif field.model and not field.many:
             yield f"{indent}{field.name}:"
-            yield from _section(value, given.get(field.name, {}), indent + "  ")
+            yield from _section(value, settings.get(field.name, {}), indent + "  ")
         else:
-            mark = "" if field.name in given else "# "
-            fitted = "preset" in given and field.name == "mlp_expansion" and mark
-            shown = "fitted to the variant by the preset" if fitted else _yaml(given.get(field.name, value))
+            mark = "" if field.name in settings else "# "
+            fitted = "preset" in settings and field.name == "mlp_expansion" and mark
+            shown = (
+                "fitted to the variant by the preset" if fitted else _yaml(settings.get(field.name, value))
+            )
             yield f"{indent}{mark}{field.name}: {shown}"
 
 

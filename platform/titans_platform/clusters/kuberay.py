@@ -94,9 +94,9 @@ class KubeRay(Cluster):
 
     def placed(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return a Kubernetes object in this namespace, with our label."""
-        given = item.get("metadata") or {}
-        labels = {**LABEL, **(given.get("labels") or {})}
-        return {**item, "metadata": {**given, "namespace": self.namespace, "labels": labels}}
+        metadata = item.get("metadata") or {}
+        labels = {**LABEL, **(metadata.get("labels") or {})}
+        return {**item, "metadata": {**metadata, "namespace": self.namespace, "labels": labels}}
 
     def down_steps(self) -> list[Step]:
         """Delete the RayCluster. The storage stays: it holds the results."""

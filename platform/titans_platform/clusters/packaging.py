@@ -72,7 +72,7 @@ def job_environment(cluster: Cluster) -> dict[str, str]:
     root, grown = Path(os.environ.get("TITANS_HOME", "titans-runs")), cluster.grows_to()
     # the default --root of the job, the same as here
     home = cluster.storage or (str(root.resolve()) if cluster.sees_paths else None)
-    given = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
+    variables = {"TITANS_HOME": home, NODES: json.dumps(grown) if grown else None, STORE: cluster.mlflow}
     return {
         **QUIET,
         **ALLOCATOR,
@@ -81,7 +81,7 @@ def job_environment(cluster: Cluster) -> dict[str, str]:
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "1",
         "COLUMNS": str(shutil.get_terminal_size((100, 24)).columns),
         ADDRESS: "auto",
-        **{key: value for key, value in given.items() if value},
+        **{key: value for key, value in variables.items() if value},
         **cluster.env,
     }
 
@@ -122,13 +122,13 @@ def _parents_of(study: Path) -> dict[str, bytes]:
     """
     files: dict[str, bytes] = {}
     while isinstance(other := read_yaml(study).get("like"), str):
-        study, given = find_study(other), file_at(other, "study")
-        if given is None:
+        study, explicit = find_study(other), file_at(other, "study")
+        if explicit is None:
             files[place_of(study).as_posix()] = study.read_bytes()
-        elif ".." in given.parts:
+        elif ".." in explicit.parts:
             raise UsageError(f"like: {other}: a path with .. cannot be shipped with a job; give a name")
-        elif not given.is_absolute():
-            files[given.as_posix()] = given.read_bytes()
+        elif not explicit.is_absolute():
+            files[explicit.as_posix()] = explicit.read_bytes()
     return files
 
 

@@ -17,16 +17,7 @@ from pydantic import Field, model_validator
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import (
-    Note,
-    Run,
-    Step,
-    Write,
-    new_token,
-    perform,
-    render,
-    token_variables,
-)
+from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, render, token_variables
 from titans_platform.errors import UsageError
 
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
@@ -96,16 +87,16 @@ class SlurmJobs(Jobs):
     def submit_steps(self, job: Job, job_id: str) -> list[Step]:
         """Return the steps: unpack the code, write the files, a token and the script, call sbatch."""
         at = self.folder / job_id
-        given = self.spec.token
-        if given and given.env:
+        configured = self.spec.token
+        if configured and configured.env:
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
-        token, ended = given.path if given else at / "token", shlex.quote(str(at / "exit"))
+        token, ended = configured.path if configured else at / "token", shlex.quote(str(at / "exit"))
         code, wheel = at / "code", f"<{packaging.DISTRIBUTION} wheel>"
         unpack = f"python -m zipfile --extract {wheel} {shlex.quote(str(code))}"
         return [
             Step(unpack, partial(packaging.put_code, code)),
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
-            *([] if given else [new_token(token)]),
+            *([] if configured else [new_token(token)]),
             # srun mixes the command's exit code with the other nodes'
             Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
             Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),

@@ -118,15 +118,15 @@ def make_source(job: PartJob, run: Runner, progress: Progress | None) -> None:
     if not job.plan.parts:
         make_part(job, progress)
         return
-    made = dict(_finished(job))
-    jobs = (replace(job, number=n) for n in _missing(made, len(job.plan.parts), job.limit))
+    finished = dict(_finished(job))
+    jobs = (replace(job, number=n) for n in _missing(finished, len(job.plan.parts), job.limit))
     for number, manifest in run(jobs):
-        made[number] = manifest
+        finished[number] = manifest
         if progress:
-            documents = sum(manifest.documents for manifest in made.values())
-            tokens = sum(manifest.tokens for manifest in made.values())
-            progress(manifest.label, documents, tokens, len(made) / len(job.plan.parts))
-    manifest = _joined(_up_to_limit(job, made))
+            documents = sum(manifest.documents for manifest in finished.values())
+            tokens = sum(manifest.tokens for manifest in finished.values())
+            progress(manifest.label, documents, tokens, len(finished) / len(job.plan.parts))
+    manifest = _joined(_up_to_limit(job, finished))
     _check_not_empty(job, manifest)
     job.store.write(f"{job.name}/{MANIFEST}", signed(manifest))
 
@@ -160,23 +160,23 @@ def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
                 yield number, manifest
 
 
-def _missing(made: dict[int, Manifest], parts: int, limit: int | None) -> Iterator[int]:
+def _missing(finished: dict[int, Manifest], parts: int, limit: int | None) -> Iterator[int]:
     """Parts to tokenise, in order, until the first parts hold ``limit`` tokens."""
     for number in range(parts):
-        beginning = takewhile(lambda manifest: manifest is not None, map(made.get, range(parts)))
+        beginning = takewhile(lambda manifest: manifest is not None, map(finished.get, range(parts)))
         if limit is not None and sum(manifest.tokens for manifest in beginning if manifest) >= limit:
             return
-        if number not in made:
+        if number not in finished:
             yield number
 
 
-def _up_to_limit(job: PartJob, made: dict[int, Manifest]) -> dict[str, Manifest]:
+def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manifest]:
     """Return the parts of the source by folder; the last is tokenised again if it holds more than
     ``limit``.
     """
     chosen, left = {}, job.limit
     for number in range(len(job.plan.parts)):
-        part, manifest = replace(job, number=number), made.get(number)
+        part, manifest = replace(job, number=number), finished.get(number)
         if left == 0 or manifest is None:
             job.store.remove(part.folder)
             continue

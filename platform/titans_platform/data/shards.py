@@ -298,8 +298,8 @@ class Split:
         inside = firsts - self.begins[shards]
         crossing = inside + width > self.held[shards]
         for number in np.unique(shards[~crossing]).tolist():
-            mine = np.flatnonzero((shards == number) & ~crossing)
-            _copy(self.shard(number).rows(inside[mine], width), out, into[mine])
+            of_shard = np.flatnonzero((shards == number) & ~crossing)
+            _copy(self.shard(number).rows(inside[of_shard], width), out, into[of_shard])
         for i in np.flatnonzero(crossing).tolist():
             _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
 

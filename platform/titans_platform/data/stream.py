@@ -107,8 +107,8 @@ class SourceOrder:
 def check_shared(batch_size: int, unit: str, world_size: int) -> None:
     """Check that every worker gets a row of a batch. Raises UsageError."""
     if batch_size < world_size:
-        given = f"{batch_size} {unit} cannot be shared by {world_size} workers"
-        raise UsageError(f"optim.global_batch_size: {given}")
+        cause = f"{batch_size} {unit} cannot be shared by {world_size} workers"
+        raise UsageError(f"optim.global_batch_size: {cause}")
 
 
 def shuffled(n: int, key: str) -> Integers:
@@ -149,8 +149,10 @@ def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, row
     shape = len(rows), sources[0].length + 1
     out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
-        mine = np.flatnonzero(which == s)
-        sources[s].fill(sources[s].validation if validation else sources[s].train, rows[mine], mine, out)
+        of_source = np.flatnonzero(which == s)
+        sources[s].fill(
+            sources[s].validation if validation else sources[s].train, rows[of_source], of_source, out
+        )
     out.starts[:, 0] = True
     return Batch(*map(torch.from_numpy, (out.tokens, out.starts, np.ascontiguousarray(out.loss[:, 1:]))))
 
@@ -187,8 +189,8 @@ class RowStream:
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
         which, rows = self._drawn(step)
-        mine = slice(self.rank, None, self.world_size)
-        return gather(self.sources, False, which[mine], rows[mine])
+        share = slice(self.rank, None, self.world_size)
+        return gather(self.sources, False, which[share], rows[share])
 
     def global_rows(self, step: int) -> list[tuple[int, int]]:
         """(source, row) of every row of the global batch, over all workers."""
@@ -207,12 +209,12 @@ class RowStream:
         drawn = cycle * self._per_cycle[which] + self._turn[place]
         rows = np.empty_like(drawn)
         for s in np.unique(which).tolist():
-            mine, order = which == s, self._orders[s]
-            at = order.window_at(int(drawn[mine].min()))
+            of_source, order = which == s, self._orders[s]
+            at = order.window_at(int(drawn[of_source].min()))
             if self._prefetched.get(s) != at:
                 self._prefetched[s] = at
                 self.sources[s].train.prefetch(order.shards_from(*at))
-            rows[mine] = order.at(drawn[mine])
+            rows[of_source] = order.at(drawn[of_source])
         return which, rows
 
 

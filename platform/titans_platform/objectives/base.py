@@ -153,8 +153,8 @@ def check_vocabulary(cfg: RunConfig, tokenizer: Tokenizer) -> None:
     """Reject a tokenizer with more ids than the model's vocabulary. Raises UsageError."""
     size, needed, name = cfg.model.vocab_size, tokenizer.vocab_size, cfg.data.tokenizer
     if size < needed:
-        given = f"{size} is less than the {needed} of tokenizer {name}"
-        raise UsageError(f"model.vocab_size: {given}; set it to {needed}")
+        cause = f"{size} is less than the {needed} of tokenizer {name}"
+        raise UsageError(f"model.vocab_size: {cause}; set it to {needed}")
 
 
 def reject_data(cfg: RunConfig, fields: Sequence[str], reason: str) -> None:

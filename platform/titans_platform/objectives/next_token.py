@@ -78,7 +78,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
             most = source.max_tokens
             if source.kind == "files":
                 size = FilesSource(source, f"data.sources.{i}", Path()).text_bytes()
-                most = min((given for given in (most, size) if given is not None), default=None)
+                most = min((limit for limit in (most, size) if limit is not None), default=None)
             if most is not None and most <= length and source.weight:
                 more = f"{length:,} is more than the at most {most:,} tokens of data.sources.{i}"
                 raise UsageError(f"data.sequence_length: {more}; lower it or give the source more text")

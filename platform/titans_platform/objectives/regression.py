@@ -269,11 +269,11 @@ class Regression(Objective[SeriesData]):
         options, length = self.options, self.cfg.data.sequence_length
         reject_data(self.cfg, ("sources", "tokenizer"), f"reads {PATH}")
         if length % options.patch:
-            given = f"{options.patch} does not divide data.sequence_length {length}"
-            raise UsageError(f"objective.options.patch: {given}")
+            cause = f"{options.patch} does not divide data.sequence_length {length}"
+            raise UsageError(f"objective.options.patch: {cause}")
         if data is not None and (n := len(data.channels)) != options.width:
-            given = f"{options.width} are not the {n} of the series"
-            raise UsageError(f"objective.options.channels: {given}; set it to {n}, or name columns")
+            cause = f"{options.width} are not the {n} of the series"
+            raise UsageError(f"objective.options.channels: {cause}; set it to {n}, or name columns")
         super().check(data)
 
     def _read(self) -> SeriesTable:

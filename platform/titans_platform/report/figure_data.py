@@ -117,7 +117,7 @@ def axis_value(value: Any) -> Value:
     return value if isinstance(value, int | float) and not isinstance(value, bool) else str(value)
 
 
-def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension, ...]:
+def _axes(rows: Iterable[Series], declared: Mapping[str, Axis]) -> tuple[Dimension, ...]:
     """Return the fields that every row sets, with at least two different values."""
     places = [row.axes for row in rows if not row.reference]
     axes = []
@@ -125,7 +125,9 @@ def _axes(rows: Iterable[Series], given: Mapping[str, Axis]) -> tuple[Dimension,
         values = tuple({at[key]: None for at in places if key in at})
         if len(values) > 1 and all(key in at for at in places):
             # the study's title, or the last part of the field's dotted name
-            title = (given[key].title if key in given else "") or key.rpartition(".")[2].replace("_", " ")
+            title = (declared[key].title if key in declared else "") or key.rpartition(".")[2].replace(
+                "_", " "
+            )
             axis = Dimension(key, values, title)
             axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
     return tuple(axes)

@@ -205,8 +205,8 @@ def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
 
 def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
     """Draw the trials of a search: the objective against each searched field."""
-    given = {key: value for trial in data.trials for key, value in trial["params"].items()}
-    numeric = [key for key, value in given.items() if not isinstance(axis_value(value), str)]
+    params = {key: value for trial in data.trials for key, value in trial["params"].items()}
+    numeric = [key for key, value in params.items() if not isinstance(axis_value(value), str)]
     if not numeric:
         return
     panels = [panel(key.rpartition(".")[2], _trials, trials=data.trials, key=key) for key in numeric]

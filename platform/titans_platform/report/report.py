@@ -110,8 +110,8 @@ def build_report(
     search = search or {}
     seeds = plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
     search_notes = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
-    made = {result.commit for result in table.results}
-    only = made.pop() if len(made) == 1 else ""
+    commits = {result.commit for result in table.results}
+    only = commits.pop() if len(commits) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
     marks = {} if only else {each: DAGGERS[min(i, len(DAGGERS) - 1)] for i, each in enumerate(stale)}
     comparisons, entries = compare(table), [item for row in table.rows for item in row.entries.items()]
@@ -170,8 +170,8 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
         lines.append(f"{rows}: the memory ran on a GPU without kernels ({form}); do not compare times.")
     if table.other_seeds:
         lines.append(f"Seeds that are not the scale's are counted: {', '.join(map(str, table.other_seeds))}.")
-    for made, mark in marks.items():
-        lines.append(f"{mark} some cells were made by commit {commit(made)}; --rerun-stale runs them again.")
+    for stale, mark in marks.items():
+        lines.append(f"{mark} some cells were made by commit {commit(stale)}; --rerun-stale runs them again.")
     if only not in ("", table.commit):
         current = commit(table.commit)
         lines.append(f"All cells were made by commit {commit(only)}; the code here is {current}.")
@@ -191,8 +191,10 @@ def _facts(table: Table) -> dict[str, str]:
         "version of the evaluation": _counted(result.eval_version for result in results),
         "operators": _counted(", ".join(result.forms) for result in results),
     }
-    made = [result.environment for result in results]
-    facts |= {name: _counted(each.get(name) for each in made) for each in made for name in each}
+    environments = [result.environment for result in results]
+    facts |= {
+        name: _counted(each.get(name) for each in environments) for each in environments for name in each
+    }
     tokens = sum(result.tokens for result in results)
     trained, measured = (sum(getattr(r, key) for r in results) for key in ("train_seconds", "eval_seconds"))
     return facts | {

@@ -200,13 +200,13 @@ def build_table(run: StudyRun) -> Table:
 def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     results = tuple(r for cell in cells if (r := cell.folder(run.root).shown_result()) is not None)
     stale = tuple(sorted({result.commit for result in results} - {run.commit}))
-    made = TableRow(row, tuple(cells), tuple(cell_statuses(cells, run.root)), results, stale=stale)
+    table_row = TableRow(row, tuple(cells), tuple(cell_statuses(cells, run.root)), results, stale=stale)
     entries = {}
     for key, column in run.columns.items():
-        values = by_seed(made, key, column.factor).values()
+        values = by_seed(table_row, key, column.factor).values()
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
-        entries[key] = Entry(column, tuple(values), wanted, row.paper.get(key), bool(made.failures))
-    return replace(made, entries=entries)
+        entries[key] = Entry(column, tuple(values), wanted, row.paper.get(key), bool(table_row.failures))
+    return replace(table_row, entries=entries)
 
 
 def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str) -> dict[int, list[Result]]:
@@ -366,17 +366,17 @@ def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
 def tally(comparisons: Sequence[Comparison]) -> str:
     """Describe the counts in words."""
     agree, disagree, unresolved, single = count_outcomes(comparisons).values()
-    given = plural(agree + disagree + unresolved + single, "comparison")
-    text = f"of {given} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
+    total = plural(agree + disagree + unresolved + single, "comparison")
+    text = f"of {total} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
     return f"{text}, {single} have one seed" if single else text
 
 
 def method(comparisons: Sequence[Comparison]) -> str:
     """Describe the numbers of a verdict in one sentence."""
-    given = plural(sum(each.p is not None for each in comparisons), "comparison")
+    total = plural(sum(each.p is not None for each in comparisons), "comparison")
     return (
         "Each number is the mean difference paired by seed (better is +), with its 95% Student interval and "
-        f"the p value of the paired t test, Holm-adjusted over the {given}; it is resolved where p < {ALPHA}."
+        f"the p value of the paired t test, Holm-adjusted over the {total}; it is resolved where p < {ALPHA}."
     )
 
 

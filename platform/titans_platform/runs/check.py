@@ -225,8 +225,8 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     Raises UsageError if the data are not prepared.
     """
     data = build_objective(cfg).open(root).fingerprint
-    given = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
-    return RunSpec(cfg, root.resolve(), **given | {"resources": resources} | fields)
+    identity = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
+    return RunSpec(cfg, root.resolve(), **identity | {"resources": resources} | fields)
 
 
 def check_resources(

@@ -88,12 +88,12 @@ def quiet() -> None:
 
     Variables that the user has set are kept. The allocator settings are applied to this process too.
     """
-    given = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
-    os.environ.update(given)
+    variables = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
+    os.environ.update(variables)
     tuned = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if platform.libc_ver()[0] == "glibc" and not tuned:
-        for name in MALLOPT.keys() & given.keys():
-            ctypes.CDLL(None).mallopt(MALLOPT[name], int(given[name]))
+        for name in MALLOPT.keys() & variables.keys():
+            ctypes.CDLL(None).mallopt(MALLOPT[name], int(variables[name]))
     for name in ("ray", "ray.train", "ray.data"):
         logging.getLogger(name).setLevel(logging.ERROR)
     logging.getLogger("ray.tune").setLevel(logging.CRITICAL)

@@ -210,8 +210,8 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
         values |= {name: task.value, f"{name}/stderr": task.stderr}
     values |= {name: getattr(result, name) for name in FINAL}
     run.summary({name: value for name, value in values.items() if value is not None}, result.steps)
-    made = {"commit": result.commit, "data": result.data_fingerprint, "eval_version": result.eval_version}
-    tags = {f"titans.{name}": value for name, value in (result.environment | made).items()}
+    origin = {"commit": result.commit, "data": result.data_fingerprint, "eval_version": result.eval_version}
+    tags = {f"titans.{name}": value for name, value in (result.environment | origin).items()}
     run.tags(tags | {"mlflow.source.git.commit": result.commit})
     run.close(ended=ended)
 

@@ -270,8 +270,8 @@ def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> Run
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
     tracking = replace(study.tracking, title=title, params=params(cell, rows), tags=tags)
     labels = {"study": study.study.name, "row": cell.row}
-    given = cell.config, study.root, cell.name, study.commit, cell.data
-    return RunSpec(*given, study.resources, tracking, labels)
+    run = cell.config, study.root, cell.name, study.commit, cell.data
+    return RunSpec(*run, study.resources, tracking, labels)
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:

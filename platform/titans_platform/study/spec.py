@@ -261,11 +261,11 @@ class Study(Frozen):
 
     def rows_of(self, scale_name: str) -> list[Row]:
         """Return the listed rows of a scale, with the scale's overrides and the paper's numbers."""
-        size, given = self.scale(scale_name).paper or scale_name, self.scale(scale_name).rows
+        size, changes = self.scale(scale_name).paper or scale_name, self.scale(scale_name).rows
         columns = {key: column.paper or (key,) for key, column in self.columns_at(scale_name).items()}
         rows = []
         for row in self.rows:
-            if (change := given.get(row.name, {})) is not None:
+            if (change := changes.get(row.name, {})) is not None:
                 numbers = printed(self.paper, size, row.name, columns) | row.paper
                 rows.append(row.model_copy(update={"set": overlay(row.set, change), "paper": numbers}))
         return rows
@@ -284,8 +284,8 @@ class Study(Frozen):
             return None
         below, above = self.search.model_dump(mode="json"), self.scales[scale_name].search
         merged = {**below, **above}
-        if isinstance(given := above.get("space"), dict):
-            merged["space"] = {**below["space"], **given}
+        if isinstance(space := above.get("space"), dict):
+            merged["space"] = {**below["space"], **space}
         return validate(Search, merged, f"{self.name}, scale {scale_name}, search")
 
     def scale_name(self, name: str) -> str:

@@ -205,15 +205,15 @@ class GeneratedTask(Task):
         config, length, options = context.config, context.length, self.options.model_dump(mode="json")
         about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
         rng, misses = random.Random(digest(about)), 0
-        given: set[str] = set()
-        while len(given) < config.items and misses < PATIENCE:
+        drawn: set[str] = set()
+        while len(drawn) < config.items and misses < PATIENCE:
             item = self.item(rng, length, context.scorer.tokenizer)
             misses += 1
-            if item.hash not in given and item.hash not in context.prepared.item_hashes:
+            if item.hash not in drawn and item.hash not in context.prepared.item_hashes:
                 misses = 0
-                given.add(item.hash)
+                drawn.add(item.hash)
                 yield item
-        if not given:
+        if not drawn:
             raise UsageError(f"task: every item of {self.label} at {length} tokens occurs in training")
 
 

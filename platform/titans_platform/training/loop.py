@@ -26,15 +26,7 @@ from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
-from titans_platform.training.optim import (
-    SKIPS,
-    WINDOW,
-    Diverged,
-    adamw,
-    drawn_window,
-    judge,
-    learning_rate,
-)
+from titans_platform.training.optim import SKIPS, WINDOW, Diverged, adamw, drawn_window, judge, learning_rate
 from titans_platform.training.parallel import (
     clip_gradients,
     data_shard,

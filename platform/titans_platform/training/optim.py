@@ -50,8 +50,8 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
 
 def warmup_steps(cfg: OptimConfig) -> int:
     """Return the number of warm-up steps; the last of them has the full learning rate."""
-    given = cfg.warmup_steps
-    return max(1, round(cfg.warmup_fraction * cfg.steps) if given is None else given)
+    configured = cfg.warmup_steps
+    return max(1, round(cfg.warmup_fraction * cfg.steps) if configured is None else configured)
 
 
 def equal_rates(one: OptimConfig, other: OptimConfig) -> int:

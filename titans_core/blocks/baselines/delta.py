@@ -32,9 +32,9 @@ class _MemorySetting(LMM):
     def check(cls, config: ModelConfig) -> None:
         super().check(config)
         for field, value in cls.preset_memory.items():
-            if (given := getattr(config.memory, field)) != value and field not in cls.unchecked:
+            if (setting := getattr(config.memory, field)) != value and field not in cls.unchecked:
                 raise ValueError(
-                    f"memory.{field}: {given}, but variant {config.variant} requires {value}; "
+                    f"memory.{field}: {setting}, but variant {config.variant} requires {value}; "
                     "set that, or use variant lmm"
                 )
 

@@ -174,8 +174,8 @@ def _within(u_BDT: Tensor, h_DL: Tensor) -> Tensor:
     blocks = u.unflatten(-1, (-1, size))
     y = _product(F.pad(h[:, :size], (size - 1, 0)), blocks)
     for join in range(joins):
-        given = _across(blocks[:, :, ::2], h, size << join)
-        y = torch.cat([y[:, :, ::2], y[:, :, 1::2] + given], -1)
+        contribution = _across(blocks[:, :, ::2], h, size << join)
+        y = torch.cat([y[:, :, ::2], y[:, :, 1::2] + contribution], -1)
         blocks = u.unflatten(-1, (-1, size << (join + 1)))
     return y.flatten(2)[..., :T]
 

@@ -56,11 +56,11 @@ def gradients(
     """
     depth, based = len(weights), len(options.base)
 
-    def outputs(*given: Tensor) -> tuple[Tensor, ...]:
-        W, S, rest = given[6 : 6 + depth], given[6 + depth : 6 + 2 * depth], given[6 + 2 * depth :]
+    def outputs(*leaves: Tensor) -> tuple[Tensor, ...]:
+        W, S, rest = leaves[6 : 6 + depth], leaves[6 + depth : 6 + 2 * depth], leaves[6 + 2 * depth :]
         residual = Residual(*rest[based:]) if options.norm else options.residual
         own = options._replace(residual=residual, base=rest[:based])
-        y, W, S = _write_and_read(Inputs.of(*given[:6]), W, S, own, False)
+        y, W, S = _write_and_read(Inputs.of(*leaves[:6]), W, S, own, False)
         return y, *W, *S
 
     _, pullback, *_ = torch.func.vjp(outputs, *inputs[:6], *weights, *momentum, *options.base, *options.norm)

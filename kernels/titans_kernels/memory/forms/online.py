@@ -38,6 +38,7 @@ from titans_kernels.memory.options import Inputs, Layers, Options, Result, on_gp
 from titans_kernels.memory.parts.gates import coefficients
 from titans_kernels.memory.rules import GatedDelta, Rule
 from titans_kernels.native import compiled, parallel_for, pointer, serves
+from titans_kernels.recurrence import MIN_TOKENS, fla_delta_rule, fla_refusal
 
 BLOCK = 32
 """Tokens per triangular system. Affects only rounding."""
@@ -64,7 +65,23 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
 
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write every token and read it, as `reference.write_and_read` does."""
+    if options.is_delta_rule:
+        given, operands = inputs.v, options.operands or inputs.v.dtype
+        reason = fla_refusal(given, inputs.k.shape[-1], 1, operands)
+        if reason is None:
+            return _by_fla(inputs, weights[0], momentum, options, operands)
+        if given.is_cuda and given.shape[1] >= MIN_TOKENS and not torch.compiler.is_compiling():
+            ran.warn_once("neural_memory", "online in place of FLA's delta rule", reason)
     return each_document(_rows, inputs.to_state_dtype(), weights, momentum, options)
+
+
+def _by_fla(inputs: Inputs, W: Tensor, momentum: Layers, options: Options, operands: torch.dtype) -> Result:
+    """Run the delta rule with the kernels of flash-linear-attention: theta writes 2 theta of the error."""
+    q, k, v = (x.to(operands) for x in inputs[:3])
+    gated = isinstance(options.rule, GatedDelta)
+    log_keep = torch.log1p(-inputs.alpha) if gated else None
+    y, after = fla_delta_rule(q, k, v, 2 * inputs.theta, log_keep, W, options.cu_seqlens)
+    return y, (after.to(W.dtype),), momentum
 
 
 def _rows(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:

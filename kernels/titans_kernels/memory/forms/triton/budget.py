@@ -43,7 +43,7 @@ def _forward(
     h = tl.program_id(1)
     TYPE: tl.constexpr = k.dtype.element_ty
     row, column = tl.arange(0, _BLOCK), tl.arange(0, W)
-    given = tl.where(first % length < chunk_size, held, 0)
+    held_tokens = tl.where(first % length < chunk_size, held, 0)
     for i in range(0, count, _BLOCK):
         t = first + i
         valid = i + row < count
@@ -59,7 +59,7 @@ def _forward(
         counted = size >= _TINY
         moved = 1 - load_tokens(eta, t, row, valid, h, H)
         taken = load_tokens(theta, t, row, valid, h, H)
-        wanted = tl.where(counted & (i + row >= given), 2 * taken * size, 0.0)
+        wanted = tl.where(counted & (i + row >= held_tokens), 2 * taken * size, 0.0)
         full = tl.where(counted & (moved > 0), 2 * taken / tl.where(moved > 0, moved, 1.0), 0.0)
         per_size = 1 / tl.where(counted, size, 1.0)
         for u in range(_BLOCK):

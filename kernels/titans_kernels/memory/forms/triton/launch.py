@@ -83,12 +83,12 @@ def launch(
     registers: int | None = None, **constants: Any,
 ) -> None:  # fmt: skip
     """Launch ``kernel`` on the device of its first tensor, with at most ``registers`` per thread."""
-    made = Launch(kernel, grid, arguments, constants, warps, stages, registers)
+    recorded = Launch(kernel, grid, arguments, constants, warps, stages, registers)
     if _here.lists:
-        _here.lists[-1].append(made)
+        _here.lists[-1].append(recorded)
         return
     device = next(x.device for x in arguments if isinstance(x, Tensor))
     if device.type == "cuda":
         assembler.select(assembler.arch_of(device.index))
     with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
-        kernel[grid](*arguments, **constants, **made.options)
+        kernel[grid](*arguments, **constants, **recorded.options)

@@ -4,19 +4,19 @@ import math
 
 import pytest
 
-from tests.audit import leaks, planted  # noqa: F401 (they register their layers)
-from tests.audit.layers import FAULTS, TWINS
+from experiments.audit import planted  # noqa: F401 (it registers its layers)
+from experiments.audit.layers import FAULTS, TWINS
 from titans_core.audit import audit
 
 LENGTH = 40
 
 
-def test_there_are_enough_faults():
+def test_every_planted_fault_is_registered():
     assert len(FAULTS) == 50
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_planted_fault_is_found(name):
+def test_planted_fault_is_found(name):
     fault = FAULTS[name]
     report = audit(lambda: fault.adapt(fault.layer()), width=8, length=LENGTH, only=[fault.check])
     result = report[fault.check]

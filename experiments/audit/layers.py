@@ -1,7 +1,6 @@
 """Correct layers, and the register of layers with one known fault that are made from them."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -167,14 +166,12 @@ def attention(layer: Any) -> Adapter:
     return Adapter(layer, lambda x: layer(x)[0], width=D, step=layer)
 
 
-@dataclass(frozen=True)
-class Fault:
+class Fault(NamedTuple):
     """A layer with a fault, and the check that must find it."""
 
     layer: type[nn.Module]
     check: str
     adapt: Callable[[Any], Any]
-    twin: type[nn.Module]
 
 
 FAULTS: dict[str, Fault] = {}
@@ -184,13 +181,20 @@ TWINS: dict[str, tuple[type[nn.Module], Callable[[Any], Any]]] = {
 }  # fmt: skip
 
 
-def fault(check: str) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Register a layer as the fault that ``check`` must find; its base class is its correct twin."""
+def register(check: str, twin: type[nn.Module], layer: type[nn.Module]) -> type[nn.Module]:
+    FAULTS[layer.__name__] = Fault(
+        layer, check, next(adapt for base, adapt in TWINS.values() if base is twin)
+    )
+    return layer
 
-    def register(layer: type[nn.Module]) -> type[nn.Module]:
-        twin = layer.__mro__[1]
-        adapt = next(adapt for base, adapt in TWINS.values() if base is twin)
-        FAULTS[layer.__name__] = Fault(layer, check, adapt, twin)
-        return layer
 
-    return register
+def plant(check: str, twin: type[nn.Module], name: str, **methods: Any) -> type[nn.Module]:
+    """Register a correct layer with other methods as the fault ``name``, which ``check`` must find."""
+    return register(check, twin, type(name, (twin,), methods))
+
+
+def fault(check: str, twin: type[nn.Module], method: str = "") -> Callable[[Any], Any]:
+    """Register a function in place of a method of ``twin``, or a subclass of ``twin``, as a fault."""
+    return lambda made: (
+        plant(check, twin, made.__name__, **{method: made}) if method else register(check, twin, made)
+    )

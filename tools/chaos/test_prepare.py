@@ -50,7 +50,7 @@ def cluster() -> Iterator[Nodes]:
 
 
 def start(data: DataConfig, root: Path, address: str) -> subprocess.Popen[str]:
-    """The command as a job of the cluster runs it."""
+    """Run the command as a job of the cluster does."""
     (file := root.with_suffix(".yaml")).write_text(json.dumps({"data": data.model_dump(mode="json")}))
     command = [sys.executable, "-c", DRIVER, "data", "prepare", str(file), "--root", str(root)]
     said = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
@@ -58,7 +58,7 @@ def start(data: DataConfig, root: Path, address: str) -> subprocess.Popen[str]:
 
 
 def made(root: Path) -> dict[str, int]:
-    """The parts that are there, with the time of their manifests."""
+    """Return the finished parts with the times of their manifests."""
     # one that is being written is in a folder of its own, `*.partial`, which may be renamed at any moment
     manifests = (path for path in root.glob("data/*/*/manifest.json") if path.parent.suffix != ".partial")
     return {path.parent.name: path.stat().st_mtime_ns for path in manifests}
@@ -85,6 +85,5 @@ def test_the_driver_and_a_node_lost_the_shards_are_those_of_one_process(data, cl
     assert second.returncode == 0, said
     assert before.items() <= made(root).items()
     alone = prepare(data, tmp_path / "alone", run=by_processes(1))
-    found = open_prepared(data, root, verify=True)
-    assert files(found) == files(alone)
-    assert found.fingerprint == alone.fingerprint
+    actual = open_prepared(data, root, verify=True)
+    assert (files(actual), actual.fingerprint) == (files(alone), alone.fingerprint)

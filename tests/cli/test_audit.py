@@ -12,7 +12,7 @@ from torch import nn
 from titans_core.audit import Adapter, AuditError, Outcome, audit, report, variant_factory
 from titans_platform.cli import run
 
-LAYERS = "tests.audit.layers"
+LAYERS = "experiments.audit.layers"
 CHECKS = ("causal_gradient", "repeatable", "pieces")
 QUICK = ["--dim", "8", "--length", "40", *(f"--only={name}" for name in CHECKS)]
 
@@ -51,21 +51,18 @@ def call(*arguments: str) -> int:
     return run(["audit", *arguments])
 
 
-def test_a_correct_layer_passes_with_a_table_and_json(capsys):
+def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys):
     assert call(f"{LAYERS}:Blocks", *QUICK) == 0
     out, _ = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
     assert "causal_gradient" in out
     assert "2 of 2 checks pass, 1 do not apply" in out
     assert call(f"{LAYERS}:Blocks", *QUICK, "--json") == 0
-    found = json.loads(capsys.readouterr().out)
-    assert [r["check"] for r in found["results"]] == ["causal_gradient", "repeatable", "pieces"]
-    assert found["passed"]
-    assert found["precision"] == "float64"
-
-
-def test_a_finding_is_exit_code_1_with_the_smallest_example(capsys):
-    assert call("tests.audit.leaks:ConvolutionOneAhead", *QUICK) == 1
+    result = json.loads(capsys.readouterr().out)
+    assert [r["check"] for r in result["results"]] == ["causal_gradient", "repeatable", "pieces"]
+    assert result["passed"]
+    assert result["precision"] == "float64"
+    assert call("experiments.audit.planted:ConvolutionOneAhead", *QUICK) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail 2 tokens, output 0, input 1" in out
     assert call(f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta", "--json") == 0
@@ -88,7 +85,7 @@ def test_bad_input_is_one_line_and_exit_code_2(arguments, message, refused):
     assert message in refused("audit", *arguments)
 
 
-def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
+def test_checks_are_tests_in_a_repository_of_its_own(tmp_path):
     (tmp_path / "test_layers.py").write_text(TESTS)
     root = Path(__file__).parents[2]
     paths = f"import sys; sys.path[:0] = {[str(root), str(root / 'kernels')]}; import pytest; "
@@ -100,7 +97,7 @@ def test_the_checks_are_tests_in_a_repository_of_its_own(tmp_path):
     assert "causal_gradient: 2 tokens, output 0, input 1" in done.stdout
 
 
-def test_a_new_check_is_one_function(monkeypatch):
+def test_new_check_is_one_function(monkeypatch):
     monkeypatch.setattr(report, "CHECKS", kept := list(report.CHECKS))
     monkeypatch.setattr("titans_core.audit.CHECKS", kept)
 
@@ -113,7 +110,7 @@ def test_a_new_check_is_one_function(monkeypatch):
     assert (result.verdict, result.value, result.proves) == ("pass", 72, "The layer is small")
 
 
-def test_a_layer_that_cannot_be_called_is_one_line():
+def test_layers_that_cannot_be_called_or_cast_are_handled():
     class Broken(nn.Module):
         def forward(self, x):
             raise RuntimeError("only on Tuesdays")
@@ -126,16 +123,6 @@ def test_a_layer_that_cannot_be_called_is_one_line():
     with pytest.raises(AuditError, match="either width"):
         Adapter(nn.Identity(), torch.relu)
 
-
-@pytest.mark.parametrize("name", ["lmm", "mac", "mamba2"])
-def test_a_variant_passes_what_is_quick(name):
-    skip = ["impossible_retrieval", "time_growth", "state_growth", "finite_differences", "long_inputs"]
-    report = audit(variant_factory(name, 16), length=40, skip=skip)
-    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
-    assert len(report.of("not applicable")) <= 1
-
-
-def test_a_layer_that_casts_to_float32_is_still_checked_in_float64():
     class Casts(nn.Module):
         def __init__(self):
             super().__init__()
@@ -145,5 +132,12 @@ def test_a_layer_that_casts_to_float32_is_still_checked_in_float64():
             return self.linear(x).float().cumsum(1).to(x.dtype)
 
     report = audit(Casts, width=8, length=24, only=["finite_differences"])
-    assert report.precision == "float64"
-    assert report["finite_differences"].verdict == "pass"
+    assert (report.precision, report["finite_differences"].verdict) == ("float64", "pass")
+
+
+@pytest.mark.parametrize("name", ["lmm", "mac", "mamba2"])
+def test_variant_passes_what_is_quick(name):
+    skip = ["impossible_retrieval", "time_growth", "state_growth", "finite_differences", "long_inputs"]
+    report = audit(variant_factory(name, 16), length=40, skip=skip)
+    assert [f"{r.check}: {r.finding}" for r in report.of("fail")] == []
+    assert len(report.of("not applicable")) <= 1

@@ -1,7 +1,7 @@
 """An oracle with the facts of BABILong's rows scores 1, a guesser chance, from 0K to 128K tokens.
 
-`python -m tests.evals.babilong_oracle BABI BOOKS TOKENIZER`, with a folder or archive of bAbI, a file of
-books and a tokenizer as `data.tokenizer` names one.
+`python -m experiments.paper.babilong_oracle BABI BOOKS TOKENIZER`, with a folder or archive of bAbI, a
+file of books and a tokenizer as `data.tokenizer` names one.
 """
 
 import random
@@ -31,7 +31,7 @@ class Oracle:
         self.fact = re.compile("|".join(map(re.escape, facts)))
 
     def answer(self, before: str) -> str | None:
-        """What the text up to the answer decides."""
+        """Return the answer that the text up to it decides."""
         text, _, asked = before.rpartition("\nQuestion: ")
         return self.known.get((tuple(self.fact.findall(text)), asked.partition("\n")[0]))
 

@@ -82,5 +82,4 @@ def test_a_server_that_is_killed_and_comes_back_has_every_point_once(tiny_run, t
         store = open_store(tracking.uri)
         (run,) = store.client.search_runs([store.experiment])
         points = [point.step for point in store.client.get_metric_history(run.info.run_id, "loss")]
-    assert points == list(range(1, steps + 1))
-    assert run.info.status == "FINISHED"
+    assert (points, run.info.status) == (list(range(1, steps + 1)), "FINISHED")
