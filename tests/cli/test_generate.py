@@ -47,7 +47,7 @@ def test_it_prints_the_text_and_on_stderr_how_fast_it_was(cell, capsys):
     assert generate(capsys, *line, "--top-k", 1)[0] == generate(capsys, *line, "--temperature", 0)[0]
 
 
-def test_a_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
+def test_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
     greedy = ("--temperature", 0, "--max-new-tokens", 12)
     at_once, _ = generate(capsys, cell, "--read", book, "--prompt", "Whale?", *greedy)
     memory, after = tmp_path / "book.memory", tmp_path / "after.memory"
@@ -65,14 +65,13 @@ def test_a_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
     assert out[:-1] + rest == whole
 
 
-def test_the_text_may_come_from_standard_input(cell, book, capsys, monkeypatch):
+def test_text_comes_from_standard_input_and_memory_from_its_own_checkpoint(
+    cell, book, capsys, monkeypatch, tmp_path, refused
+):
     line = ("--temperature", 0, "--max-new-tokens", 9)
     expected, _ = generate(capsys, cell, "--read", book, *line)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))
     assert generate(capsys, cell, "--read", "-", *line)[0] == expected
-
-
-def test_a_memory_of_another_checkpoint_is_refused(cell, tmp_path, capsys, refused):
     memory = tmp_path / "a.memory"
     generate(capsys, cell, "--prompt", "a", "--max-new-tokens", 0, "--memory-out", memory)
     earlier = sorted(cell.glob("checkpoints/step-*"))[0]
@@ -98,7 +97,7 @@ def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, refused
     assert says in refused("generate", cell, *words)
 
 
-def test_a_run_is_handed_over_as_a_folder(cell, tmp_path, capsys, refused):
+def test_run_is_handed_over_as_a_folder(cell, tmp_path, capsys, refused):
     out = tmp_path / "out"
     assert run(["export", str(cell), str(out)]) == 0
     names = ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]

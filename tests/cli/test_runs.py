@@ -48,7 +48,7 @@ def test_runs_are_listed_and_filtered_by_state_and_study(root, capsys):
     assert "MB  tiny-small" in capsys.readouterr().out
 
 
-def test_a_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refused):
+def test_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refused):
     (cell,) = (root / "cells").iterdir()
     assert titans(root, "runs", "delete", cell.name, "--dry-run") == 0
     assert cell.is_dir()

@@ -25,13 +25,6 @@ class Robust(Rule):
 
 
 @dataclass(frozen=True)
-class ReadsStart(Rule):
-    """The paper's rule, but tokens read the weights at the start of their chunk."""
-
-    reads: ClassVar[str] = "chunk"
-
-
-@dataclass(frozen=True)
 class Gated(GatedDelta):
     """A write gate of its own, and an update of its own."""
 

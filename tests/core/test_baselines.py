@@ -1,6 +1,5 @@
 """Language baselines: step-by-step decoding, agreement with other implementations, parameter counts."""
 
-import importlib.util
 import math
 from typing import Any
 
@@ -41,7 +40,7 @@ def perturbed(variant: str, options: dict | None = None) -> Block:
     ("variant", "options"),
     [(v, None) for v in BASELINES] + [(v, {"heads": 2, "conv_kernel": 4}) for v in CONVOLVED],
 )
-def test_the_parallel_form_is_the_recurrence_token_by_token(variant, options):
+def test_parallel_form_is_the_recurrence_token_by_token(variant, options):
     block = perturbed(variant, options)
     for T in (1, 17, 67):  # 67 and 17 end inside a chunk
         x = torch.randn(2, T, 16, generator=torch.Generator().manual_seed(T), dtype=torch.float64)
@@ -62,7 +61,7 @@ def test_the_parallel_form_is_the_recurrence_token_by_token(variant, options):
 
 
 @pytest.mark.parametrize("variant", CONVOLVED)
-def test_a_short_convolution_is_that_of_torch_after_the_projections(variant):
+def test_short_convolution_is_that_of_torch_after_the_projections(variant):
     block = perturbed(variant, {"heads": 2, "conv_kernel": 4})
     x = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     z, positions = block.norm(x), Positions(torch.arange(19)[None])
@@ -97,7 +96,7 @@ def test_mamba2_starts_from_steps_and_decays_drawn_independently(variant):
 
 
 @pytest.mark.parametrize(("variant", "decays"), [("deltanet", False), ("gated_deltanet", True)])
-def test_the_delta_rules_are_the_published_recurrences(variant, decays):
+def test_delta_rules_are_the_published_recurrences(variant, decays):
     memory = perturbed(variant).memory
     x = torch.randn(1, 23, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     q, writes, _ = memory._project_tokens(x, memory.start(1).conv_state)
@@ -114,7 +113,7 @@ def test_the_delta_rules_are_the_published_recurrences(variant, decays):
 
 
 @pytest.mark.parametrize("variant", BASELINES)
-def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
+def test_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
     baseline = count_parameters(presets.preset("laptop", "transformer"))
     # the three feed-forward layers of a hybrid are each as wide as a multiple of 16
     share = 0.04 if variant in ("based", "gated_deltanet_h2") else 0.03
@@ -122,7 +121,7 @@ def test_the_laptop_preset_has_as_many_parameters_as_the_transformer(variant):
 
 
 @pytest.mark.parametrize(("variant", "layers"), [("samba", 2), ("gated_deltanet_h2", 3)])
-def test_a_hybrid_has_the_depth_of_its_size_in_layers(variant, layers):
+def test_hybrid_has_the_depth_of_its_size_in_layers(variant, layers):
     for size in ("400M", "760M"):
         c, depth = presets.preset(size, variant), presets.preset(size, "transformer").n_layers
         assert abs(c.n_layers * layers - depth) <= 1
@@ -154,15 +153,16 @@ def test_bf16_autocast_keeps_the_state_in_float32(variant):
     assert all(torch.isfinite(p.grad).all() for p in m.parameters())
 
 
-@pytest.mark.parametrize(("variant", "heads"), [("gla", 3), ("retnet", 16), ("hgrn2", 5), ("retnet", 3)])
-def test_heads_that_do_not_fit_are_named(variant, heads):
-    with pytest.raises(ValueError, match=rf"options\.heads: {heads} does not divide"):
-        LanguageModel(ModelConfig(variant=variant, d_model=16, n_layers=1, options={"heads": heads}))
-
-
-oracle = pytest.mark.skipif(
-    importlib.util.find_spec("transformers") is None, reason="no transformers: pip install -e '.[dev]'"
-)
+@pytest.mark.parametrize("variant", SETTINGS)
+def test_config_with_another_memory_or_heads_is_refused(variant):
+    set_of = config(variant)
+    for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
+        other = set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
+        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but variant {variant} requires"):
+            LanguageModel(other)
+    for baseline, heads in (("gla", 3), ("retnet", 16), ("hgrn2", 5), ("retnet", 3)):
+        with pytest.raises(ValueError, match=rf"options\.heads: {heads} does not divide"):
+            LanguageModel(ModelConfig(variant=baseline, d_model=16, n_layers=1, options={"heads": heads}))
 
 
 def copied(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None:
@@ -184,63 +184,52 @@ def compare(layer: torch.nn.Module, block: Block, names: dict[str, str]) -> None
     z = block.norm(x)
     theirs, parameters = dict(layer.named_parameters()), dict(block.named_parameters())
     weights = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1)) / 37
-    found = block.mix(x, None, Positions(torch.arange(37)[None]))[0] - x
+    actual = block.mix(x, None, Positions(torch.arange(37)[None]))[0] - x
     expected = layer.eval()(z)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    ours = torch.autograd.grad((found * weights).sum(), [x, *(parameters[n] for n in names)])
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    ours = torch.autograd.grad((actual * weights).sum(), [x, *(parameters[n] for n in names)])
     other = list(torch.autograd.grad((expected * weights).sum(), [x, *(theirs[n] for n in names.values())]))
     at = 1 + list(names).index("conv.weight_KC")
     other[at] = other[at].squeeze(1).flip(-1).T
     torch.testing.assert_close(list(ours), other, rtol=1e-5, atol=1e-5)
 
 
-def oracle_block(variant: str, **options) -> Block:
-    torch.manual_seed(0)
-    c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)
-    return LanguageModel(c).blocks[0]
-
-
-@oracle
-def test_mamba_is_that_of_transformers():
-    from transformers import MambaConfig
-    from transformers.models.mamba.modeling_mamba import MambaMixer
-
-    layer = MambaMixer(MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1), layer_idx=0)
-    # theirs has one projection with a bias where ours has a weight and a parameter
-    names = {
+SSM_NAMES = {
+    "mamba": {
+        # theirs has one projection with a bias where ours has a weight and a parameter
         "log_a_CN": "A_log", "skip_C": "D", "conv.weight_KC": "conv1d.weight", "conv_bias": "conv1d.bias",
         "w_in.weight": "in_proj.weight", "w_x.weight": "x_proj.weight", "w_dt.weight": "dt_proj.weight",
         "dt_bias_C": "dt_proj.bias", "w_o.weight": "out_proj.weight",
-    }  # fmt: skip
-    compare(layer, oracle_block("mamba", state=6), names)
-
-
-@oracle
-def test_mamba2_is_that_of_transformers():
-    from transformers import Mamba2Config
-    from transformers.models.mamba2.modeling_mamba2 import Mamba2Mixer
-
-    sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8}
-    c = Mamba2Config(hidden_size=32, expand=2, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes)
-    layer = Mamba2Mixer(c, layer_idx=0)
-    names = {
+    },
+    "mamba2": {
         "log_a_H": "A_log", "skip_H": "D", "dt_bias_H": "dt_bias", "conv.weight_KC": "conv1d.weight",
         "conv_bias": "conv1d.bias", "w_in.weight": "in_proj.weight", "output_norm.weight": "norm.weight",
         "w_o.weight": "out_proj.weight",
-    }  # fmt: skip
-    compare(layer, oracle_block("mamba2", head_dim=16, state=6), names)
+    },
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("variant", SETTINGS)
-def test_a_config_that_sets_the_memory_otherwise_is_refused(variant):
-    set_of = config(variant)
-    for field, value in {"depth": 3, "momentum": True, "max_theta": 0.25}.items():
-        other = set_of.model_copy(update={"memory": set_of.memory.model_copy(update={field: value})})
-        with pytest.raises(ValueError, match=rf"^memory\.{field}: {value}, but variant {variant} requires"):
-            LanguageModel(other)
+@pytest.mark.parametrize(("variant", "options"), [
+    ("mamba", {"state": 6}), ("mamba2", {"head_dim": 16, "state": 6}),
+])  # fmt: skip
+def test_mamba_and_mamba2_equal_transformers(variant, options):
+    transformers = pytest.importorskip("transformers")
+    if variant == "mamba":
+        layer = transformers.models.mamba.modeling_mamba.MambaMixer(
+            transformers.MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1), layer_idx=0
+        )
+    else:
+        sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8}
+        c = transformers.Mamba2Config(
+            hidden_size=32, expand=2, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes
+        )
+        layer = transformers.models.mamba2.modeling_mamba2.Mamba2Mixer(c, layer_idx=0)
+    torch.manual_seed(0)
+    c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)
+    compare(layer, LanguageModel(c).blocks[0], SSM_NAMES[variant])
 
 
-def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):
+def test_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_past(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     u, past = (torch.randn(2, T, 3, generator=generator, dtype=torch.float64) for T in (75, 40))
     h = torch.randn(115, 3, generator=generator, dtype=torch.float64)
@@ -248,15 +237,15 @@ def test_a_long_convolution_in_halves_is_the_sum_and_rounds_nothing_into_the_pas
     expected = [sum(h[t - s] * whole[:, s] for s in range(t + 1)) for t in range(40, 115)]
     monkeypatch.setattr(hyena, "DIRECT", 8)  # so that every part is computed by FFT
     u.requires_grad_()
-    found = hyena.causal_convolution(u, h, past)
-    torch.testing.assert_close(found, torch.stack(expected, 1), rtol=1e-10, atol=1e-10)
+    actual = hyena.causal_convolution(u, h, past)
+    torch.testing.assert_close(actual, torch.stack(expected, 1), rtol=1e-10, atol=1e-10)
     for t in (0, 20, 36, 37, 60):
-        (grad,) = torch.autograd.grad(found[0, t].sum(), u, retain_graph=True)
+        (grad,) = torch.autograd.grad(actual[0, t].sum(), u, retain_graph=True)
         assert torch.count_nonzero(grad[0, t + 1 :]) == 0
         torch.testing.assert_close(grad[0, : t + 1], h[: t + 1].flip(0), rtol=1e-10, atol=1e-10)
 
 
-def test_the_filter_of_a_float64_hyena_has_frequencies_of_float64():
+def test_filters_of_hyena_and_attention_of_based_are_their_definitions():
     block, t = model("hyena").blocks[0].double(), torch.arange(50, dtype=torch.float64)[:, None]
     layer, length, bands = block.filter, block.options.length, block.options.bands
     frequencies = 1e-4 + (bands - 1 - 1e-4) * torch.arange(bands).double() / (bands - 1)
@@ -268,9 +257,6 @@ def test_the_filter_of_a_float64_hyena_has_frequencies_of_float64():
     rate = slow + (fast - slow) * torch.arange(16).double() / 15
     expected = h @ layer.last * torch.exp(math.log(layer.LEFT) * rate * t / (length - 1))
     torch.testing.assert_close(layer(50), expected, rtol=1e-13, atol=1e-13)
-
-
-def test_based_attends_by_the_taylor_series_of_exp():
     layer = perturbed("based").stack[1]
     z = torch.randn(2, 19, 16, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     projected = [w(z) for w in (layer.w_q, layer.w_k, layer.w_v)]
@@ -278,5 +264,5 @@ def test_based_attends_by_the_taylor_series_of_exp():
     s = q @ k.mT / q.shape[-1] ** 0.5
     p = (1 + s + s.square() / 2).tril()
     expected = layer.w_o(((p / p.sum(-1, keepdim=True)) @ v).transpose(1, 2).flatten(2))
-    found = layer.output(linear_attention(*layer.tokens(projected, z, None), layer.start(2))[0], z)
-    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    actual = layer.output(linear_attention(*layer.tokens(projected, z, None), layer.start(2))[0], z)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)

@@ -22,7 +22,7 @@ def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
 
 
 @pytest.mark.parametrize(("variant", "switch"), CASES)
-def test_a_sequence_cut_anywhere_goes_on_exactly(variant, switch):
+def test_sequence_cut_anywhere_goes_on_exactly(variant, switch):
     m = model(variant, **SWITCHES[switch])
     x = tokens(2, 77)
     torch.testing.assert_close(pieces(m, x, [5, 20, 1, 1, 30, 20]), m(x).logits, rtol=1e-10, atol=1e-10)
@@ -39,8 +39,8 @@ def test_packed_documents_equal_documents_alone(variant, switch):
     torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-10, atol=1e-10)
     weights = torch.randn(packed.shape, generator=torch.Generator().manual_seed(4), dtype=packed.dtype)
     grads = lambda x: torch.autograd.grad((x * weights).sum(), list(m.parameters()))  # noqa: E731
-    found, expected = grads(packed), grads(torch.cat(alone))
-    torch.testing.assert_close(found, expected, rtol=1e-8, atol=1e-8)
+    actual, expected = grads(packed), grads(torch.cat(alone))
+    torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("window", [12, None])
@@ -66,17 +66,17 @@ def test_state_bytes_are_those_of_the_state(variant, switch):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_detached_state_goes_on_without_the_graph(variant):
+def test_detached_state_goes_on_without_the_graph(variant):
     m, x = model(variant), tokens(1, 30)
     state = m(x[:, :21]).state
-    found, expected = m(x[:, 21:], state.detach()).logits, m(x[:, 21:], state).logits
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    actual, expected = m(x[:, 21:], state.detach()).logits, m(x[:, 21:], state).logits
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     leaves = torch.utils._pytree.tree_leaves(state.detach())
     assert not any(t.requires_grad for t in leaves if isinstance(t, Tensor))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
+def test_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
     m, kept = LanguageModel(config(variant)), []
     for length in (67, 643):  # both three tokens into a chunk and a segment
         with torch.no_grad():
@@ -85,23 +85,23 @@ def test_a_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
     assert kept[0] == kept[1]
 
 
-@pytest.mark.parametrize("window", [12, 40, None])
+@pytest.mark.parametrize("window", [12, None])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_that_are_reset_are_new_sequences(variant, window):
     """Rows are reset at different calls; each then matches a separate sequence, gradients included."""
     m, x = model(variant, window=window), tokens(3, 96)
     resets = None, torch.tensor([False, True, False]), torch.tensor([True, False, False])
-    state, found = None, []
+    state, actual = None, []
     for part, reset_B in zip(x.split(32, 1), resets, strict=True):
         out = m(part, state, reset_B=reset_B)
         state = out.state
-        found.append(out.logits)
+        actual.append(out.logits)
     sequences = [x[:1, :64], x[:1, 64:]], [x[1:2, :32], x[1:2, 32:]], [x[2:]]
     expected = torch.cat([torch.cat([m(part).logits for part in row], 1) for row in sequences])
-    torch.testing.assert_close(torch.cat(found, 1), expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(torch.cat(actual, 1), expected, rtol=1e-9, atol=1e-9)
     weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=expected.dtype)
     grads = lambda y: torch.autograd.grad((y * weights).sum(), list(m.parameters()))  # noqa: E731
-    torch.testing.assert_close(grads(torch.cat(found, 1)), grads(expected), rtol=1e-8, atol=1e-8)
+    torch.testing.assert_close(grads(torch.cat(actual, 1)), grads(expected), rtol=1e-8, atol=1e-8)
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
@@ -112,7 +112,7 @@ def test_rows_inside_a_chunk_cannot_be_reset(variant):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_state_splits_and_joins_by_rows(variant):
+def test_state_splits_and_joins_by_rows(variant):
     m, x = model(variant), tokens(5, 60)
     state = m(x[:, :32]).state
     parts = state.split([2, 3])
@@ -131,9 +131,9 @@ def test_documents_in_one_kernel_are_documents_alone(variant):
     starts[0, 30], starts[1, 20], starts[1, 21] = True, True, True
     expected = m(x, document_starts=starts).logits
     with torch.autocast("cuda", torch.bfloat16):
-        found = m(x, document_starts=starts).logits.float()
-    assert (found - expected).norm() < 0.04 * expected.norm()
-    for logits in (expected, found):
+        actual = m(x, document_starts=starts).logits.float()
+    assert (actual - expected).norm() < 0.04 * expected.norm()
+    for logits in (expected, actual):
         grads = torch.autograd.grad(logits.square().sum(), list(m.parameters()))
         assert all(torch.isfinite(grad).all() for grad in grads)
 
@@ -142,11 +142,11 @@ def test_documents_in_one_kernel_are_documents_alone(variant):
 def test_blocks_that_are_computed_again_have_the_same_gradients(backend):
     if backend == "native" and library(torch.float64) is None:
         pytest.skip("no C++ compiler")
-    x, found = tokens(2, 40), []
+    x, collected = tokens(2, 40), []
     m = model(backend=backend, write_budget=1.0, forget_to="initial")
     for recompute in (False, True):
         for block in m.blocks:
             block.recompute = recompute
         out = m(x[:, 24:], m(x[:, :24]).state)
-        found.append(torch.autograd.grad(out.logits.square().sum(), list(m.parameters())))
-    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
+        collected.append(torch.autograd.grad(out.logits.square().sum(), list(m.parameters())))
+    torch.testing.assert_close(*collected, rtol=1e-12, atol=1e-12)

@@ -75,17 +75,16 @@ def test_layer_passes_its_options_on_to_the_operator(options):
 def test_rotary_angles_are_exact_two_million_tokens_in():
     at = torch.tensor([[0, 1, 999_983, 2_097_151]])
     x = torch.randn(1, 1, 4, 64, generator=torch.Generator().manual_seed(0))
-    found = rotate(x, RotaryEmbedding.at(at, 64, 10_000.0, x.dtype))
+    result = rotate(x, RotaryEmbedding.at(at, 64, 10_000.0, x.dtype))
     pairs = torch.complex(x[..., :32].double(), x[..., 32:].double())
     for t, position in enumerate(at[0].tolist()):
         for i in range(32):
             turned = complex(pairs[0, 0, t, i]) * cmath.exp(1j * (position * 10_000.0 ** (-i / 32)))
-            assert abs(turned - complex(found[0, 0, t, i], found[0, 0, t, 32 + i])) < 1e-6
+            assert abs(turned - complex(result[0, 0, t, i], result[0, 0, t, 32 + i])) < 1e-6
 
 
-def test_a_full_window_equals_full_attention_and_a_smaller_one_does_not():
-    full, windowed = model("transformer", window=None), model("transformer", window=12)
-    wide = model("transformer", window=60)
+def test_full_window_equals_full_attention_and_a_smaller_one_does_not():
+    full, windowed, wide = (model("transformer", window=window) for window in (None, 12, 60))
     x = tokens(2, 60)
     torch.testing.assert_close(wide(x).logits, full(x).logits)
     torch.testing.assert_close(windowed(x[:, :12]).logits, full(x[:, :12]).logits)

@@ -43,18 +43,14 @@ def rows(lengths=LENGTHS):
 
 def padded(sequences, side="right", pad=39):
     """Tokens, mask and labels [B, T]; labels are -100 at padding and at the first token."""
-    width = max(map(len, sequences))
-    batch = {"input_ids": [], "attention_mask": [], "labels": []}
+    width, batch = max(map(len, sequences)), {"input_ids": [], "attention_mask": [], "labels": []}
     for row in sequences:
         gap = [0, width - len(row)][:: 1 if side == "right" else -1]
         labels = torch.cat([torch.tensor([IGNORED]), row[1:]])
-        ones = torch.ones_like(row)
-        for key, x, fill in (
-            ("input_ids", row, pad),
-            ("attention_mask", ones, 0),
-            ("labels", labels, IGNORED),
+        for kept, x, fill in zip(
+            batch.values(), (row, torch.ones_like(row), labels), (pad, 0, IGNORED), strict=True
         ):
-            batch[key].append(torch.nn.functional.pad(x, gap, value=fill))
+            kept.append(torch.nn.functional.pad(x, gap, value=fill))
     return {key: torch.stack(x) for key, x in batch.items()}
 
 
@@ -81,7 +77,7 @@ def test_padded_rows_equal_rows_alone(variant, use_cache, side):
     close(out.loss.double(), sum(losses) / (sum(LENGTHS) - len(LENGTHS)), rtol=1e-6, atol=1e-6)
 
 
-def test_masked_tokens_inside_a_row_are_not_read():
+def test_masked_tokens_are_not_read_and_labels_after_padding_no_targets():
     net, (row,) = titans("mac"), rows([40])
     kept = torch.rand(40, generator=torch.Generator().manual_seed(3)) < 0.6
     kept[0] = True
@@ -89,9 +85,6 @@ def test_masked_tokens_inside_a_row_are_not_read():
     close(out.logits[0, kept], net(row[kept][None]).logits[0])
     last = torch.arange(40).masked_fill(~kept, 0).cummax(0).values
     close(out.logits[0], out.logits[0, last])
-
-
-def test_labels_after_padding_on_the_left_are_no_targets():
     batch, net = padded(rows(), "left"), titans()
     first = batch["attention_mask"].argmax(1)
     labels = batch["labels"].clone()
@@ -102,12 +95,11 @@ def test_labels_after_padding_on_the_left_are_no_targets():
 
 @pytest.mark.parametrize("side", ["right", "left"])
 @each_variant
-def test_a_padded_batch_continues_from_its_states(variant, side):
+def test_padded_batch_continues_from_its_states(variant, side):
     net, batch, more = titans(variant), padded(rows(), side), tokens(len(LENGTHS), 7, 99)
     first = net(batch["input_ids"], batch["attention_mask"])
     mask, state = torch.cat([batch["attention_mask"], torch.ones_like(more)], 1), first.past_key_values
-    assert state.get_seq_length() == max(LENGTHS)
-    assert state.positions() == LENGTHS
+    assert (state.get_seq_length(), state.positions()) == (max(LENGTHS), LENGTHS)
     state.reorder_cache(beams := torch.tensor([2, 2, 0, 4, 1]))
     second = net(more, mask[beams], past_key_values=state)
     for row, old in enumerate(beams.tolist()):
@@ -158,7 +150,7 @@ def test_packed_documents_equal_documents_alone(variant, way):
         close(ours, net(row[None]).logits[0])
 
 
-def test_packed_rows_may_be_padded_too():
+def test_packed_rows_may_be_padded_or_come_from_the_collator_of_transformers():
     net, lengths = titans("mac"), [[9, 12], [30], [5, 5, 5]]
     texts = [torch.cat([tokens(1, n, n + i)[0] for i, n in enumerate(row)]) for row in lengths]
     places = [torch.cat([torch.arange(n) for n in row]) for row in lengths]
@@ -168,9 +160,6 @@ def test_packed_rows_may_be_padded_too():
         for i, ours in enumerate(own(out.logits, batch["attention_mask"])):
             alone = [net(part[None]).logits[0] for part in texts[i].split(lengths[i])]
             close(ours, torch.cat(alone))
-
-
-def test_the_collator_of_transformers_without_padding_is_understood():
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     texts = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in rows()]
     net, batch = titans("lmm"), padded(rows())
@@ -192,17 +181,15 @@ def test_positions_that_rise_by_one_change_nothing(name):
 
 
 BATCH = {"input_ids": tokens(2, 6)}
+
+
 REFUSED = {
     "misspelt": ({"lables": tokens(2, 6)}, TypeError, "lables"),
-    "unknown": ({"token_type_ids": tokens(2, 6)}, TypeError, "token_type_ids"),
     "bidirectional": ({"is_causal": False}, TypeError, "is_causal"),
     "attentions": ({"output_attentions": True}, ValueError, "output_attentions: "),
     "positions that jump": ({"position_ids": torch.arange(6)[None] ** 2}, ValueError, "do not rise by 1"),
-    "positions that fall": ({"position_ids": torch.arange(6).flip(0)[None]}, ValueError, "do not rise by 1"),
     "positions too short": ({"position_ids": torch.arange(5)[None]}, ValueError, r"position_ids: \[1, 5\]"),
     "labels too short": ({"labels": tokens(2, 5)}, ValueError, r"labels: \[2, 5\], not \[2, 6\]"),
-    "labels of one row": ({"labels": tokens(1, 6)}, ValueError, r"labels: \[1, 6\]"),
-    "labels flattened": ({"labels": tokens(1, 12)[0]}, ValueError, r"labels: \[12\]"),
     "labels as probabilities": ({"labels": torch.rand(2, 6)}, ValueError, "labels: torch.float32"),
     "mask too long": ({"attention_mask": torch.ones(2, 7)}, ValueError, r"attention_mask: \[2, 7\]"),
     "mask of pairs": ({"attention_mask": torch.ones(2, 1, 6, 6)}, ValueError, "attention_mask: "),
@@ -221,14 +208,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_an_argument_that_cannot_be_honoured_is_refused_in_one_line(name):
+def test_argument_that_cannot_be_honoured_is_refused_in_one_line(name):
     arguments, kind, message = REFUSED[name]
     with pytest.raises(kind, match=message) as caught:
         titans()(**{**BATCH, **arguments})
     assert "\n" not in str(caught.value)
 
 
-def test_a_state_that_does_not_fit_the_mask_or_positions_is_refused():
+def test_state_that_does_not_fit_the_mask_or_positions_is_refused():
     net, x = titans(), tokens(2, 6)
     past = net(x, use_cache=True).past_key_values
     mask = torch.ones(2, 12)
@@ -241,12 +228,9 @@ def test_a_state_that_does_not_fit_the_mask_or_positions_is_refused():
         net(x, position_ids=torch.tensor([[6, 7, 8, 0, 1, 2]]), past_key_values=past)
 
 
-def test_a_misspelt_argument_of_generate_is_refused():
+def test_misspelt_or_unknown_arguments_are_refused():
     with pytest.raises(ValueError, match="atention_mask"):
         titans().generate(tokens(1, 4), atention_mask=torch.ones(1, 4), max_new_tokens=2)
-
-
-def test_the_signature_has_no_place_for_unknown_arguments():
     assert all(
         p.kind != p.VAR_KEYWORD for p in signature(huggingface.TitansForCausalLM.forward).parameters.values()
     )
@@ -271,20 +255,13 @@ def test_outputs_have_the_form_of_transformers(name):
 
 @each_model
 @pytest.mark.parametrize("keep", [0, 1, 3, 50, torch.tensor([0, 4, 8])])
-def test_logits_to_keep_selects_logits(name, keep):
+def test_logits_to_keep_selects_logits_and_the_loss_has_all_labels(name, keep):
     net, x = MODELS[name](), tokens(2, 9)
-    whole = net(x).logits
-    close(
-        net(x, logits_to_keep=keep).logits,
-        whole[:, keep if isinstance(keep, torch.Tensor) else slice(-keep, None)],
-    )
-
-
-def test_the_loss_has_all_labels_whichever_logits_are_kept():
-    net, x = titans(), tokens(2, 9)
-    out = net(x, labels=x, logits_to_keep=2)
-    assert torch.equal(out.loss, net(x, labels=x).loss)
-    assert out.logits.shape == (2, 2, 40)
+    whole = net(x, labels=x)
+    rows = keep if isinstance(keep, torch.Tensor) else slice(-keep, None)
+    close(net(x, logits_to_keep=keep).logits, whole.logits[:, rows])
+    if name != "llama":
+        assert torch.equal(net(x, labels=x, logits_to_keep=keep).loss, whole.loss)
 
 
 @each_model
@@ -302,52 +279,41 @@ def test_hidden_states_are_the_embedding_and_every_block(name, cached):
 
 
 @each_model
-def test_embeddings_may_be_given_in_place_of_tokens(name):
-    net, x = MODELS[name](), tokens(2, 9)
-    close(net(inputs_embeds=net.get_input_embeddings()(x)).logits, net(x).logits)
-
-
-@each_model
-def test_num_items_in_batch_divides_the_sum_of_losses(name):
+def test_num_items_in_batch_divides_losses_and_embeddings_replace_tokens(name):
     net, batch = MODELS[name](), padded(rows())
     count = sum(LENGTHS) - len(LENGTHS)
-    parts = [
-        net(**padded([row]), num_items_in_batch=torch.tensor(count)).loss for row in rows() if len(row) > 1
-    ]
+    few = {"num_items_in_batch": torch.tensor(count)}
+    parts = [net(**padded([row]), **few).loss for row in rows() if len(row) > 1]
     close(sum(parts), net(**batch).loss, rtol=1e-5, atol=1e-6)
     close(net(**batch, num_items_in_batch=7).loss, net(**batch).loss * count / 7, rtol=1e-5, atol=1e-6)
+    x = tokens(2, 9)
+    close(net(inputs_embeds=net.get_input_embeddings()(x)).logits, net(x).logits)
 
 
 # transformers' own methods
 
 
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(("size", "options"), [
-    (45, {}), (33, {}), (40, {}), (45, {"mean_resizing": False}), (41, {"pad_to_multiple_of": 16}),
+@pytest.mark.parametrize(("size", "options", "resized"), [
+    (45, {}, 45), (33, {}, 33), (40, {}, 40), (45, {"mean_resizing": False}, 45),
+    (41, {"pad_to_multiple_of": 16}, 48),
 ])  # fmt: skip
-def test_resized_embeddings_train_save_and_load(size, options, tied, tmp_path):
+def test_resized_embeddings_train_save_and_load(size, options, resized, tied, tmp_path):
+    auto = transformers.AutoModelForCausalLM
     save_folder(tmp_path / "a", titans("mac", tied).model)
-    net = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a")
-    x, size_of = (
-        tokens(2, 12) % 30,
-        -(-size // options.get("pad_to_multiple_of", 1)) * options.get("pad_to_multiple_of", 1),
-    )
+    net, x, n = auto.from_pretrained(tmp_path / "a"), tokens(2, 12) % 30, min(40, resized)
     with torch.no_grad():
         before = net(x).logits
     net.resize_token_embeddings(size, **options)
-    n = min(40, size_of)
     out = net(x, labels=x)
     close(out.logits[..., :n], before[..., :n], rtol=1e-4, atol=1e-4)
     assert (net.get_input_embeddings().weight is net.get_output_embeddings().weight) == tied
-    assert out.logits.shape[-1] == net.config.vocab_size == net.model.config.vocab_size == size_of
+    assert out.logits.shape[-1] == net.config.vocab_size == net.model.config.vocab_size == resized
     assert net.get_input_embeddings().weight.std() < 0.5
     out.loss.backward()
-    net(torch.full((1, 3), size_of - 1))
+    net(torch.full((1, 3), resized - 1))
     net.save_pretrained(tmp_path / "b")
-    for again in (
-        load_folder(tmp_path / "b"),
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "b"),
-    ):
+    for again in (load_folder(tmp_path / "b"), auto.from_pretrained(tmp_path / "b")):
         assert torch.equal(again(x).logits, out.logits)
     assert len(net.generate(x, max_new_tokens=3, do_sample=False)[0]) == 15
 
@@ -372,13 +338,10 @@ def test_activation_checkpointing_gives_the_same_gradients(variant, how):
     assert len(calls) == 2
 
 
-def test_checkpointing_of_every_second_block():
+def test_checkpointing_of_every_second_block_and_contradicting_configs(tmp_path):
     net = titans()
     net._set_gradient_checkpointing(True, partial(checkpoint, use_reentrant=False), every_n_layers=2)
     assert [block.recompute for block in net.model.blocks] == [True, False]
-
-
-def test_a_config_that_contradicts_itself_is_refused(tmp_path):
     save_folder(tmp_path, titans().model)
     with pytest.raises(ValueError, match="vocab_size: 50 contradicts the config's titans: 40"):
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=50)

@@ -40,11 +40,7 @@ def error(memory: NeuralMemory, writes, cache) -> Tensor:
 
 
 KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "tests.core.small:Robust"}, {"surprise_bound": None}]
-KINDS += [
-    {"rule": "tests.core.small:ReadsStart"},
-    {"forget_to": "initial"},
-    {"forget_to": "initial", "depth": 1},
-]
+KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}]
 
 
 @pytest.mark.parametrize("switches", [*KINDS, {"write_budget": 1.0}], ids=str)
@@ -67,26 +63,8 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
             torch.testing.assert_close(getattr(trace, name)[t], norm, rtol=1e-9, atol=1e-9)
 
 
-def test_memory_that_begins_anew_is_traced_as_two():
-    memory, parts = model().blocks[0].memory, torch.randn(1, 21, 16, dtype=torch.float64).split([13, 8], 1)
-
-    def traced(*parts: Tensor) -> MemoryTrace:
-        with watch(memory) as seen, torch.no_grad():
-            for x in parts:
-                memory(x)
-        return seen.traces(3)[0]
-
-    both, alone = traced(*parts), [traced(x) for x in parts]
-    assert both.restarts.tolist() == [13]
-    for name in ("surprise", "written", "final", "coefficient", "weight_norm"):
-        expected = torch.cat([getattr(one, name) for one in alone])
-        torch.testing.assert_close(getattr(both, name), expected, rtol=0, atol=0, equal_nan=True)
-    second = alone[1].own.position
-    assert torch.equal(both.own.position[13:], torch.where(second < 0, second, second + 13))
-
-
 @pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)
-def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
+def test_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
     """A linear memory's content is the sum over tokens of their share times the gradient's error."""
     memory, _, said, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
     with watch(memory) as seen, torch.no_grad():
@@ -109,7 +87,7 @@ def test_the_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(swit
 
 
 @pytest.mark.parametrize("variant", MEMORY_VARIANTS)
-def test_a_text_in_pieces_says_the_same(variant):
+def test_text_in_pieces_says_the_same(variant):
     net, row = model(variant), tokens(1, 37)
     whole, pieces = traces(net, row), traces(net, row, 1, 5, 16, 30)
     assert [trace.name for trace in whole] == ["blocks.0.memory", "blocks.1.memory"]
@@ -124,7 +102,7 @@ def test_a_text_in_pieces_says_the_same(variant):
     assert not [m for m in net.modules() if isinstance(m, NeuralMemory) and m.watcher]
 
 
-def test_a_segment_s_reads_find_keys_of_segments_before_it_alone():
+def test_reads_of_a_segment_find_earlier_keys_and_watching_changes_nothing():
     first, *_ = traces(model("mac"), tokens(1, 37))
     assert first.context is not None
     position = first.context.position
@@ -132,9 +110,6 @@ def test_a_segment_s_reads_find_keys_of_segments_before_it_alone():
     assert (position[:16] == -1).all()
     assert set(position[16:32].flatten().tolist()) <= set(range(16))
     assert set(position[32:].flatten().tolist()) <= set(range(32))
-
-
-def test_watching_changes_nothing_and_takes_one_row():
     net, row = model("mag"), tokens(1, 20)
     with torch.no_grad():
         expected = net(row).logits

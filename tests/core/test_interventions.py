@@ -37,7 +37,7 @@ def without_output(net: LanguageModel, kind: type) -> LanguageModel:
     *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
     *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
 ])  # fmt: skip
-def test_a_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
+def test_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
     x = tokens(2, 45)
     off, without = logits(model(variant), x, OFF[part]), without_output(model(variant), kind)
     torch.testing.assert_close(off, logits(without, x), rtol=1e-9, atol=1e-12)
@@ -107,14 +107,14 @@ def test_exact_under_cuts_and_packing(variant, name):
 
 
 @pytest.mark.parametrize("variant", HYBRIDS)
-def test_a_shorter_window_is_that_of_a_model_built_with_it(variant):
+def test_shorter_window_is_that_of_a_model_built_with_it(variant):
     net, x = model(variant), tokens(2, 45)
     other = model(variant, window=8, segment=8)
     other.load_state_dict(net.state_dict())
     assert torch.equal(logits(net, x, Intervention(window=8)), logits(other, x))
 
 
-def test_a_state_is_carried_across_windows():
+def test_state_is_carried_across_windows_and_nothing_is_left_of_an_intervention():
     """The cache keeps the keys of the model's own window, so the window may grow again."""
     net, x = model("mag"), tokens(2, 40)
     with torch.no_grad():
@@ -123,30 +123,6 @@ def test_a_state_is_carried_across_windows():
         y = net(x[:, 24:], state).logits
         assert state.blocks[0].attention.keys.k.shape[2] == 11
     assert not torch.equal(y, logits(net, x)[:, 24:])
-
-
-@pytest.mark.parametrize("read", [12, 16, 20])
-def test_an_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
-    """In one call, exchanged, and token by token; the model's own segments are of 32 tokens."""
-    net, x = model("mac", segment=32), tokens(1, 45)
-
-    def after(*cuts: int) -> Tensor:
-        state, found = net(x[:, :read]).state, []
-        with intervene(net, Intervention(window=8)):
-            for part in x[:, read:].split(list(cuts), 1):
-                out = net(part, state)
-                state = out.state
-                found.append(out.logits)
-        return torch.cat(found, 1)
-
-    with torch.no_grad():
-        whole, single = after(45 - read), after(*[1] * (45 - read))
-        accelerate(net)
-        torch.testing.assert_close(whole, after(45 - read), rtol=1e-9, atol=1e-10)
-    torch.testing.assert_close(whole, single, rtol=1e-9, atol=1e-10)
-
-
-def test_nothing_is_left_of_an_intervention():
     net, x = model("mag"), tokens(2, 30)
     before = logits(net, x)
     with pytest.raises(RuntimeError), intervene(net, Intervention(False, "off", False, 4)):
@@ -156,32 +132,43 @@ def test_nothing_is_left_of_an_intervention():
             pass
         assert torch.equal(logits(net, x), logits(net, x, OFF["memory"]))
     assert torch.equal(logits(net, x), before)
-
-
-@pytest.mark.parametrize(("variant", "expected"), [
-    ("lmm", {"memory", "decay"}),
-    ("mac", {"memory", "attention", "decay"}),
-    ("mag", set(OFF)),
-    ("transformer", {"attention", "cut"}),
-])  # fmt: skip
-def test_which_interventions_have_an_effect(variant, expected):
-    assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
-
-
-@pytest.mark.parametrize(("variant", "window", "why"), [
-    ("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer"),
-])  # fmt: skip
-def test_a_window_that_does_not_fit(variant, window, why):
-    error = pytest.raises(ValueError, match=rf"^window: {window} .*{why}")
-    with error, intervene(model(variant), Intervention(window=window)):
-        pass
-
-
-def test_alpha_is_bounded():
     net = model("lmm", max_alpha=0.01, alpha_bias=20.0)
     memory = net.blocks[0].memory
     _, writes, _ = memory._project_tokens(torch.randn(1, 9, 16).double(), memory.zero_conv_state())
     torch.testing.assert_close(writes.alpha, torch.full_like(writes.alpha, 0.01), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("read", [12, 16, 20])
+def test_open_segment_ends_at_the_next_border_of_a_shorter_one(read):
+    """In one call, exchanged, and token by token; the model's own segments are of 32 tokens."""
+    net, x = model("mac", segment=32), tokens(1, 45)
+
+    def after(*cuts: int) -> Tensor:
+        state, actual = net(x[:, :read]).state, []
+        with intervene(net, Intervention(window=8)):
+            for part in x[:, read:].split(list(cuts), 1):
+                out = net(part, state)
+                state = out.state
+                actual.append(out.logits)
+        return torch.cat(actual, 1)
+
+    with torch.no_grad():
+        whole, single = after(45 - read), after(*[1] * (45 - read))
+        accelerate(net)
+        torch.testing.assert_close(whole, after(45 - read), rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(whole, single, rtol=1e-9, atol=1e-10)
+
+
+def test_interventions_without_effect_and_windows_that_do_not_fit_are_known():
+    for variant, expected in (
+        ("lmm", {"memory", "decay"}), ("mac", {"memory", "attention", "decay"}), ("mag", set(OFF)),
+        ("transformer", {"attention", "cut"}),
+    ):  # fmt: skip
+        assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
+    for variant, window, why in (("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer")):
+        error = pytest.raises(ValueError, match=rf"^window: {window} .*{why}")
+        with error, intervene(model(variant), Intervention(window=window)):
+            pass
 
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])

@@ -64,7 +64,7 @@ def test_one_batch_is_learned_by_heart(variant):
 
 
 @pytest.mark.slow
-def test_a_deep_memory_trains_on_long_rows_at_default_settings():
+def test_deep_memory_trains_on_long_rows_at_default_settings():
     torch.manual_seed(0)
     m = LanguageModel(ModelConfig(vocab_size=64, d_model=8, n_layers=1, memory=MemoryConfig(depth=4, heads=1),
                                   attention=AttentionConfig(heads=1)))  # fmt: skip

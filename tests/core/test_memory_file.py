@@ -17,7 +17,7 @@ TEXT = tokens(1, 45)[0].tolist()
 
 @pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its boundary, on a segment's
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_a_saved_state_continues_bit_for_bit(variant, length, tmp_path):
+def test_saved_state_continues_bit_for_bit(variant, length, tmp_path):
     m, path = model(variant), tmp_path / "a.memory"
     reading = m.read(TEXT[:length])
     assert save_memory(path, reading, m) == path.stat().st_size
@@ -41,25 +41,28 @@ def test_every_kind_of_state_is_kept(switch, tmp_path):
     assert m.generate([[3]], 5, start=load_memory(path, m)) == m.generate([[3]], 5, start=reading)
 
 
-def test_what_is_written_after_one_copy_does_not_touch_the_other(tmp_path):
+def test_copies_of_a_file_and_the_format_without_a_checksum_are_read(tmp_path):
     m, path, fork = model("mal"), tmp_path / "a.memory", tmp_path / "b.memory"
     save_memory(path, m.read(TEXT), m)
     fork.write_bytes(path.read_bytes())
     save_memory(fork, m.read([1, 2, 3], load_memory(fork, m)), m)
-    assert load_memory(path, m).tokens == 45
-    assert load_memory(fork, m).tokens == 48
+    assert (load_memory(path, m).tokens, load_memory(fork, m).tokens) == (45, 48)
     assert m.generate([[7]], 5, start=load_memory(path, m)) == m.generate([[*TEXT, 7]], 5)
+    m, path = model("lmm"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+    path.write_bytes(older(path.read_bytes()))
+    assert load_memory(path, m).tokens == 45
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
-def test_a_memory_is_as_large_after_more_text(variant, tmp_path):
+def test_memory_is_as_large_after_more_text(variant, tmp_path):
     m, sizes = model(variant), []
     for length in (68, 644):  # both three tokens into a chunk and a segment
         sizes.append(save_memory(tmp_path / "a", m.read(tokens(1, length)[0].tolist()), m))
     assert abs(sizes[1] - sizes[0]) <= 16  # the token count in the header has more digits
 
 
-def test_another_model_is_refused_in_one_line(tmp_path):
+def test_another_model_is_refused_and_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
     m, path = model("lmm"), tmp_path / "a.memory"
     save_memory(path, m.read(TEXT), m)
     others = [model("lmm"), model("lmm", max_theta=0.2), LanguageModel(config("lmm"))]
@@ -70,6 +73,17 @@ def test_another_model_is_refused_in_one_line(tmp_path):
             load_memory(path, other)
         assert "\n" not in str(caught.value)
     assert model_hash(model("lmm")) == model_hash(m)
+    m, path = model("lmm"), tmp_path / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+
+    def full(*paths):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="No space"):
+        save_memory(path, Reading(None, (1,)), m)
+    monkeypatch.undo()
+    assert (load_memory(path, m).tokens, os.listdir(tmp_path)) == (45, ["a.memory"])
 
 
 def rewritten(content: bytes, **about: str | None) -> bytes:
@@ -87,14 +101,7 @@ def older(content: bytes, **about: str) -> bytes:
     return rewritten(content, version="2", checksum=None, **about)
 
 
-def test_a_file_of_the_format_without_a_checksum_is_read(tmp_path):
-    m, path = model("lmm"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
-    path.write_bytes(older(path.read_bytes()))
-    assert load_memory(path, m).tokens == 45
-
-
-def test_a_flipped_bit_never_loads_as_another_memory(tmp_path):
+def test_flipped_bit_never_loads_as_another_memory(tmp_path):
     m, path = model("mac"), tmp_path / "a.memory"
     save_memory(path, m.read(TEXT), m)
     content, rng = path.read_bytes(), random.Random(0)
@@ -133,18 +140,3 @@ def test_what_is_no_whole_memory_file_is_one_line(spoil, says, tmp_path):
     with pytest.raises(ValueError, match=rf"a\.memory: {says}") as caught:
         load_memory(path, m)
     assert "\n" not in str(caught.value)
-
-
-def test_a_write_that_fails_leaves_the_file_before(tmp_path, monkeypatch):
-    m, path = model("lmm"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
-
-    def full(*paths):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "replace", full)
-    with pytest.raises(OSError, match="No space"):
-        save_memory(path, Reading(None, (1,)), m)
-    monkeypatch.undo()
-    assert load_memory(path, m).tokens == 45
-    assert os.listdir(tmp_path) == ["a.memory"]

@@ -25,7 +25,7 @@ def test_telemetry_reports_the_surprise_before_the_write(forget_to):
     assert seen.summary()["weight_norm"] == pytest.approx(torch.stack(norms).mean().item())
 
 
-def test_the_memory_is_a_layer_of_its_own():
+def test_memory_is_a_layer_of_its_own_and_packs_documents_on_a_border():
     torch.manual_seed(0)
     layer = NeuralMemory(24, MemoryConfig(heads=3, chunk_size=8))
     assert all(torch.isfinite(p).all() and p.abs().max() < 20 for p in layer.parameters())
@@ -34,9 +34,10 @@ def test_the_memory_is_a_layer_of_its_own():
     first, cache = layer(x[:, :13])
     second, _ = layer(x[:, 13:], cache)
     torch.testing.assert_close(torch.cat([first, second], 1), whole, rtol=1e-4, atol=1e-5)
-
-
-def test_packed_documents_start_from_one_state_on_a_chunk_border():
+    net = model("mamba2")
+    assert healthy_limits(net) == {}
+    assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
+    assert out_of_range({}, {}) is None
     layer, documents = model().blocks[0].memory, Documents.from_starts(torch.eye(1, 20).bool())
     x = torch.randn(2, 36, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     _, cache = layer(x[:1, :16])
@@ -49,7 +50,7 @@ def test_packed_documents_start_from_one_state_on_a_chunk_border():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initial_weights(depth):
+def test_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initial_weights(depth):
     x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     for forget_to in ("zero", "initial"):
         memory = model(forget_to=forget_to, depth=depth, momentum=False, conv=False).blocks[0].memory
@@ -64,7 +65,7 @@ def test_a_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initia
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_a_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
+def test_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
     x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     memory = model(forget_to="initial", depth=depth).blocks[0].memory
     with torch.no_grad():
@@ -75,7 +76,7 @@ def test_a_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
 
 
 @pytest.mark.parametrize("forget_to", ["zero", "initial"])
-def test_a_memory_that_overshoots_is_named(forget_to):
+def test_memory_that_overshoots_is_named(forget_to):
     repeated = torch.zeros(1, 400, dtype=torch.long)
     for limits, wrong in (({"surprise_bound": None}, True), ({"write_budget": 1.0}, False)):
         net = model(max_theta=1.0, theta_bias=2.0, chunk_size=16, forget_to=forget_to, **limits)
@@ -85,10 +86,3 @@ def test_a_memory_that_overshoots_is_named(forget_to):
         assert (message or "").startswith("memory out of range: ") == wrong
         if not wrong:
             assert weight_norm(net, state)["weight_norm"] == pytest.approx(seen.summary()["weight_norm"])
-
-
-def test_models_without_a_memory_have_no_limits():
-    net = model("mamba2")
-    assert healthy_limits(net) == {}
-    assert weight_norm(net, net(torch.zeros(1, 9, dtype=torch.long)).state) == {}
-    assert out_of_range({}, {}) is None

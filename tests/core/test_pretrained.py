@@ -16,8 +16,7 @@ def test_there_and_back_is_the_same_model(variant, tmp_path):
     m, x = model(variant), tokens(2, 40)
     save_folder(tmp_path / "out", m, SPECIAL)
     about = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert about["model_type"] == "titans"
-    assert about["bos_token_id"] == 38
+    assert (about["model_type"], about["bos_token_id"]) == ("titans", 38)
     back = load_folder(tmp_path / "out")
     assert back.config == m.config
     assert torch.equal(back(x).logits, m(x).logits)

@@ -39,30 +39,31 @@ def small(variant: str = "lmm") -> LanguageModel:
 
 
 @pytest.fixture(scope="module")
-def found() -> dict[str, Inspected]:
+def inspected() -> dict[str, Inspected]:
     tokenizer = load_tokenizer("byte")
     return {v: inspect_text(small(v), tokenizer, TEXT, f"a <{v}>", 2048) for v in ("lmm", "mac")}
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_the_page_is_valid_without_links_and_escapes_the_text(found, variant):
-    html = page(found[variant], "a & b.txt", position=70)
+def test_page_is_valid_without_links_and_escapes_the_text(inspected, variant):
+    html = page(inspected[variant], "a & b.txt", position=70, warning="memory out of range")
     parsed = Page(html)
     assert [tag for tag, _ in parsed.tags if tag in ("a", "link", "img", "iframe")] == []
     assert not re.search(r"https?://(?!www\.w3\.org)", html)
     assert sum(tag == "script" for tag, _ in parsed.tags) == 2
+    assert "don't <b>forget</b>" in "".join(t for tag, t in parsed.text if tag == "span")
     spans = [attrs for tag, attrs in parsed.tags if tag == "span" and "data-i" in attrs]
-    assert "".join(t for tag, t in parsed.text if tag == "span").find("don't <b>forget</b>") >= 0
     assert [s["data-i"] for s in spans if "chosen" in (s.get("class") or "")] == ["70"]
-    assert "a <" + variant in "".join(t for tag, t in parsed.text if tag == "title")
     # gates and errors of two memories
     assert sum(tag == "svg" for tag, _ in parsed.tags) == 4
+    assert html.index("memory out of range") < html.index("<main>")
 
 
-def test_the_page_holds_the_reads_of_every_token(found):
-    (data,) = [t for tag, t in Page(page(found["mac"], "f")).text if tag == "script" and t.startswith("{")]
-    data, trace = json.loads(data), found["mac"].traces[1]
-    assert data["texts"] == found["mac"].texts
+def test_page_holds_the_reads_of_every_token(inspected):
+    text = Page(page(inspected["mac"], "f")).text
+    (data,) = [t for tag, t in text if tag == "script" and t.startswith("{")]
+    data, trace = json.loads(data), inspected["mac"].traces[1]
+    assert data["texts"] == inspected["mac"].texts
     labels = [read["label"] for read in data["reads"]]
     assert labels[-1] == "memory 1, head 1, own read"
     assert "memory 1, head 0, segments before" in labels
@@ -73,40 +74,25 @@ def test_the_page_holds_the_reads_of_every_token(found):
     assert near[40][0][1:] == [round(x[40, 1, 0].item(), places) for x, places in first]
 
 
-def test_a_burst_of_surprise_leaves_the_other_tokens_coloured(found):
-    trace = found["lmm"].traces[0]
-    surprise = trace.surprise.clone()
-    surprise[40:50] *= 1e6
-    burst = replace(found["lmm"], traces=[trace._replace(surprise=surprise)])
-    strength = shades(burst)[0].strength
+def test_colours_stand_a_burst_of_surprise_and_an_overshoot(inspected):
+    def shaded(burst):
+        trace = inspected["lmm"].traces[0]
+        surprise = trace.surprise.clone()
+        surprise[burst] *= 1e6
+        return shades(replace(inspected["lmm"], traces=[trace._replace(surprise=surprise)]))[0]
+
+    strength = shaded(slice(40, 50)).strength
     assert strength[40:50] == [1.0] * 10
     # on a scale up to the burst all others would have strength 0
     assert len(set(strength[:40] + strength[50:])) > 20
-
-
-def test_colours_are_logarithmic_where_a_memory_has_overshot(found):
-    trace = found["lmm"].traces[0]
-    surprise = trace.surprise.clone()
-    surprise[30:] *= 1e6
-    after = shades(replace(found["lmm"], traces=[trace._replace(surprise=surprise)]))[0]
+    after = shaded(slice(30, None))
     assert after.about.endswith("logarithmic scale")
     assert max(after.strength[:30]) < 0.3 < 0.7 < min(after.strength[30:])
 
 
-def test_a_warning_is_at_the_top_and_snippets_keep_to_one_line(found):
-    text = page(found["lmm"], "f", warning="memory out of range: weight norm 1e+05 is above 10")
-    assert text.index("memory out of range") < text.index("<main>")
-    assert "memory out of range" not in page(found["lmm"], "f")
-    assert not any("\n" in code for code in re.findall(r"<code>(.*?)</code>", text, re.S))
-
-
-def test_numbers_have_three_digits():
-    assert [rounded(value) for value in (241.154, 0.012345, 15_900.0)] == ["241", "0.0123", "15.9K"]
-
-
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_the_table_has_a_row_for_each_memory_token_and_head(found, variant):
-    seen = found[variant]
+def test_table_has_a_row_for_each_memory_token_and_head(inspected, variant):
+    seen = inspected[variant]
     rows, T = as_frame(seen).to_dict("records"), len(seen.tokens)
     assert len(rows) == 2 * T * 2
     row, trace = rows[(T + 33) * 2 + 1], seen.traces[1]
@@ -123,35 +109,28 @@ def test_the_table_has_a_row_for_each_memory_token_and_head(found, variant):
     assert rows[0]["context"] == ([] if variant == "mac" else None)
 
 
-def test_losses_are_those_of_the_model(found):
-    tokens = torch.tensor([found["lmm"].tokens])
+def test_losses_are_those_of_the_model(inspected):
+    tokens = torch.tensor([inspected["lmm"].tokens])
     with torch.no_grad():
         logprobs = small()(tokens).logits.log_softmax(-1)
-    assert found["lmm"].loss[9].item() == pytest.approx(-logprobs[0, 8, tokens[0, 9]].item(), rel=1e-5)
-    assert math.isnan(found["lmm"].loss[0].item())
+    assert inspected["lmm"].loss[9].item() == pytest.approx(-logprobs[0, 8, tokens[0, 9]].item(), rel=1e-5)
+    assert math.isnan(inspected["lmm"].loss[0].item())
 
 
-def test_a_character_of_several_tokens_is_shown_once():
-    tokenizer = load_tokenizer("byte")
-    tokens = [tokenizer.bos, *tokenizer.encode("aé—b")]
-    assert token_texts(tokenizer, tokens) == ["", "a", "", "é", "", "", "—", "b"]
-    cut = token_texts(tokenizer, tokens[:-2])
-    assert cut[:-1] == ["", "a", "", "é", ""]
-    assert cut[-1] == "\ufffd"
-
-
-def test_kept_share_is_one_for_a_stored_pair_and_zero_for_a_lost_one(found):
-    trace: MemoryTrace = found["lmm"].traces[0]
+def test_kept_shares_bins_and_token_texts_are_as_defined(inspected):
+    trace: MemoryTrace = inspected["lmm"].traces[0]
     known = trace._replace(final=torch.zeros_like(trace.final))
     lost = trace._replace(final=2 * trace.surprise)
     assert kept_shares([known]).tolist() == [1.0] * len(trace.final)
     assert kept_shares([known, lost])[3].item() == 0.5
-
-
-def test_bins_are_means_without_nan():
     values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, 7.0]).numpy()
-    assert binned(values, 2) == {2.0: (2.0,), 5.0: (6.0,)}
-    assert binned(values[:0]) == {}
+    assert (binned(values, 2), binned(values[:0])) == ({2.0: (2.0,), 5.0: (6.0,)}, {})
+    assert [rounded(value) for value in (241.154, 0.012345, 15_900.0)] == ["241", "0.0123", "15.9K"]
+    tokenizer = load_tokenizer("byte")
+    tokens = [tokenizer.bos, *tokenizer.encode("aé—b")]
+    assert token_texts(tokenizer, tokens) == ["", "a", "", "é", "", "", "—", "b"]
+    cut = token_texts(tokenizer, tokens[:-2])
+    assert (cut[:-1], cut[-1]) == (["", "a", "", "é", ""], "\ufffd")
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +138,7 @@ def cell(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("root"), **ONE_STEP)
 
 
-def test_the_command_is_deterministic(cell, tmp_path, capsys):
+def test_command_is_deterministic(cell, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(TEXT)
     out, arrow = tmp_path / "sub" / "page.html", tmp_path / "numbers.arrow"
