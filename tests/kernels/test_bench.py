@@ -11,7 +11,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from titans_kernels.bench import check, peers, subjects, timing
+from titans_kernels.bench import check, peers, predict, subjects, timing
 from titans_kernels.bench.__main__ import WIDTH, heading, kernels, lines_of, main
 from titans_kernels.bench.inputs import make
 from titans_kernels.bench.run import Bench, failures
@@ -304,3 +304,19 @@ def test_a_peer_is_found_by_its_module_whatever_its_distribution_is_called(tmp_p
     (info / "RECORD").write_text("fla/__init__.py,,\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert peers.versions()["fla-core"] == "0.6.1"
+
+
+def test_instructions_of_a_loop_count_as_often_as_it_runs():
+    lines = ["MOV R1, R2", ".L_x_0:", "HMMA R1, R2", "@P0 BRA `(.L_x_0)", "EXIT", ".L_x_1:", "BRA `(.L_x_1)"]
+    sass = "\n".join(x if x.startswith(".") else f"        /*0010*/  {x} ;" for x in lines)
+    assert predict.issued(sass, "resident.write") == 3 + 2 * predict.LENGTH / predict.CHUNK
+    assert predict.issued(sass, "reads.forward") == 5
+
+
+def test_without_click_one_line_names_it():
+    code = "import sys; sys.modules['click'] = None; import titans_kernels.bench.__main__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the benchmark needs the package click: pip install click\n",
+    )
