@@ -16,8 +16,8 @@ from titans_kernels import neural_memory, read_memory, state_dtype, write_budget
 from titans_kernels.memory import budget
 from titans_kernels.memory.forms.triton import budget as kernels
 from titans_kernels.memory.forms.triton import pieces
-from titans_kernels.memory.options import edge
 from titans_kernels.memory.parts.layout import document_borders
+from titans_kernels.memory.parts.passes import edge
 
 same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 

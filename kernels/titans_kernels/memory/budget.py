@@ -33,8 +33,9 @@ from torch import Tensor
 from torch import library as operators
 from torch.autograd.function import once_differentiable
 
-from titans_kernels.memory.options import edge, state_dtype, without_autocast
+from titans_kernels.memory.options import state_dtype, without_autocast
 from titans_kernels.memory.parts.layout import document_borders, layout_of
+from titans_kernels.memory.parts.passes import edge
 from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
 MAX_KEY_BYTES = 512

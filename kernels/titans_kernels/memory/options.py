@@ -162,14 +162,6 @@ def on_gpu(x: Tensor) -> bool:
     return x.is_cuda or _AS_ON_GPU
 
 
-def edge(x: Tensor) -> float:
-    """Return the relative distance from a limit at which x counts as being at it: 32 roundings of its dtype.
-
-    A limit has another gradient on either side. Rounding must not choose between them.
-    """
-    return 32 * torch.finfo(x.dtype).eps
-
-
 def operand_dtype(x: Tensor) -> torch.dtype:
     """Dtype of the operands of matrix products with x: autocast's dtype if autocast is enabled."""
     kind = x.device.type

@@ -53,7 +53,7 @@ inline void add_pair(int n, Real x, const Real* a, const Real* b, Real* __restri
 }
 
 constexpr Real TINY = std::numeric_limits<Real>::min();
-constexpr Real EDGE = 32 * std::numeric_limits<Real>::epsilon();  // `edge` in ../memory/options.py
+constexpr Real EDGE = 32 * std::numeric_limits<Real>::epsilon();  // `edge` in ../memory/parts/passes.py
 
 }  // namespace
 

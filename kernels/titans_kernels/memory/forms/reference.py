@@ -14,7 +14,8 @@ from torch import Tensor
 
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.documents import each_document
-from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate, edge, whole
+from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate, whole
+from titans_kernels.memory.parts.passes import edge
 from titans_kernels.memory.residual import predict, pull
 
 

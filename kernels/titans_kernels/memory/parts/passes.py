@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
-from titans_kernels.memory.options import edge
 from titans_kernels.memory.parts.gates import Gates
 from titans_kernels.memory.residual import Norm
 
@@ -90,6 +89,14 @@ class Last(NamedTuple):
     a: Tensor  # [R, 1, 1]
     m: Tensor  # [R, 1, 1]
     h: Tensor  # [R, 1, 1]
+
+
+def edge(x: Tensor) -> float:
+    """Return the relative distance from a limit at which x counts as being at it: 32 roundings of its dtype.
+
+    A limit has another gradient on either side. Rounding must not choose between them.
+    """
+    return 32 * torch.finfo(x.dtype).eps
 
 
 def keys_pass(

@@ -23,7 +23,7 @@ from titans_kernels.memory.forms.triton.pieces import add_dot, chunk_at, dot, lo
 from titans_kernels.memory.forms.triton.tables import tables
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
-_EDGE = tl.constexpr(32 * torch.finfo(torch.float32).eps)  # `options.edge`
+_EDGE = tl.constexpr(32 * torch.finfo(torch.float32).eps)  # `parts.passes.edge`
 _BLOCK = tl.constexpr(16)
 
 
