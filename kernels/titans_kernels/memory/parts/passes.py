@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
-from titans_kernels.memory.parts.gates import Gates
+from titans_kernels.memory.parts.gates import ChunkGates
 from titans_kernels.memory.residual import Norm
 
 
@@ -91,6 +91,14 @@ class Last(NamedTuple):
     h: Tensor  # [R, 1, 1]
 
 
+def edge(x: Tensor) -> float:
+    """Return the relative distance from a limit at which x counts as being at it: 32 roundings of its dtype.
+
+    A limit has another gradient on either side. Rounding must not choose between them.
+    """
+    return 32 * torch.finfo(x.dtype).eps
+
+
 def keys_pass(
     keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False,
     norm: Norm | None = None,
@@ -115,7 +123,8 @@ def keys_pass(
             f.through(E[l], z[l], out=d[l])
         if bound is not None:
             torch.linalg.vector_norm(d[l], dim=-1, keepdim=True, out=scale[l])
-            d[l].div_(scale[l].div_(bound).clamp_(min=1))
+            scale[l].div_(bound)
+            d[l].div_(scale[l].masked_fill_(scale[l] <= 1 + edge(d[l]), 1))
 
 
 def advance(state: StackedState, keys: Keys, last: Last) -> None:
@@ -132,7 +141,7 @@ def read_pass(
     q: Tensor,
     keys: Keys,
     WS: Sequence[Tensor],
-    gates: Gates,
+    gates: ChunkGates,
     f: Activation,
     known: list[Tensor] | None = None,
     norm: Norm | None = None,
@@ -158,7 +167,7 @@ def read_pass(
     return (norm.output(q, y) if known is None else y), reads
 
 
-def read_factors(gates: Gates, parts: int) -> tuple[Tensor, ...]:
+def read_factors(gates: ChunkGates, parts: int) -> tuple[Tensor, ...]:
     """Factors of the parts of a stack in a read, [R, b, 1]: beta, m and with a base 1 - beta."""
     beta, m = gates.beta[..., None], gates.m[..., None]
     return (beta, m, 1 - beta) if parts == 3 else (beta, m)
@@ -214,7 +223,7 @@ class ChunkBackward(NamedTuple):
 
 
 def read_backward(
-    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation,
+    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: ChunkGates, f: Activation,
     norm: Norm | None = None,
 ) -> ReadGrads:  # fmt: skip
     """Backward of `read_pass`, from the last layer to the first; dy [R, b, F] is the gradient of y."""
