@@ -15,6 +15,12 @@ e_t is the effective step: the fraction of the distance from prediction to value
 for a unit key once momentum has decayed. It depends only on keys and gates, so every form of the operator
 receives theta' in place of theta and needs no change. A deep memory also needs `surprise_bound`.
 
+Both limits have another gradient on either side. A step that exactly fits counts as fitting: theta' = theta
+and no gradient to keys and earlier tokens. A budget that is exactly used up counts as exceeded: theta' = 0
+and no gradient at all. "Exactly" is within `edge`, a few roundings: in a run of one repeated key the sum is
+at its limit up to rounding, which must not choose the gradient. Orthogonal keys have no gradient through
+their product (sign(0) = 0), and neither has a key of norm 0.
+
 Shapes: B batch, T tokens, H heads, D key width, b tokens per chunk, p tokens already in an open chunk.
 """
 
@@ -29,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import state_dtype, without_autocast
 from titans_kernels.memory.parts.layout import document_borders, layout_of
+from titans_kernels.memory.parts.passes import edge
 from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
 MAX_KEY_BYTES = 512
@@ -100,8 +107,8 @@ def effective_steps(
         k, theta = torch.cat([keys, k.to(keys.dtype)], 1), torch.cat([steps / 2, theta], 1)
     # the custom operator costs more than a small call: only for torch.compile and meta tensors
     opaque = torch.compiler.is_compiling() or k.is_meta
-    found = (budget_steps if opaque else _Steps.apply)(k, eta, theta, chunk_size, cu_seqlens, p)
-    limited, e = (x[:, p:] for x in found) if p else found
+    outcome = (budget_steps if opaque else _Steps.apply)(k, eta, theta, chunk_size, cu_seqlens, p)
+    limited, e = (x[:, p:] for x in outcome) if p else outcome
     if budget != 1:
         limited = torch.where(limited == theta[:, p:], own, limited * budget)
     return limited, e
@@ -144,9 +151,9 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, k, eta, theta, chunk_size, cu_seqlens, held):
-        found = _steps(k, eta, theta, chunk_size, cu_seqlens, held)
-        _setup(ctx, (k, eta, theta, chunk_size, cu_seqlens, held), found)
-        return tuple(found)
+        steps = _steps(k, eta, theta, chunk_size, cu_seqlens, held)
+        _setup(ctx, (k, eta, theta, chunk_size, cu_seqlens, held), steps)
+        return tuple(steps)
 
     @staticmethod
     @once_differentiable
@@ -161,7 +168,7 @@ class _Steps(torch.autograd.Function):
     schema="(Tensor k, Tensor eta, Tensor theta, int chunk_size, Tensor? cu_seqlens, int held) -> Tensor[]",
 )
 def budget_steps(k, eta, theta, chunk_size, cu_seqlens, held):
-    """`_steps` for torch.compile, torch.export and meta tensors."""
+    """Compute `_steps` as a custom operator, for torch.compile, torch.export and meta tensors."""
     return _steps(k, eta, theta, chunk_size, cu_seqlens, held)
 
 
@@ -209,7 +216,7 @@ def _has_kernel(k: Tensor, chunk_size: int) -> bool:
 def _forward(
     k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int
 ) -> list[Tensor]:
-    """With PyTorch's operators: token by token, over all chunks at once."""
+    """Limit the steps with PyTorch's operators: token by token, over all chunks at once."""
     layout = layout_of(k, chunk_size, cu_seqlens)
     free = torch.ones_like(theta, dtype=torch.bool)
     free[:, :held] = False
@@ -223,17 +230,18 @@ def _forward(
     # compares products instead of quotients, since 1 - eta and the key's squared norm may be 0
     wanted = torch.where(counted & free, 2 * taken * size, 0)
     size = torch.where(counted, size, 1)
-    e, over = torch.zeros_like(taken), torch.zeros_like(free)
+    e, over, slack = torch.zeros_like(taken), torch.zeros_like(free), edge(taken)
     for t in range(b):
-        room = (1 - (G[..., t, :t] * e[..., :t]).sum(-1)).clamp_(min=0)
-        over[..., t] = wanted[..., t] > room * moved[..., t]
+        room = 1 - (G[..., t, :t] * e[..., :t]).sum(-1)
+        room = room.masked_fill_(room <= slack, 0)
+        over[..., t] = wanted[..., t] > (room + slack) * moved[..., t]
         e[..., t] = torch.where(over[..., t], room / size[..., t], full[..., t])
     limited = torch.where(over, e * moved / 2, taken)
     return [layout.join(limited).contiguous(), layout.join(e).contiguous()]
 
 
 def _backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """With PyTorch's operators: the total gradient of every e by one triangular solve.
+    """Go back with PyTorch's operators: the total gradient of every e by one triangular solve.
 
     The e of a limited token decreases by G_tu / G_tt per unit of each earlier e_u, so the gradients are
     ``lambda_u = g_u - sum_{t > u, t limited} lambda_t G_tu / G_tt``.
@@ -268,16 +276,16 @@ class _Shape(ctypes.Structure):
 class _Compiled:
     """A call of `native/budget.cpp`, parallel over documents and heads."""
 
-    def __init__(self, shape: _Shape, borders: ctypes.Array, found: ctypes.CDLL):
-        self.shape, self.borders, self.compiled = shape, borders, found
+    def __init__(self, shape: _Shape, borders: ctypes.Array, compiled: ctypes.CDLL):
+        self.shape, self.borders, self.compiled = shape, borders, compiled
 
     @staticmethod
     def of(k: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int = 0) -> _Compiled:
         B, T, H, D = k.shape
         borders = range(0, B * T + 1, T) if cu_seqlens is None else document_borders(cu_seqlens, T)
-        table, found = numbers(tuple(borders)), library(k.dtype)
-        assert found is not None
-        return _Compiled(_Shape(H, D, min(chunk_size, T), held, ctypes.addressof(table)), table, found)
+        table, compiled = numbers(tuple(borders)), library(k.dtype)
+        assert compiled is not None
+        return _Compiled(_Shape(H, D, min(chunk_size, T), held, ctypes.addressof(table)), table, compiled)
 
     def forward(self, k: Tensor, eta: Tensor, theta: Tensor) -> list[Tensor]:
         out = [torch.empty_like(theta), torch.empty_like(theta)]

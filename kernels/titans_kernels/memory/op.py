@@ -163,7 +163,8 @@ def neural_memory(
         momentum: tensors of the same shapes, or None for zeros.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
         activation: "silu", "gelu" or "identity", between layers.
-        surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound.
+        surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound. A
+            signal of norm c, up to rounding, counts as within the bound, and has that gradient.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths of N documents packed into B = 1; documents may
             be empty. Each document starts from the given weights and momentum, whose batch dimension may be
             N, and the returned state has batch dimension N. If all start from the same [H, D_in, D_out], as
@@ -224,7 +225,7 @@ def neural_memory(
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:
-    """The first form in `FORMS` that supports the call, among those selected by ``backend``.
+    """Return the first form in `FORMS` that supports the call, among those selected by ``backend``.
 
     Raises:
         ValueError: ``backend`` is unknown, or none of its forms supports the call.
@@ -316,7 +317,9 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
     schema=f"(Tensor[] doutputs, {_ARGUMENTS}) -> Tensor[]",
 )
 def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
-    """Gradients of the six inputs, weights, momenta, base and LN, in one list, from those of the results."""
+    """Return gradients of the six inputs, weights, momenta, base and LN, in one list, from the results'
+    gradients.
+    """
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         grads = chunked.gradients(inputs, tuple(weights), tuple(momentum), options, doutputs)
