@@ -33,8 +33,10 @@ def test_file_is_a_run_that_train_accepts_also_without_a_text(book, tmp_path, ca
     (source,) = answer("data", "prepare", path, "--root", str(tmp_path / "root"))["sources"].values()
     assert source["validation_rows"] > 0
     assert answer("train", path, "--root", str(tmp_path / "root"), "--dry-run")["parameters"] < 100_000
-    path = tmp_path / "run.yaml"
-    assert (run(["init", str(path)]), load_config(path).data.sources[0].kind) == (0, "corpus")
+    # without a text it trains on the corpus
+    path = tmp_path / "corpus.yaml"
+    assert run(["init", str(path)]) == 0
+    assert load_config(path).data.sources[0].kind == "corpus"
 
 
 def test_every_field_stands_in_it_with_its_default(book, tmp_path):

@@ -55,10 +55,11 @@ def test_restored_run_goes_on_to_the_same_weights(tmp_path):
 
 
 def test_restore_brings_every_rng_back_and_load_model_the_weights_alone(tmp_path):
-    t, fresh = interrupted(tmp_path, 3), Tied()
+    t = interrupted(tmp_path, 3)
     drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
     checkpoint.restore(tmp_path, t)
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
+    fresh = Tied()
     assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
     assert same(weights(t), fresh.state_dict())
 

@@ -54,14 +54,16 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
         assert metrics == pytest.approx({"memory_gib": 3, "tflops": 395.6} | share)
     assert parallel.device_metrics(torch.device("cuda"), None) == {"memory_gib": 3}
     assert parallel.device_metrics(torch.device("cpu"), 1e9) == {}
-    # the operations of a step are shared by the workers
+    # the rate of operations is the model's operations a token times the tokens a second
     given: list[float | None] = []
+    rates: list[float] = []
     monkeypatch.setattr(
         "titans_platform.training.loop.device_metrics", lambda _, rate: given.append(rate) or {}
     )
     t = trainer()
-    t.flops_per_token, t.world_size = 100.0, 4
-    assert (t._speed(tokens_per_second=8.0), given) == ({"tokens_per_second": 8.0}, [200.0])
+    t.flops_per_token = 100.0
+    t.run(Hooks(on_step=lambda step, metrics: rates.append(100 * metrics["tokens_per_second"])), until=2)
+    assert given == pytest.approx(rates)
 
 
 def test_trace_is_of_three_steps(tmp_path):
