@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from titans_core.classifier import ClassOutput, ConvClassifier, Pooling, SequenceClassifier
     from titans_core.config import AttentionConfig, MemoryConfig, ModelConfig
     from titans_core.documents import Documents
+    from titans_core.footprint import saved_bytes_per_token
     from titans_core.generation import Reading, Sampling, Writing
     from titans_core.inspection import MemoryTrace, Nearest, watch
     from titans_core.memory import MemoryCache, NeuralMemory
@@ -47,6 +48,7 @@ __all__ = [
     "count_parameters",
     "presets",
     "record",
+    "saved_bytes_per_token",
     "watch",
 ]
 
@@ -54,6 +56,6 @@ __all__ = [
 __getattr__ = lazy_exports(
     __name__,
     __all__,
-    "config documents presets state backbone blocks classifier generation inspection memory model series "
-    "telemetry",
+    "config documents presets state backbone blocks classifier footprint generation inspection memory model "
+    "series telemetry",
 )

@@ -74,7 +74,9 @@ class Attention(Projections):
     def project(
         self, x_BTD: Tensor, names: str, conv_state: ConvState, documents: Documents | None = None
     ) -> tuple[list[Tensor], ConvState]:
-        """As `Projections.project`; on a GPU values have the precision of products, for flash attention."""
+        """Project as `Projections` does; on a GPU values have the precision of products, for flash
+        attention.
+        """
         heads, after = super().project(x_BTD, names, conv_state, documents)
         if on_gpu(x_BTD):  # the convolution's weights are float32 under autocast
             heads[-1] = heads[-1].to(operand_dtype(heads[-1]))

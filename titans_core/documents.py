@@ -79,7 +79,7 @@ class Documents(NamedTuple):
 
     @staticmethod
     def between(borders: Tensor) -> Documents:
-        """From borders [N + 1] of documents in one row."""
+        """Read the borders [N + 1] of documents in one row."""
         lengths = borders.diff()
         index = torch.repeat_interleave(torch.arange(len(lengths), device=borders.device), lengths)
         position = torch.arange(len(index), device=borders.device) - borders[:-1][index]

@@ -195,8 +195,7 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         self, x_BTD: Tensor, read_BT: Tensor | None, starts_BT: Tensor | None, past: RaggedState | None,
         keep_state: bool, hidden: bool,
     ) -> tuple[list[Tensor], RaggedState | None]:  # fmt: skip
-        """Return the inputs of the head [B, T, D], after the streams before them if ``hidden``, and the
-        state.
+        """Return the head's inputs [B, T, D], after the streams before them if ``hidden``, and the state.
 
         The tokens that are read are at the front of their rows, in ``x_BTD`` and ``starts_BT``. Those behind
         them change nothing before, so that all rows go through the model at once, unless states are carried.

@@ -175,9 +175,7 @@ class RotaryEmbedding(NamedTuple):
 
 
 def rotate(x_BHTE: Tensor, rotary: RotaryEmbedding | None) -> Tensor:
-    """Rotate queries or keys [B, H, T, E] by the angles of their positions; return them unchanged without
-    any.
-    """
+    """Rotate queries or keys [B, H, T, E] by the angles of their positions; None rotates nothing."""
     if rotary is None:
         return x_BHTE
     left, right = x_BHTE.chunk(2, -1)

@@ -84,9 +84,7 @@ class Recorder(Protocol):
         self, memory: NeuralMemory, read: Callable[[Tensor], Tensor], writes: Writes, after: MemoryState,
         cu_seqlens: Tensor | None,
     ) -> None:  # fmt: skip
-        """Record after tokens were written; ``read(q)`` is what other queries [B, T, H, E] would have
-        read.
-        """
+        """Record after tokens were written; ``read(q)`` is the read of other queries [B, T, H, E]."""
 
 
 class NeuralMemory(Projections):
@@ -164,9 +162,7 @@ class NeuralMemory(Projections):
         documents: Documents | None = None,
         padded: bool = False,
     ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
-        """Run `forward` up to the read: return y [B, T, H, E], the queries, what was written, and the
-        cache.
-        """
+        """Run `forward` up to the read: return y [B, T, H, E], queries, what was written, and the cache."""
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents, padded)

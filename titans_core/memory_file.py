@@ -155,9 +155,7 @@ def _to_json(value: Any, name: str, tensors: dict[str, Tensor], seen: dict[int, 
 
 
 def _state_class(path: str) -> Any:
-    """Look up a NamedTuple of a state by its path, in modules already imported: a file must not cause
-    imports.
-    """
+    """Look up a NamedTuple of a state by its path, in imported modules: a file must not cause imports."""
     module, _, name = path.partition(":")
     kind = getattr(sys.modules[module], name)
     if not (isinstance(kind, type) and issubclass(kind, tuple) and hasattr(kind, "_fields")):

@@ -44,9 +44,7 @@ SIZES = {
 
 
 def size_config(name: str, vocab_size: int | None = None) -> ModelConfig:
-    """Return the fields that a size fixes, before they are fitted to a variant. Raises ValueError: no such
-    size.
-    """
+    """Return the fields that a size fixes, not yet fitted to a variant. Raises ValueError: no such size."""
     if name not in SIZES:
         raise ValueError(f"preset: {name!r} is not one of {', '.join(SIZES)}")
     size = SIZES[name]

@@ -25,9 +25,7 @@ class Relay:
         self._anchors: list[Tensor] = []
 
     def receive(self, state: Any, like: Tensor) -> Any:
-        """Receive the next block's state from the previous worker; the first worker returns ``state``
-        itself.
-        """
+        """Receive the next block's state from the previous worker; return ``state`` in the first."""
         if self._before is None:
             return state
         message: list[Any] = [None, None]

@@ -65,8 +65,7 @@ class SequenceParallel(nn.Module):
 
 
 def row_parts(T: int, workers: int, config: ModelConfig) -> list[int]:
-    """Return the borders of the workers' parts of a row of T tokens: starts on borders of chunks and
-    segments, then T.
+    """Return the starts of the workers' parts of a row, on borders of chunks and segments; then T.
 
     Raises:
         ValueError: a part would be empty.

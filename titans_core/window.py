@@ -168,11 +168,11 @@ def flash_attention(
     q: Tensor, sets: Sequence[KeyCache], prefix: KeyCache | None, plain_q: Tensor, window: int | None,
     documents: Documents | None = None,
 ) -> Tensor:  # fmt: skip
-    """Causal attention without a mask in memory, to several sets of keys and to a prefix; [B, H, T, E].
+    """Attend causally to several sets of keys and a prefix, without a mask in memory; [B, H, T, E].
 
     Args:
         q: rotated queries, [B, H, T, E].
-        sets: keys and values of all tokens, [B, H, T, E] each; a token sees those of every set up to its own.
+        sets: keys and values of all tokens, [B, H, T, E] each; a token sees every set's up to its own.
         prefix: keys and values that every token sees.
         plain_q: the queries that see the prefix, [B, H, T, E].
         window: number of keys of a set that a token sees; None for all.

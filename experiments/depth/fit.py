@@ -178,9 +178,7 @@ def errors(
 
 
 def fit(memory: Memory, problem: Problem, passes: Sequence[int], chunk: int) -> Iterator[dict[str, Any]]:
-    """Yield a row for each number of passes, at the candidate with the lowest error of tuning problems
-    there.
-    """
+    """Yield a row for each number of passes, at the candidate with the lowest error on tuning problems."""
     candidates = [Candidate(*pair) for pair in product(STEPS, memory.gains)]
     tuned = errors(memory, problem.tuning, candidates, passes, chunk, TUNING_SEED)[0].mean(-1)
     best = [candidates[i] for i in tuned.argmin(1).tolist()]

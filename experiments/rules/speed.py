@@ -54,9 +54,7 @@ class Case(NamedTuple):
 
 
 def cases(names: Sequence[str] = ()) -> list[Case]:
-    """Return one case for every rule; the paper's comes first, at every depth and chunk size of the
-    others.
-    """
+    """Return a case for every rule, the paper's first, at every depth and chunk size of the others."""
     others = []
     for name, path in RULES.items():
         if name != "paper" and (not names or name in names):

@@ -230,8 +230,9 @@ class Functions(Associative):
         }
 
     def _seen_least(self, before: str) -> list[str]:
-        """Return the output seen least: all are equally frequent over inputs, so it has the most inputs
-        left.
+        """Return the output seen least often.
+
+        All are equally frequent over the inputs, so it has the most inputs left.
         """
         counts = Counter(map(str, range(self.options.classes)))
         counts.update(key_and_pairs(before)[1].values())
@@ -346,9 +347,7 @@ class Words(GeneratedTask):
         return fill(build, length, tokenizer)
 
     def _product(self, state: tuple[int, ...], element: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the sum modulo the degree, or the arrangement whose place i holds what place element[i]
-        held.
-        """
+        """Return the sum modulo the degree, or the arrangement whose place i holds state[element[i]]."""
         if self._cyclic:
             return ((state[0] + element[0]) % self.options.degree,)
         return tuple(state[place] for place in element)

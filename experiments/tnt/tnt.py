@@ -113,9 +113,7 @@ class LocalMemory(NeuralMemory):
         return torch.cat(outputs, 1), LocalState(opened, keys, seen)
 
     def _whole(self, q: Tensor, writes: Writes, position: Tensor, borders: Tensor) -> Tensor:
-        """Return reads [1, N, H, E] of documents at ``position`` of each token, whose borders are
-        ``borders``.
-        """
+        """Return reads [1, N, H, E] of packed documents with ``borders``, at each token's ``position``."""
         first = position % self.shard == 0
         index = first.cumsum(0)[None]
         starts = torch.nonzero(first).flatten() if not first.is_meta else borders[:-1]
@@ -134,9 +132,7 @@ class LocalMemory(NeuralMemory):
     def _projected(
         self, q: Tensor, k: Tensor, keys: Tensor, index: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Project queries onto the keys so far, the token's own among them; return them and the sum over
-        keys.
-        """
+        """Project queries onto the keys so far, the token's own included; return also the sum over keys."""
         if self.projection == "none":
             return q, keys
         unit = F.normalize(k.to(keys.dtype), dim=-1, eps=1e-6)

@@ -285,9 +285,7 @@ def _mac_packed(block: Any, x: Tensor, documents: Any, prefix: Any, attention: A
 
 
 def _segment_weights(block: Any, x: Tensor, prefix: Any, state: Any) -> SegmentWeights | None:
-    """Return the weights of a call of `attend_segments`, or None if it does not support the block or the
-    call.
-    """
+    """Return the weights of a call of `attend_segments`, or None if it does not support the call."""
     memory, attention = block.memory, block.attention
     c = memory.config
     if (

@@ -82,8 +82,9 @@ def token_losses(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
 
 
 def _serves(x: Tensor, *weights: Tensor) -> bool:
-    """Return True if C++ is to multiply x by the first weight; PyTorch's operators refuse shapes that do not
-    fit.
+    """Return True if C++ is to multiply x by the first weight.
+
+    PyTorch's operators refuse shapes that do not fit.
     """
     return (
         not torch.compiler.is_compiling()

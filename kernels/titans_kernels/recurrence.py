@@ -119,9 +119,7 @@ def linear_attention(
 
 
 def fla_refusal(v: Tensor, key_width: int, decays: int, operands: torch.dtype) -> str | None:
-    """Return the reason for which FLA's kernels refuse a call with v [B, T, H, F] and G ``decays``, or
-    None.
-    """
+    """Return the reason for which FLA's kernels refuse a call with v [B, T, H, F] and ``decays`` G."""
     if not v.is_cuda:
         return "a CPU"
     if v.shape[1] < MIN_TOKENS or min(key_width, v.shape[-1]) < MIN_WIDTH:

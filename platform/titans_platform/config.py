@@ -64,8 +64,9 @@ class SourceConfig(Frozen):
     weight: NonNegative = 1.0
     """Share of the training rows; weights are normalised. 0: validation only."""
     path: str | None = None
-    """files: a file, folder or glob of .txt, .py, .jsonl, .parquet, .arrow (also .gz, .xz), or a URL of one,
-    such as s3://bucket/folder, which needs fsspec's package for that protocol (s3fs)."""
+    """files: a file, folder or glob of .txt, .py, .jsonl, .ndjson, .json, .parquet, .arrow (also .gz, .xz,
+    .bz2, .zst), or a URL of one, such as s3://bucket/folder, which needs fsspec's package for that protocol
+    (s3fs)."""
     dataset: str | None = None
     """hub: the dataset's name, e.g. HuggingFaceFW/fineweb-edu."""
     subset: str | None = None

@@ -72,8 +72,6 @@ def within(place: str, of: type[Exception] = UsageError, sep: str = ".") -> Iter
 
 
 def nearest(word: str, valid: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint for an error: `did you mean x?`; with no valid word near, ``otherwise``, or all of
-    them.
-    """
+    """Return a hint for an error: `did you mean x?`; if no valid word is near, ``otherwise`` or all."""
     valid = list(valid)
     return near(word, valid) or otherwise or f"valid: {', '.join(valid) or 'none'}"

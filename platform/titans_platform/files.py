@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import bz2
 import errno
+import gzip
 import hashlib
+import io
 import json
 import logging
+import lzma
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -68,6 +72,18 @@ def read_json(path: Path) -> dict[str, Any] | None:
     except (OSError, ValueError):
         return None
     return value if isinstance(value, dict) else None
+
+
+def _open_zstd(file: Any, mode: str = "rb") -> io.BufferedReader:
+    import pyarrow
+
+    return io.BufferedReader(pyarrow.CompressedInputStream(file, "zstd"))
+
+
+OPENERS: dict[str, Callable[..., Any]] = {
+    ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd,
+}  # fmt: skip
+"""Openers of compressed files, by suffix; each takes a path or an open file, and "rb"."""
 
 
 def hash_of(path: Path) -> str:

@@ -150,9 +150,7 @@ def known_files(folder: str, pattern: str = "*.yaml") -> dict[str, Path]:
 
 
 def file_at(name: str, what: str) -> Path | None:
-    """Return the YAML file at the path ``name``; None if it is a plain name. Raises UsageError: no such
-    file.
-    """
+    """Return the YAML file at the path ``name``; None if it is a plain name. Raises UsageError: no file."""
     if not name.endswith((".yaml", ".yml")) and os.sep not in name:
         return None
     if not Path(name).is_file():
@@ -209,8 +207,7 @@ def _key_in(holder: Any, key: str, at: str, dotted: str) -> str | int:
 
 
 def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") -> Model:
-    """Validate ``mapping`` as a ``model``; ``where`` is put before field names. Raises UsageError with one
-    line.
+    """Validate ``mapping`` as a ``model``; ``where`` precedes field names. Raises UsageError of one line.
 
     The mapping goes through JSON, where pydantic's strict mode takes lists for tuples and still refuses
     a string for a number.
@@ -224,8 +221,10 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
 
 
 def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
-    """Errors that do not follow from another: a required key is missing where it is misspelt, and a list
-    whose only element is wrong is reported as too short.
+    """Return the errors that do not follow from another.
+
+    A required key is missing where it is misspelt, and a list whose only element is wrong is reported as too
+    short.
     """
     errors = [dict(error) for error in errors]
     unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]

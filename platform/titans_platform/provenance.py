@@ -65,8 +65,7 @@ def shipped() -> Path:
 
 @functools.cache
 def commit() -> str:
-    """Return the last commit that changed code: 40 hex digits, with `-dirty` if there are uncommitted
-    changes.
+    """Return the last commit that changed code: 40 hex digits, with `-dirty` if files have changed since.
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
@@ -91,9 +90,7 @@ def commit_of_tree(tree: Path) -> str:
 
 @functools.cache
 def environment() -> dict[str, str]:
-    """Describe what a result was computed with: versions of packages, Python and the system, and the
-    device.
-    """
+    """Describe what a result was computed with: versions of packages, Python and the system; the device."""
     versions = {"python": platform.python_version(), "system": f"{platform.system()} {platform.machine()}"}
     for name in NUMBERS:
         with suppress(metadata.PackageNotFoundError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,9 +32,7 @@ def count(value: float | None) -> str:
 
 
 def short(value: float, decimals: int | None = None) -> str:
-    """Format a number for a small space, such as a tile or a tick: 50K, 1234, 1.5; no more digits than it
-    needs.
-    """
+    """Format a number for a small space, such as a tick: 50K, 1234, 1.5; no more digits than needed."""
     if abs(value) >= 10_000:
         return count(value)
     if decimals is None:
@@ -66,6 +65,16 @@ def commit(name: str) -> str:
     """Shorten a commit to 12 digits; `-dirty` is kept."""
     head, dirty, _ = name.partition("-dirty")
     return head[:12] + dirty
+
+
+def plain(text: str) -> str:
+    """Return a text as every command reads it: lines end in \\n, without a byte order mark, and U+FFFD in
+    place of half a surrogate pair, which JSON may have.
+    """
+    text = text.removeprefix("\ufeff")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def flatten(value: Any, prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,8 @@ import json
 import logging
 import math
 import os
+import posixpath
+import re
 import shutil
 import sqlite3
 import time
@@ -21,7 +23,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 # read when MLflow is imported
 os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
@@ -35,6 +37,7 @@ from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
+from titans_platform.config import digest
 from titans_platform.errors import NotWritable, UsageError
 from titans_platform.files import write_error
 from titans_platform.text import flatten
@@ -61,13 +64,12 @@ class Unreachable(UsageError):
 
 
 def store_uri(root: Path) -> str:
-    """Return the address of the store of ``root``: TITANS_MLFLOW if it is set, else an SQLite file under
-    it.
-    """
+    """Return the address of the store of ``root``: TITANS_MLFLOW if set, else an SQLite file under it."""
     if (configured := os.environ.get(STORE)) and urlsplit(configured).password:
         fix = "set MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD instead"
         raise UsageError(f"{STORE}: holds a password; {fix}")
-    return configured or f"sqlite:///{root.resolve() / 'mlflow.db'}"
+    path = re.sub("[%?#]", lambda sign: quote(sign[0]), str(root.resolve() / "mlflow.db"))
+    return configured or f"sqlite:///{path}"
 
 
 def check_store(root: Path) -> None:
@@ -85,12 +87,18 @@ def open_store(where: Path | str) -> TrackingStore:
     """
     uri = store_uri(where) if isinstance(where, Path) else where
     if uri.startswith("sqlite:///"):
-        path = Path(uri.removeprefix("sqlite:///"))
+        path = Path(unquote(uri.removeprefix("sqlite:///")))
         _check_sqlite(path)
         # concurrent first writers on a new file break the migration
         with FileLock(f"{path}.lock"):
             _start_from_template(path)
-            return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
+            try:
+                return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
+            finally:
+                if "%" in uri:
+                    # MLflow makes a folder of the address as it is written
+                    with suppress(OSError):
+                        os.removedirs(Path(uri.removeprefix("sqlite:///")).parent)
     if uri.startswith(("http://", "https://")):
         check_server(uri)
         return _connect(uri, None)
@@ -246,7 +254,7 @@ class TrackingStore:
             own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: cell}
             own |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self.client.create_run(self.experiment, tags=own, run_name=name).info.run_id
-            columns = [Param(k, str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
+            columns = [Param(name_of(k), str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
             log_entries(self.client, run_id, params=columns)
             if config:
                 self.client.log_dict(run_id, dict(config), "config.json")
@@ -299,8 +307,8 @@ def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None
 def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step: int) -> None:
     """Log the finite values of a step, except values that equal the run's latest."""
     now, have = int(time.time() * 1000), client.get_run(run_id).data.metrics
-    # a NaN would stay a run's latest value; @ is not allowed in a name
-    finite = {key.replace("@", "/"): float(value) for key, value in values.items() if math.isfinite(value)}
+    # a NaN would stay a run's latest value
+    finite = {name_of(key): float(value) for key, value in values.items() if math.isfinite(value)}
     new = [Metric(key, value, now, step) for key, value in finite.items() if value != have.get(key)]
     log_entries(client, run_id, metrics=new)
 
@@ -323,7 +331,7 @@ class RunLog:
                 Metric(name, float(value), when, step)
                 for step, when, values in points
                 for key, value in values.items()
-                if step not in self._logged(name := key.replace("@", "/"))
+                if step not in self._logged(name := name_of(key))
             ]
             log_entries(self._client, self.run_id, metrics=new)
         except BaseException:
@@ -367,6 +375,15 @@ class RunLog:
     def close(self, status: str = "FINISHED", ended: float | None = None) -> None:
         """End the run: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
         self._client.set_terminated(self.run_id, status, None if ended is None else round(1000 * ended))
+
+
+def name_of(key: str) -> str:
+    """Return the name under which MLflow takes a metric or a param: what it refuses is replaced, and a name
+    that changes by more than @ ends in a hash, so that no two become one.
+    """
+    plain = key.replace("@", "/")
+    kept = posixpath.normpath(re.sub(r"[^\w/.: -]", "_", plain).strip("/")).strip("./ ")[:200]
+    return plain if plain and plain == kept else f"{kept or '_'}-{digest(key, 4)}"
 
 
 def tags_of(tags: Mapping[str, str]) -> list[RunTag]:

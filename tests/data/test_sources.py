@@ -225,7 +225,7 @@ def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeyp
     ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
     ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
     ("empty", None, r"^data\.sources\.0\.path: .*has no file of the kinds"),
-    ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, \.parquet"),
+    ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, .*\.parquet"),
     ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
     ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),
     ("other.jsonl", b'{"body": "x"}\n', r"^data\.sources\.0\.text_field: .*no field text; it has body"),

@@ -5,6 +5,7 @@ import pytest
 
 from tests.small import study
 from titans_platform import cli
+from titans_platform.runs import check
 from titans_platform.runs.check import training_flops
 from titans_platform.study.grid import expand, load_study
 from titans_platform.tracking import open_store
@@ -162,10 +163,12 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
     (("--dry-run", "--for", "H100"), "--for: 'H100' is no number of GPUs of a kind; give e.g. 8xH100"),
     (("--for", "8xH100"), "--for: works only with --dry-run"),
     (("--dry-run", "--set", "model.memory.chunk_size=256"), "model.memory.chunk_size: 256 is not one of the"),
-    (("--dry-run", "--set", "data.sequence_length=1000000", "--set", "optim.global_batch_size=512"),
-     "is too large; give 32, or set optim.recompute: true"),
+    (("--dry-run", "--set", "data.sequence_length=16384", "--set", "optim.global_batch_size=32768"),
+     "16384 is too large; give 2048, or set optim.recompute: true"),
 ])  # fmt: skip
-def test_what_the_gpus_cannot_hold_is_refused_in_one_line(tiny, refused, arguments, said):
+def test_what_the_gpus_cannot_hold_is_refused_in_one_line(tiny, refused, monkeypatch, arguments, said):
+    # bytes a token of a block, in place of a trace of seconds
+    monkeypatch.setattr(check, "saved_bytes_per_token", lambda config, *shape, **options: 28 * config.d_model)
     assert said in refused("sweep", "run", "tiny", "--scale", "gpu", *arguments)
 
 

@@ -139,5 +139,5 @@ def _check_report(folder: Path, alone: dict[str, dict]) -> None:
         assert f"<code>{result.cell}</code>" in page
     assert "loss nan" in page
     assert "2 of 3 cells" in page
-    assert "sweep run tiny.yaml --scale small" in page
+    assert "sweep run tiny --scale small" in page
     assert "Learning curves" in page

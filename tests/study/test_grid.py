@@ -7,11 +7,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.core.test_footprint import BUDGETS
+from titans_core.config import ModelConfig
+from titans_core.footprint import trace
 from titans_platform.data.tokenizer import BUILT_IN, load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.objectives import next_token
 from titans_platform.objectives.classification import Classification
 from titans_platform.objectives.regression import Regression
+from titans_platform.runs import check
 from titans_platform.runs.spec import Machine
 from titans_platform.study.grid import chosen_rows, expand, load_study
 from titans_platform.study.plan import check_space, check_without_data, open_study, place
@@ -97,6 +101,12 @@ def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, said):
     assert "\n" not in str(error.value)
 
 
+def saved_at_most(config: ModelConfig, rows: int, length: int, recompute, precision: str) -> float:
+    """Stands in for a trace of seconds: what tests/core/test_footprint.py allows a block of width 1,024."""
+    selective = BUDGETS.get(config.variant, max(BUDGETS.values())) / 1024 * config.d_model
+    return {True: 4 * config.d_model, "selective": selective}.get(recompute, 3 * selective)
+
+
 PAIRS = [(name, scale) for name in STUDIES for scale in load_study(str(SWEEPS / f"{name}.yaml")).scales]
 LAPTOP = Machine(cpus=2)
 
@@ -108,6 +118,7 @@ def test_every_shipped_scale_starts_on_the_machine_that_it_is_meant_for(name, sc
     monkeypatch.setattr(next_token, "load_tokenizer", here)
     for objective in (Classification, Regression):
         monkeypatch.setattr(objective, "check_sources", lambda self: None)
+    monkeypatch.setattr(check, "saved_bytes_per_token", saved_at_most)
     study = open_study(str(SWEEPS / f"{name}.yaml"), scale, tmp_path)
     machine = study.study.scales[scale].machine
     assert bool(machine) == bool(study.resources.gpus_per_worker), "a scale on GPUs names them"
@@ -118,6 +129,17 @@ def test_every_shipped_scale_starts_on_the_machine_that_it_is_meant_for(name, sc
     assert len(configs) == len(study.cells), "two cells are one"
     if study.search:
         assert len(check_space(study)) > 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
+def test_planned_activations_are_within_a_tenth_of_a_packed_trace():
+    study = load_study("ablation")
+    config = expand(study, "340M", rows=["LMM"])[0].config
+    planned = check.needed_memory(config, study.scales["340M"].resources)["optim.micro_batch_size"]
+    rows, length = config.optim.micro_batch_size, config.data.sequence_length
+    traced = trace(config.model, rows, length, "selective", documents=4 * rows).saved_bytes
+    assert planned == pytest.approx(traced * config.model.n_layers, rel=0.1)
 
 
 @pytest.fixture(scope="module")

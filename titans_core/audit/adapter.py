@@ -59,9 +59,7 @@ class Adapter:
 
 
 def first_tensor(output: Any) -> Tensor:
-    """Return the output tensor of a call: the output itself, the first of a tuple, or ``logits`` or
-    ``last_hidden_state``.
-    """
+    """Return a call's output, the first of a tuple, its ``logits`` or its ``last_hidden_state``."""
     for name in ("logits", "last_hidden_state"):
         if isinstance(output_tensor := getattr(output, name, None), Tensor):
             return output_tensor

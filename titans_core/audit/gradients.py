@@ -95,9 +95,7 @@ def _across(
 
 
 def _slopes_across(s: Subject, x: Tensor, u: Tensor, cuts: list[int], step: float) -> list[float]:
-    """Return the gap between derivative and central difference at each cut, relative to the larger of the
-    two.
-    """
+    """Return the gap between derivative and central difference at each cut, relative to the larger."""
     adapter = s.build(training=True)
     rows = max(2, len(cuts))  # batch statistics need two
     cuts_R = torch.tensor([*cuts, *cuts][:rows])

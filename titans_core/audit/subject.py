@@ -205,9 +205,7 @@ class Subject:
             yield
 
     def forward(self, adapter: Adapter, x: Tensor, *, seed: int | None = 5, grad: bool = False) -> Tensor:
-        """Return outputs of x in the module's precision; ``seed`` fixes dropout, None leaves the generator
-        alone.
-        """
+        """Return outputs of x in the module's precision; ``seed`` fixes dropout, None leaves it random."""
         return self.call(adapter.forward, adapter, x, seed=seed, grad=grad)
 
     def call(
@@ -284,9 +282,7 @@ def one_line(error: Exception) -> str:
 
 
 def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = "") -> Outcome:
-    """Return the outcome of several measured differences: the largest, and the first that exceeds the
-    tolerance.
-    """
+    """Return the outcome of several differences: the largest, and the first beyond the tolerance."""
     largest, example = 0.0, None
     for value, candidate in pairs:
         largest = max(largest, value)
@@ -298,9 +294,7 @@ def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = 
 def compare(
     a: Tensor, b: Tensor, tolerance: float, note: str = "", source: int | None = None
 ) -> tuple[float, Example]:
-    """Return the largest difference of outputs [B, T, E], and the first token at which it exceeds the
-    tolerance.
-    """
+    """Return the largest difference of outputs [B, T, E], and the first token beyond the tolerance."""
     gap = difference(a, b)
     over = (gap > tolerance).nonzero().flatten()
     where = int(over[0]) if len(over) else int(gap.argmax()) if len(gap) else None

@@ -125,8 +125,7 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
-        """Apply the causal sequence mixer of the variant, with a residual connection around each of its
-        parts.
+        """Apply the causal sequence mixer of the variant, each of its parts with a residual connection.
 
         The first part is ``x + part(self.norm(x))``; further parts need norms of their own.
 

@@ -110,8 +110,9 @@ def progress(root: Path) -> dict[str, Any]:
 
 
 def kept(root: Path) -> int:
-    """Return the step of the newest checkpoint. Faults wait for a new one: three deaths without it end a
-    run.
+    """Return the step of the newest checkpoint.
+
+    Faults wait for a new one: three deaths without it end a run.
     """
     return max((step_of(path) for path in (root / "cells/run/checkpoints").glob("step-*")), default=0)
 

@@ -93,9 +93,7 @@ def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], sec
 
 
 def wait_for_training(root: Path, process: Any) -> None:
-    """Wait until the process is at its steps: faults are to strike all of a run, not the imports before
-    it.
-    """
+    """Wait until the process is at its steps: faults are to strike a run, not the imports before it."""
     folder = RunFolder(root, "run")
     while process.is_alive() and (folder.progress() or {}).get("pid") != process.pid:
         time.sleep(0.005)

@@ -55,9 +55,7 @@ def _gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) 
 
 
 def _verify_gated_delta(judges: list[Judge]) -> list[Verdict]:
-    """Check that without forgetting it equals our linear memory without momentum, a step a token, from
-    zero.
-    """
+    """Check that without forgetting it equals our linear memory: no momentum, a step a token, from zero."""
     judge = judges[0]
     q, k, v, _, _, theta = (x.detach() for x in judge.inputs.tokens)
     dy, zero = torch.randn_like(v), torch.zeros_like(theta)

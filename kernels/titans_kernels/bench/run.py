@@ -102,9 +102,7 @@ class Bench:
         return measured
 
     def _shares(self, shape: BenchShape, phase: str, ns: float) -> dict[str, float]:
-        """Return the share of the machine's measured rates, with and without the work of recomputing
-        states.
-        """
+        """Return the share of the machine's measured rates, with and without recomputation of states."""
         work = flops(shape.pairs, shape.chunk_size)
         again = work["again"] if phase == "backward" else 0
         rate = work[phase] / ns * 1e9

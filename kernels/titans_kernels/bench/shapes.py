@@ -115,16 +115,15 @@ class BenchShape:
         return replace(self, batch=self.small[0], length=self.small[1], heads=2)
 
     def short(self, heads: int = 2) -> BenchShape:
-        """Return a short shape for a check against the token-by-token recurrence: two whole chunks, or blocks
-        of single tokens, and a ragged one.
+        """Return a short shape, for a check against the token-by-token recurrence.
+
+        It has two whole chunks, or blocks of single tokens, and a ragged one.
         """
         length = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3
         return replace(self, batch=2, heads=heads, length=min(self.length, length))
 
     def checked(self) -> BenchShape:
-        """Return a shape for a check at real size: batch, heads and widths are kept, the length as far as
-        memory goes.
-        """
+        """Return a shape for a check at real size: only the length is cut, as far as memory requires."""
         most = CHECKED_ELEMENTS // (self.batch * self.heads * max(self.widths))
         # three tokens less, so that the last chunk is ragged
         return replace(self, length=max(1, min(self.length, most) - 3))

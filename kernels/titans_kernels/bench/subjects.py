@@ -50,9 +50,7 @@ def _form(name: str, note: str, backend: str, within: Within = nullcontext, **mo
 
 
 def _no_kernel(inputs: BenchInputs) -> str | None:
-    """Return the reason for which no Triton kernel takes these inputs, as the operator would log it, or
-    None.
-    """
+    """Return the reason, as the operator would log it, for which no Triton kernel takes these inputs."""
     return refusal(inputs.tokens[0], inputs.weights, Options(inputs.shape.chunk_size, "silu", None, None))
 
 

@@ -143,9 +143,7 @@ class Runner:
 
 
 class Timed(Protocol):
-    """An op that can be timed in turn with others: in this process (`Runner`), or in one of its own
-    (`TimingProcess`).
-    """
+    """An op that can be timed in turn with others: here (`Runner`), or in a process (`TimingProcess`)."""
 
     samples: Samples
 

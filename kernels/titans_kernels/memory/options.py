@@ -119,8 +119,8 @@ class Options(NamedTuple):
         self, inputs: Inputs, rules: tuple[type[Rule], ...] = (Rule,), *, norm: bool = True,
         columns: bool = True,
     ) -> str | None:  # fmt: skip
-        """Return the reason for which a form for ``rules``, with or without LN and gates per column, refuses
-        a call.
+        """Return the reason for which a form for ``rules`` refuses a call, with or without LN and column
+        gates.
         """
         if type(self.rule) not in rules:
             return f"it does not support the rule {self.rule}"

@@ -91,9 +91,7 @@ def check_residual(residual: Residual | None, q: Tensor, v: Tensor) -> Residual 
 
 
 def check_base(base: Layers | None, weights: Layers) -> Layers:
-    """Return the base in the dtype of the weights, () for None. Raises ValueError if it does not match
-    them.
-    """
+    """Return the base in the weights' dtype, () for None. Raises ValueError if it does not match them."""
     if base is None:
         return ()
     if len(base) != len(weights):

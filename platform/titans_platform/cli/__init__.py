@@ -13,6 +13,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +183,10 @@ def bench() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line and exit with its code; an error is one line unless --debug is given."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            # a terminal that is not UTF-8 shows ? in place of what it cannot
+            stream.reconfigure(errors="replace")
     # schedulers preempt a job with SIGTERM: handle it like Ctrl-C
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(run(list(sys.argv[1:] if arguments is None else arguments)))

@@ -143,8 +143,9 @@ def _by_position(
 
 
 def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -> Any:
-    """Return the data that the run of a checkpoint was trained on, or with ``other_data`` its sources as they
-    are now. Raises UsageError.
+    """Return the data that a checkpoint's run was trained on. Raises UsageError.
+
+    With ``other_data``, its sources as they are now.
     """
     from titans_platform.data import NotPrepared
     from titans_platform.objectives.base import DataChanged

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import glob
 import os
+import re
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 import yaml
@@ -17,14 +18,19 @@ from pydantic_core import to_jsonable_python
 
 from titans_platform.errors import UsageError
 
+if TYPE_CHECKING:
+    from titans_platform.config import RunConfig
+
 WIDTH = 100
 SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+SMALL = 2**20
+"""Bytes of text that are read whole."""
 WORDS = {"string": "text", "boolean": "true, false"}
 
 
 @click.command()
 @click.argument("path", default="run.yaml", type=click.Path(dir_okay=False, path_type=Path))
-@click.option("--data", metavar="FILE", help="Text: a file, folder or glob  [default: the shipped corpus]")
+@click.option("--data", metavar="FILE", help="Text: file, folder, glob or URL  [default: the shipped corpus]")
 @click.option("--preset", default="laptop", help="Size of the model.")
 @click.option("--force", is_flag=True, help="Overwrite PATH if it exists.")
 def init(path: Path, data: str | None, preset: str, force: bool) -> None:
@@ -46,16 +52,13 @@ def init(path: Path, data: str | None, preset: str, force: bool) -> None:
 
 
 def run_file(data: str | None, preset: str) -> str:
-    """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text, no such
-    preset.
-    """
+    """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text or preset."""
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
     from titans_platform.loading import complete, validate
 
-    if data and not glob.glob(os.path.expanduser(data), recursive=True):
-        raise UsageError(f"--data: no file, folder or match for {data}")
-    source = {"kind": "files", "path": os.path.abspath(data)} if data else {"kind": "corpus"}
+    path = data if not data or "://" in data else os.path.abspath(os.path.expanduser(data))
+    source = {"kind": "files", "path": path} if data else {"kind": "corpus"}
     settings = {
         # trained on streams, so that the memory carries through a text of any length; with the preset's
         # surprise_bound of 1 a trained deep memory can overshoot where a text repeats itself
@@ -75,11 +78,31 @@ def run_file(data: str | None, preset: str) -> str:
         "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
     }
     config = validate(RunConfig, complete(settings, fit=False))
+    if data:
+        _check_text(config)
     return "\n".join([
         "# Config of a `titans train` run. Commented lines show the defaults: uncomment a line to change it.",
         "# Tasks and their options: docs/config.md.",
         *_section(config, settings), "",
     ])  # fmt: skip
+
+
+def _check_text(config: RunConfig) -> None:
+    """Read the text as training does: a small one whole, of a large one the beginning. Raises UsageError."""
+    from titans_platform.data import prepare
+    from titans_platform.data.sources import FilesSource
+
+    with TemporaryDirectory(prefix="titans-init-") as folder:
+        try:
+            source = FilesSource(config.data.sources[0], "data.sources.0", Path(folder))
+            if sum(file.bytes for file in source.files()) > SMALL:
+                next(source.documents(), None)
+            else:
+                prepared = prepare(config.data, Path(folder))
+                prepared.streams(config)
+                prepared.validation(1)
+        except UsageError as error:
+            raise UsageError(re.sub(r"^(data\.sources\.0(\.path)?: )?", "--data: ", str(error))) from None
 
 
 def _section(config: BaseModel, settings: Mapping[str, Any], indent: str = "") -> Iterator[str]:

@@ -238,9 +238,7 @@ def measures_table(result: Measures) -> Table:
 
 
 def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Yield a table for each task with buckets, by bucket and length: a needle's depth, a token's
-    position.
-    """
+    """Yield a table by bucket and length for each task with buckets: a needle's depth, a token's place."""
     by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():
         task, _, length = key.partition("/")[2].rpartition("@")

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterable
+from contextlib import nullcontext
+from lzma import LZMAError
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +14,7 @@ import click
 
 from titans_platform.cli import beyond_training, file_type, root_option
 from titans_platform.errors import TitansError, UsageError
+from titans_platform.text import plain
 
 if TYPE_CHECKING:
     from titans_core import LanguageModel
@@ -68,7 +71,7 @@ def generate(
     except ValidationError as error:  # what click lets pass: nan, inf, a seed too large
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
-    text = (_read_text("--read", file) if file else "") + prompt
+    text = plain((_read_text("--read", file) if file else "") + prompt)
     model, tokenizer, cfg = _language_model(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(seed, cfg.threads):
@@ -210,13 +213,15 @@ def inspect(
 
 def _read_text(option: str, file: str) -> str:
     """Read the text of a file, of stdin for `-`. Raises UsageError."""
+    from titans_platform.data.reading import opened
+
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        return content.decode("utf-8")
-    except OSError as error:
-        raise UsageError(f"{option} {file}: {error.strerror}") from None
+        with nullcontext(sys.stdin.buffer) if file == "-" else opened(file) as stream:
+            return plain(stream.read().decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UsageError(f"{option} {file}: not UTF-8 at byte {error.start}") from None
+    except (OSError, EOFError, LZMAError) as error:
+        raise UsageError(f"{option} {file}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _language_model(run: str, root: Path, can: str) -> tuple[LanguageModel, Tokenizer, RunConfig]:

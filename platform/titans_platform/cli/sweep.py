@@ -255,15 +255,15 @@ def _dry_run(
     refusal, warning, seconds, basis = None, "", None, ""
     planned = Machine.described(gpus, "--for") if gpus else study.study.scales[study.scale_name].machine
     study = replace(study, machine=planned if gpus or not in_job() else None)
-    try:
-        study, warning = place(study, stale, concurrency)
-        check_without_data(study)
-    except TitansError as error:
-        # the rest is worth seeing all the same; a cluster that is only described has not failed
-        refusal, basis = UsageError(str(error)) if study.machine else error, str(error)
-    else:
-        with console.status("timing an optimiser step of each row"):
+    with console.status("estimating what each row takes"):
+        try:
+            study, warning = place(study, stale, concurrency)
+            check_without_data(study)
             seconds, basis = estimate(study)
+        except TitansError as error:
+            # the rest is worth seeing all the same; a cluster that is only described has not failed
+            refusal, basis = UsageError(str(error)) if study.machine else error, str(error)
+        rows = costs(study, price)
     cells = [{
         "cell": cell.name, "row": cell.row, "seed": cell.seed,
         "parameters": sizes(cell.config).parameters, "tokens": cell.config.tokens,
@@ -280,7 +280,7 @@ def _dry_run(
         "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
         "concurrency": study.concurrency, "resources": study.resources.model_dump(), "search": trials,
         "machine": study.machine and asdict(study.machine), "price": price, "mfu": MFU,
-        "costs": costs(study, price),
+        "costs": rows,
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "refused": str(refusal) if refusal else None,
     }  # fmt: skip

@@ -31,9 +31,7 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 
 
 def known_clusters() -> dict[str, Path]:
-    """Return every cluster that can be given by name, and its file: in ./clusters first, then the shipped
-    ones.
-    """
+    """Return the file of every cluster that can be given by name: in ./clusters first, then the shipped."""
     return known_files("clusters")
 
 

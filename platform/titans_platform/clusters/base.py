@@ -144,9 +144,7 @@ class Cluster(Frozen, ABC):
         shutil.rmtree(self.state_folder, ignore_errors=True)
 
     def require_up(self) -> dict[str, Any]:
-        """Return the record of `up`. Raises ClusterError if it was not called on this machine by this
-        user.
-        """
+        """Return the record of `up`. Raises ClusterError if this user did not call it on this machine."""
         if (record := self.recorded()) is None:
             start = f"run `titans cluster up {self.name}` on this machine first"
             raise ClusterError(f"cluster {self.name}: not up; {start}")

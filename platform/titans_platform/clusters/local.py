@@ -87,9 +87,7 @@ class Nodes(Cluster):
         return True
 
     def up_steps(self) -> list[Step]:
-        """Return the steps: a private folder, a token, a head, the other nodes; on ports that are free
-        now.
-        """
+        """Return the steps: a private folder, a token, a head, the other nodes, on ports that are free."""
         base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp"
         folder = Path(base) / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)

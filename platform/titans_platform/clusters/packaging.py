@@ -117,8 +117,9 @@ def study_job(
 
 
 def _parents_of(study: Path) -> dict[str, bytes]:
-    """Return the files of the studies that a study is `like`, by their paths in the job. Raises
-    UsageError.
+    """Return the files of the studies that a study is `like`, by their paths in the job.
+
+    Raises UsageError.
     """
     files: dict[str, bytes] = {}
     while isinstance(other := read_yaml(study).get("like"), str):
@@ -140,9 +141,7 @@ def data_job(cluster: Cluster, config: Path, root: Path, options: Iterable[str],
 
 
 def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
-    """Return the files to ship with a job on these data. Raises UsageError for paths that the job would not
-    find.
-    """
+    """Return the files to ship with a job on these data. Raises UsageError: the job would not find a path."""
     from titans_platform.data.tokenizer import BUILT_IN, names_hub
 
     for source in sorted({source.path for one in data for source in one.sources if source.path}):

@@ -310,9 +310,7 @@ class RayUp(Cluster):
         return config
 
     def grows_to(self) -> list[dict[str, float]] | None:
-        """Return the nodes with every worker type at max_workers; Ray adds machines while cells are
-        queued.
-        """
+        """Return the nodes with every worker type at max_workers, which Ray adds while cells are queued."""
         ray: Any = self.ray
         types = dict(ray.get("available_node_types") or {})
         types.pop(ray.get("head_node_type"), None)

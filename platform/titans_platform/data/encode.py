@@ -44,6 +44,8 @@ class Encoded(NamedTuple):
     """Hash of the task item."""
     done: float | None
     """Fraction of the source read so far, if known."""
+    first: bool = True
+    """False for the later pieces of a long document."""
 
 
 def encode_documents(
@@ -58,15 +60,19 @@ def encode_documents(
     documents = (document for document in documents if document.text.strip())
     fraction = config.validation_fraction
     placed = _by_hash(documents, fraction, seed) if several else split_documents(documents, fraction, seed)
-    for document, validation, ids in _tokenise(placed, tokenizer):
-        limit = None if left is None else math.ceil(left * document.share)
-        tokens = np.concatenate([np.array([tokenizer.bos], np.uint32), *ids])[:limit]
-        loss = np.arange(len(tokens)) > 0
+    room = None
+    for document, validation, first, ids in _tokenise(placed, tokenizer):
+        if first:
+            room = None if left is None else math.ceil(left * document.share)
+            ids = np.concatenate([np.array([tokenizer.bos], np.uint32), ids])
+        tokens = ids[:room]
+        loss = np.arange(len(tokens)) >= first
         done = document.done
-        if config.max_tokens is not None and left is not None:
-            left -= len(tokens)
+        if config.max_tokens is not None and left is not None and room is not None:
+            left, room = left - len(tokens), room - len(tokens)
             done = max(done or 0.0, 1 - left / config.max_tokens)
-        yield Encoded(tokens, loss, validation, None, done)
+        if len(tokens):
+            yield Encoded(tokens, loss, validation, None, done, first)
         if left == 0:
             return
 
@@ -122,13 +128,19 @@ def _unit(seed: int, key: str) -> float:
     return int.from_bytes(hashlib.blake2b(name, digest_size=6).digest()) / 2**48
 
 
-def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, bool, list[NDArray]]]:
-    """Tokenise a few million characters at a time, so that the tokenizer can use several threads."""
-    for group in _groups(placed, lambda one: len(one[0].text)):
-        pieces = [list(_pieces(document.text)) for document, _ in group]
-        ids = chain.from_iterable(map(tokenizer.encode_batch, _groups(chain.from_iterable(pieces), len)))
-        for (document, validation), parts in zip(group, pieces, strict=True):
-            yield document, validation, list(islice(ids, len(parts)))
+def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, bool, bool, NDArray]]:
+    """Tokenise a few million characters at a time, so that the tokenizer can use several threads.
+
+    Yields each piece of each document: whether it is held out, whether the piece is its first, the ids.
+    """
+    pieces = (
+        (document, validation, i == 0, text)
+        for document, validation in placed
+        for i, text in enumerate(_pieces(document.text))
+    )
+    for group in _groups(pieces, lambda one: len(one[3])):
+        ids = tokenizer.encode_batch([text for *_, text in group])
+        yield from ((*one[:3], each) for one, each in zip(group, ids, strict=True))
 
 
 def _groups(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
@@ -158,9 +170,7 @@ def _pieces(text: str) -> Iterator[str]:
 
 
 def task_identity(config: SourceConfig) -> list[Any]:
-    """Return what determines the items of a task source, as JSON: task versions and the files that tasks
-    read.
-    """
+    """Return what determines the items of a task source, as JSON: task versions and the files they read."""
     from titans_platform.tasks import build_task
 
     return [[task.task, build_task(task).version, hashes_of(task.options)] for task in config.tasks]

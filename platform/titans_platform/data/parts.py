@@ -171,9 +171,7 @@ def _missing(finished: dict[int, Manifest], parts: int, limit: int | None) -> It
 
 
 def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manifest]:
-    """Return the parts of the source by folder; the last is tokenised again if it holds more than
-    ``limit``.
-    """
+    """Return the parts of the source by folder; the last is cut again if it exceeds ``limit``."""
     chosen, left = {}, job.limit
     for number in range(len(job.plan.parts)):
         part, manifest = replace(job, number=number), finished.get(number)
@@ -226,7 +224,7 @@ def _write(
     train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))
     hashes: list[int] = []
     for one in encoded:
-        (validation if one.validation else train).add(one.tokens, one.loss)
+        (validation if one.validation else train).add(one.tokens, one.loss, one.first)
         if one.item is not None:
             hashes.append(int(one.item, 16))
         if progress:

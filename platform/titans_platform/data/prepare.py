@@ -8,6 +8,7 @@ tokenizer's file); `tokenizers/` with copies.
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -40,6 +41,8 @@ from titans_platform.data.store import Bucket, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, Streams, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
+
+log = logging.getLogger(__name__)
 
 
 class NotPrepared(UsageError):
@@ -177,7 +180,10 @@ def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store
     if config.kind == "task":
         read = {"found": task_identity(config), "length": data.item_tokens(config)}
     else:
-        read = {"found": text_source(data, i, store).identity(), "length": None}
+        source = text_source(data, i, store)
+        read = {"found": source.identity(), "length": None}
+        if source.skipped:
+            log.warning("data.sources.%d: %s", i, source.skipped)
     return digest(identity | read | {"seed": data.seed})
 
 

@@ -28,7 +28,7 @@ from titans_platform.config import digest
 from titans_platform.errors import UsageError
 from titans_platform.files import write_error
 
-SCHEMA = 2
+SCHEMA = 3
 SHARD_BYTES = 64 * 2**20
 HASHED_TOKENS = 2**20
 MANIFEST = "manifest.json"
@@ -114,9 +114,9 @@ class SplitWriter:
         self._shards: list[ShardInfo] = []
         self._buffer = tuple(np.empty(self.shard_tokens, kind) for kind in (dtype, np.bool_, np.bool_))
 
-    def add(self, tokens: NDArray[np.integer], loss: BoolArray) -> None:
+    def add(self, tokens: NDArray[np.integer], loss: BoolArray, first: bool = True) -> None:
         """Append one document: its ids, bos first, and which of them count as targets."""
-        starts, done = np.arange(len(tokens)) == 0, 0
+        starts, done = (np.arange(len(tokens)) == 0) & first, 0
         while done < len(tokens):
             n = min(len(tokens) - done, self.shard_tokens - self._filled)
             for buffer, values in zip(self._buffer, (tokens, starts, loss), strict=True):
@@ -124,7 +124,7 @@ class SplitWriter:
             done, self._filled = done + n, self._filled + n
             if self._filled == self.shard_tokens:
                 self._flush()
-        self.documents += 1
+        self.documents += first
         self.tokens += len(tokens)
 
     def close(self) -> SplitInfo:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import glob
 import hashlib
 import json
+import logging
 import lzma
 import os
+import re
 import time
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
@@ -16,14 +19,12 @@ from typing import Any, NamedTuple
 
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
+from titans_platform.data.reading import READERS, kind_of, opened, walk
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import hash_of, read_json, write_json
+from titans_platform.files import OPENERS, hash_of, read_json, write_json
+from titans_platform.text import plain
 
-KINDS = (".txt", ".py", ".jsonl", ".parquet", ".arrow")
-BUILDERS = {".jsonl": "json", ".parquet": "parquet", ".arrow": "arrow"}
-"""Builders of `datasets` for files of records; files of the other kinds are one document each."""
-COMPRESSED = (".gz", ".xz")
-
+log = logging.getLogger(__name__)
 
 CORPUS = Path(__file__).parent / "corpus" / "corpus.jsonl.xz"
 CORPUS_SHA256 = "b9f54f9ef265a5799d324573853f64d232adbe24263e98a088573cb2e4142ea2"
@@ -39,6 +40,8 @@ HUB_BYTES = 2**30
 """A smaller Hub dataset is not split."""
 MANY_FILES = 8
 """A Hub dataset of unknown size is split if it has at least this many files."""
+WITHOUT_TEXT = 1000
+"""Records without the text field, from the first on, after which a source is refused."""
 
 
 Part = Sequence[int]
@@ -78,6 +81,8 @@ class TextSource(ABC):
 
     label: str
     """Its name in tables."""
+    skipped: str = ""
+    """The files at its path that `identity` passed over, in words."""
 
     @abstractmethod
     def identity(self) -> Any:
@@ -118,7 +123,7 @@ class CorpusSource(TextSource):
 
 
 class RecordSource(TextSource):
-    """Records that ``datasets`` streams; ``field`` names the source in errors."""
+    """Files and datasets; ``field`` names the source in errors."""
 
     def __init__(self, source: SourceConfig, field: str, cache: Path, label: str):
         self.source, self.field, self.cache = source, field, cache
@@ -159,13 +164,19 @@ class RecordSource(TextSource):
 
     def texts(self, what: str, records: Iterable[Any], text_field: str) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
-        where = f"{self.field}.text_field"
-        for record in records:
-            if text_field not in record:
-                raise UsageError(f"{where}: {what} has no field {text_field}; it has {', '.join(record)}")
-            if not isinstance(text := record[text_field] or "", str):
+        where, others, known = f"{self.field}.text_field", None, False
+        for number, record in enumerate(records):
+            text = record.get(text_field) if isinstance(record, dict) else record
+            known |= not isinstance(record, dict) or text_field in record
+            others = others or (None if known else record)
+            if not known and number + 1 == WITHOUT_TEXT:
+                break
+            text = text.decode("utf-8") if isinstance(text, bytes) else text
+            if text is not None and not isinstance(text, str):
                 raise UsageError(f"{where}: {text_field} of {what} is not text")
-            yield text
+            yield plain(text or "")
+        if others is not None and not known:
+            raise UsageError(f"{where}: {what} has no field {text_field}; it has {', '.join(others)}")
 
 
 class File(NamedTuple):
@@ -190,7 +201,7 @@ class File(NamedTuple):
 
 
 class FilesSource(RecordSource):
-    """.txt and .py files (a file is one document), .jsonl, .parquet and .arrow (a record is one)."""
+    """Files of the kinds in READERS: a file is one document, or each of its records is."""
 
     def __init__(self, source: SourceConfig, field: str, cache: Path):
         self.path = source.path or ""
@@ -198,8 +209,12 @@ class FilesSource(RecordSource):
 
     def files(self) -> list[File]:
         """List the files at the path, sorted. Raises UsageError if there are none."""
-        kinds = f"{', '.join(KINDS)} (or with {' or '.join(COMPRESSED)})"
+        kinds = f"{', '.join(READERS)} (or with {' or '.join(OPENERS)})"
         all_files, one = self._remote() if "://" in self.path else self._local()
+        others = Counter(Path(file.name).suffix for file in all_files if not kind_of(Path(file.name)))
+        if others:
+            named = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in others.most_common())
+            self.skipped = f"{self.path}: skipped {others.total()} of {len(all_files)} files: {named}"
         if one and kind_of(Path(self.path)) is None:
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         if not all_files and not os.path.isdir(os.path.expanduser(self.path)):
@@ -214,18 +229,28 @@ class FilesSource(RecordSource):
     def text_bytes(self) -> int | None:
         """Bytes of text, an upper bound on the tokens; None if files are compressed."""
         files = self.files()
-        if any(Path(file.name).suffix in (*COMPRESSED, ".parquet", ".arrow") for file in files):
+        if any(Path(file.name).suffix.lower() in (*OPENERS, ".parquet", ".arrow") for file in files):
             return None
         return sum(file.bytes for file in files)
 
     def _local(self) -> tuple[list[File], bool]:
         """List the files at a local path; also return True if the path itself is a file."""
-        expanded = os.path.abspath(os.path.expanduser(self.path))
+        path = os.path.abspath(os.path.expanduser(self.path))
         # an existing path is not a pattern
-        pattern = glob.escape(expanded) if os.path.exists(expanded) else expanded
-        inside = os.path.join(pattern, "**") if os.path.isdir(expanded) else pattern
-        names = filter(os.path.isfile, glob.glob(inside, recursive=True))
-        return [local_file(name) for name in names], os.path.isfile(expanded)
+        if os.path.isfile(path):
+            return [local_file(path)], True
+        if os.path.isdir(path):
+            names = walk(path)
+        elif "**" in Path(path).parts:
+            import fsspec.utils
+
+            base = path[: glob.magic_check.search(path).start()].rpartition("/")[0]
+            names = filter(re.compile(fsspec.utils.glob_translate(path)).match, walk(base or "/"))
+        else:
+            names = filter(os.path.isfile, glob.glob(path))
+        # each file once, whatever links to it
+        unique = {os.path.realpath(name): name for name in sorted(names, key=Path, reverse=True)}
+        return [local_file(name) for name in unique.values()], False
 
     def _remote(self) -> tuple[list[File], bool]:
         """List the files at a URL; also return True if the URL itself is a file. Raises UsageError."""
@@ -233,7 +258,7 @@ class FilesSource(RecordSource):
 
         try:
             system, path = fsspec.core.url_to_fs(self.path)
-            pattern = glob.has_magic(path)
+            pattern = glob.has_magic(path) and not system.exists(path)
             one = not pattern and system.isfile(path)
             listed = system.glob(path, detail=True) if pattern else system.find(path, detail=True)
         except ImportError as error:
@@ -255,7 +280,7 @@ class FilesSource(RecordSource):
     def plan(self) -> SourcePlan:
         """Consecutive files of at least PART_BYTES in all."""
         files, limit = self.files(), self.source.max_tokens
-        few = len(files) < PART_DOCUMENTS and not any(kind_of(Path(file.name)) in BUILDERS for file in files)
+        few = len(files) < PART_DOCUMENTS and all(kind_of(Path(f.name)) in (".txt", ".py") for f in files)
         if few or sum(file.bytes for file in files) < 2 * PART_BYTES or (limit or PART_TOKENS) < PART_TOKENS:
             return WHOLE
         parts, first, held = [], 0, 0
@@ -273,15 +298,28 @@ class FilesSource(RecordSource):
         for i, file in list(enumerate(files))[first:last]:
             # the position within a file is unknown
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
-            builder, text_field = BUILDERS.get(kind_of(Path(file.name)) or ""), self.source.text_field
-            # the library treats the name as a pattern
-            options: dict[str, Any] = {"data_files": [glob.escape(file.name)], "split": "train"}
-            if builder is None:
-                builder, text_field, options["sample_by"] = "text", "text", "document"
-            with self.opened(file.name, builder, **options) as records:
-                for text in self.texts(file.name, records, text_field):
-                    # keyed by text, so that duplicates go to the same split
-                    yield Document(text, text, done)
+            try:
+                with self.opened(file) as records:
+                    for text in self.texts(file.name, records, self.source.text_field):
+                        # keyed by text, so that duplicates go to the same split
+                        yield Document(text, text, done)
+            except UsageError as error:
+                # settings and descriptions of datasets are .json files too
+                if kind_of(Path(file.name)) != ".json" or len(files) == 1 or "text_field" not in str(error):
+                    raise
+                log.warning("%s; skipped", error)
+
+    @contextmanager
+    def opened(self, file: File) -> Iterator[Iterator[Any]]:
+        """Open the records of a file: mappings or texts. Raises UsageError."""
+        name = file.name
+        try:
+            with opened(name) as stream:
+                yield READERS[kind_of(Path(name)) or ""](stream, self.source.text_field)
+        except UsageError:
+            raise
+        except Exception as error:  # decompression, Arrow, JSON and file systems have no common base
+            raise UsageError(f"{self.field}: {name} cannot be read: {one_line(error, 160)}") from error
 
 
 class HubSource(RecordSource):
@@ -314,6 +352,9 @@ class HubSource(RecordSource):
         with self._opened(revision) as records:
             if part:
                 records = records.shard(index=part[0], num_shards=part[1])
+            if self.source.text_field in (getattr(records, "column_names", None) or ()):
+                # no other column is decoded
+                records = records.select_columns([self.source.text_field])
             for text in self.texts(self.dataset, records, self.source.text_field):
                 yield Document(text, text, None)
 
@@ -356,16 +397,11 @@ SOURCES = Registry(
 """Text sources by `SourceConfig.kind`."""
 
 
-def kind_of(path: Path) -> str | None:
-    """Return one of KINDS, seen through a compression suffix; None for another."""
-    suffix = Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-    return suffix if suffix in KINDS else None
-
-
 @contextmanager
 def _quiet(datasets: Any) -> Iterator[None]:
-    """Use `datasets` without progress bars, without logging errors that it also raises, and without a request
-    per local file to its download counter, which takes seconds when offline.
+    """Use `datasets` without progress bars, and without logging errors that it also raises.
+
+    It makes no request per local file to its download counter, which takes seconds when offline.
     """
     bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
     counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS

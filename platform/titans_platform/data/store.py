@@ -7,7 +7,6 @@ which the workers of a node share.
 
 from __future__ import annotations
 
-import getpass
 import hashlib
 import io
 import mmap
@@ -220,9 +219,7 @@ class RemoteShards:
         self._prefetcher.request(infos)
 
     def find_corruption(self, infos: Sequence[ShardInfo], verify: bool) -> dict[str, str]:
-        """Compare with the manifest as `LocalShards` does, without mtimes; with ``verify`` every file is
-        fetched.
-        """
+        """Compare with the manifest as `LocalShards` does, without mtimes; ``verify`` fetches every file."""
         sizes, problems = self.bucket.sizes(self.name), {}
         for info in infos:
             name = self.bucket / f"{self.name}/{info.file}"
@@ -269,14 +266,12 @@ class ShardCache:
     """
 
     def __init__(self, gigabytes: float, folder: Path | None = None):
-        default = Path(tempfile.gettempdir()) / f"titans-cache-{getpass.getuser()}"
+        default = Path(tempfile.gettempdir()) / f"titans-cache-{os.getuid()}"
         self.folder = folder or Path(os.environ.get(CACHE) or default)
         self.bytes = int(gigabytes * 1e9)
 
     def fetch(self, info: ShardInfo, chunks: Callable[[], Iterator[bytes]], name: str) -> Path:
-        """Return the cached file, written from ``chunks`` on a miss. Raises UsageError if its hash is
-        wrong.
-        """
+        """Return the cached file, written from ``chunks`` on a miss. Raises UsageError: its hash is wrong."""
         path = self.folder / f"{info.sha256}.arrow"
         if not _touch(path):
             self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)

@@ -198,8 +198,9 @@ class RowStream:
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
     def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """Return the source and the row of each sample of a step; at the start of a window, prefetch its
-        shards and the next one's.
+        """Return the source and the row of each sample of a step.
+
+        At the start of a window, prefetches its shards and the next one's.
         """
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # otherwise a worker, or a micro-batch, could see only one source

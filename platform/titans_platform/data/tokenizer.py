@@ -148,6 +148,8 @@ class JsonTokenizer(Tokenizer):
 
         self.path, self.fingerprint = path, f"json-{_file_digest(path)}"
         self._model = Model.from_file(str(path))
+        # names of special tokens in a text are text
+        self._model.encode_special_tokens = True
         self._model.no_truncation()
         self._model.no_padding()
         known = self._model.get_vocab(with_added_tokens=True)
@@ -207,8 +209,9 @@ def names_hub(spec: str) -> bool:
 
 
 def load_tokenizer(spec: str) -> Tokenizer:
-    """Load the tokenizer ``spec`` names: ``byte``, ``dna``, the path of a .model or .json file, or a Hub
-    repository that has a tokenizer.json. Raises UsageError.
+    """Load the tokenizer that ``spec`` names. Raises UsageError.
+
+    It is ``byte``, ``dna``, the path of a .model or .json file, or a Hub repository with a tokenizer.json.
     """
     if spec in BUILT_IN:
         return BUILT_IN[spec]()
@@ -271,7 +274,7 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     path = folder / "tokenizer.json"
     model.save(str(path))
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {"bos_token": start, "eos_token": start, "pad_token": pad}
+    about |= {"bos_token": start, "eos_token": start, "pad_token": pad, "split_special_tokens": True}
     (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
     return path
 

@@ -208,14 +208,9 @@ def long_texts(
     prepared: Any, rows: int, budget: int, field: str = "lengths",
     remedy: str = "raise a text source's validation_fraction",
 ) -> list[LongText]:  # fmt: skip
-    """Texts of ``rows`` training rows, spread evenly over the held-out text; each begins where a document
-    does, where there is room to choose.
+    """Return texts of ``rows`` training rows, spread evenly over the held-out text.
 
-    Args:
-        prepared: `PreparedData`.
-        rows: R.
-        budget: tokens of all texts together, at most; but two texts if there are two.
-        field: the setting that requests so many rows, and ``remedy`` what gives more text, for the error.
+    Each begins where a document does, if there is room to choose.
 
     Raises:
         UsageError: the held-out text is shorter than one text.

@@ -13,6 +13,7 @@ from titans_core.config import Frozen
 from titans_platform.errors import UsageError, nearest
 from titans_platform.evals.scoring import Request, Scorer, encode_pair
 from titans_platform.tasks import Context, Measurement, Task
+from titans_platform.text import plain
 
 MISSING = "task: lm_eval needs lm-evaluation-harness: pip install 'lm-eval>=0.4.9'"
 # bootstrap samples for standard errors without a closed form; the harness's default of 100,000 is slow
@@ -53,12 +54,13 @@ class HarnessModel:
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, greedy decoding gives it) of each `(context, continuation)`."""
-        pairs = [encode_pair(request.args[0], request.args[1], self.scorer.tokenizer) for request in requests]
+        texts = (map(plain, request.args[:2]) for request in requests)
+        pairs = [encode_pair(*text, self.scorer.tokenizer) for text in texts]
         return [(score.logprob, score.greedy) for score in self.scorer.score(pairs, self.max_length)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         """Log-likelihood in nats of each whole `(text,)`, in windows that do not overlap."""
-        texts = (self.scorer.tokenizer.encode(request.args[0]) for request in requests)
+        texts = (self.scorer.tokenizer.encode(plain(request.args[0])) for request in requests)
         scored = (self.scorer.score(self._windows(tokens), self.max_length) for tokens in texts)
         return [math.fsum(score.logprob for score in scores) for scores in scored]
 
@@ -118,9 +120,7 @@ class LmEval(Task):
         return fmean(CHANCES[name] for name in self.options.names)
 
     def measure(self, context: Context) -> Measurement:
-        """Measure the metric on `config.items` documents of each task; stderr is 0 if the harness reports
-        none.
-        """
+        """Measure `config.items` documents of each task; stderr is 0 if the harness reports none."""
         model = harness_model(context.scorer, context.length)
         import lm_eval  # pyright: ignore[reportMissingImports]
         from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]

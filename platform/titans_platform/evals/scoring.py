@@ -238,8 +238,9 @@ class Scorer:
     def _token_scores(
         self, tokens_BT: Tensor, at_BT: Tensor, targets_N: Tensor
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield, in blocks of the positions at which `at_BT` is True, the target's log-likelihood in nats,
-        and True if it is the first of the likeliest tokens.
+        """Yield scores of the positions at which `at_BT` is True, in blocks.
+
+        A score is the target's log-likelihood in nats, and True if it is the first of the likeliest tokens.
         """
         if isinstance(self.model, LanguageModel) and not sharded_modules(self.model):
             # logits of the scored positions alone

@@ -147,8 +147,9 @@ def divide(items: Items, fraction: float, seed: int) -> tuple[Items, Items]:
 
 
 def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
-    """Read a .csv, .jsonl or .parquet file, optionally compressed as .gz or .xz. ``fields`` are the sequence
-    and the label column. Raises UsageError that names ``option``.
+    """Read a .csv, .jsonl or .parquet file, optionally compressed as .gz or .xz.
+
+    ``fields`` are the sequence and the label column. Raises UsageError that names ``option``.
     """
     table = read_table(name, option)
     for field in fields:

@@ -5,7 +5,6 @@ Shapes: N steps and C channels of a series.
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import io
 import lzma
@@ -23,9 +22,7 @@ from pyarrow import csv, json, parquet
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder, check_shared
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import read_json, write_json
-
-OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+from titans_platform.files import OPENERS, read_json, write_json
 
 R = TypeVar("R")
 
@@ -54,9 +51,7 @@ READERS: dict[str, Callable[[Any], pa.Table]] = {
 
 
 def read_table(name: str, field: str) -> pa.Table:
-    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError naming
-    ``field``.
-    """
+    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError with ``field``."""
     path = Path(name).expanduser()
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if suffix not in READERS:

@@ -87,8 +87,7 @@ def body(
     keys: Keys = None,
     ours: Callable[[Entry, bool], str] = lambda entry, best: str(entry),
 ) -> list[list[str]]:
-    """Return the lines of the table: name, our and the paper's number of each column, parameters, state
-    bytes.
+    """Return the lines of the table: name, ours and the paper's of each column, parameters, state bytes.
 
     ``ours`` takes an entry, and whether it is the best of its column.
     """
@@ -108,9 +107,7 @@ def _chance(report: StudyReport, keys: Keys = None) -> list[str]:
 
 
 def latex(report: StudyReport) -> str:
-    """Render the table with booktabs: mean and sd, the best of a column in bold, the paper's; the further
-    tables.
-    """
+    """Render the table and the further tables with booktabs: mean and sd, a column's best in bold."""
     from pandas import DataFrame, MultiIndex
 
     columns = report.table.columns

@@ -205,10 +205,9 @@ def shades(inspected: Inspected) -> list[Shade]:
 
 
 def _shade(key: str, about: str, values: Tensor) -> Shade:
-    """Scale values from the 2nd to the 98th percentile, at most Tukey's outer fence, so that a burst leaves
-    no token pale.
+    """Scale values from the 2nd to the 98th percentile, at most Tukey's outer fence.
 
-    Logarithmic where these are far apart: where all tokens after a burst have large values.
+    A burst of large values thus leaves no other token pale.
     """
     known = values[values.isfinite()].double()
     quantiles = [float(known.quantile(q)) for q in (0.02, 0.25, 0.75, 0.98)] if len(known) else [0.0] * 4
@@ -245,9 +244,7 @@ def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
 
 
 def summary(trace: MemoryTrace) -> list[str]:
-    """Return one memory's row: mean errors before, after and at the end, share kept, mean gates, final
-    norms.
-    """
+    """Return one memory's row: mean errors before, after and at the end, share kept, gates, final norms."""
     means = [getattr(trace, name).mean().item() for name in ("surprise", "written", "final")]
     gates = [getattr(trace, name).mean().item() for name in ("alpha", "eta", "theta")]
     norms = [getattr(trace, name)[-1].mean().item() for name in ("weight_norm", "momentum_norm")]

@@ -117,6 +117,11 @@ class Picture:
     legend: Sequence[Line] = ()
 
     @property
+    def file(self) -> str:
+        """Stem of its files; the name of a column, which a key may hold, may have any sign."""
+        return re.sub(r"[^\w.@+-]+", "-", self.key)
+
+    @property
     def across(self) -> int:
         """Panels side by side."""
         return min(len(self.panels), ACROSS_NARROW if self.size[0] < 3 else ACROSS_WIDE)
@@ -162,7 +167,7 @@ def panel(title: str, draw: Callable[..., object], x: str = "", y: str = "", **d
 
 def svg(picture: Picture) -> str:
     """Render the figure as inline SVG with the page's font, its CSS colour variables and a title."""
-    out, ident = io.StringIO(), f"figure-{picture.key}"
+    out, ident = io.StringIO(), f"figure-{picture.file}"
     # ids come from the salt: unique on a page, the same in every run
     with style.context([*STYLE, {"svg.hashsalt": ident}]):
         picture.draw().savefig(out, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
@@ -180,7 +185,7 @@ def svg(picture: Picture) -> str:
 def save(picture: Picture, folder: Path) -> list[Path]:
     """Write the figure as PNG and PDF, named by its key, atomically; returns the paths."""
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [folder / f"{picture.key}.{kind}" for kind in ("png", "pdf")]
+    paths = [folder / f"{picture.file}.{kind}" for kind in ("png", "pdf")]
     with style.context(STYLE):
         figure = picture.draw()
         for path in paths:
@@ -287,9 +292,7 @@ def heat(
     axis: Axes, tiles: Sequence[Sequence[float | str]], across: Dimension, down: Dimension, column: Column,
     scale: Normalize,
 ) -> None:  # fmt: skip
-    """Draw a heat map with its numbers; the better, the stronger the colour. A tile with a text is
-    hatched.
-    """
+    """Draw a heat map with its numbers: the better, the stronger the colour. A tile with text is hatched."""
     means = np.array([[np.nan if isinstance(tile, str) else tile for tile in line] for line in tiles])
     shades = np.ma.filled(scale(np.ma.masked_invalid(means)), np.nan)
     shades = 0.5 + 0 * means if scale.vmin == scale.vmax else shades

@@ -174,15 +174,14 @@ def _cell_links(store: TrackingStore, report: StudyReport) -> Iterator[str]:
 
 
 def paper_page(items: Sequence[PaperItem], root: Path) -> str:
-    """Render the page of all the paper's tables and figures: ours as far as they have been run under
-    ``root``.
-    """
+    """Render the page of all the paper's tables and figures, with ours that have been run under ``root``."""
     return html("paper.html", source=read_paper().source, sections=[_section(item, root) for item in items])
 
 
 def _section(item: PaperItem, root: Path) -> dict[str, Any]:
-    """Collect a table's or figure's printed numbers, and its reports at the scales that have been run and at
-    the paper's. `smoke` is left out if another scale has been run.
+    """Collect the printed numbers of a table or figure, and its reports at the paper's and all run scales.
+
+    `smoke` is left out if another scale has been run.
     """
     ran = {scale for scale in item.ran if scale != "smoke"} or set(item.ran)
     reports = []

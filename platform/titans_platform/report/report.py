@@ -88,9 +88,7 @@ class StudyReport:
         return [row.row.name + "".join(sorted(signs)) for row, signs in marks]
 
     def fields(self, keys: Sequence[str] | None = None) -> list[tuple[str, bool]]:
-        """Return the fields of a line between name and sizes: a column's key, and True if it is the
-        paper's.
-        """
+        """Return the fields of a line between name and sizes: (column, True if it is the paper's number)."""
         both = ((key, paper) for key in keys or self.table.columns for paper in (False, True))
         return [(key, paper) for key, paper in both if not paper or key in self.paper_columns]
 

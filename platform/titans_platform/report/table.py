@@ -313,9 +313,7 @@ class Comparison:
 
 
 def compare(table: Table) -> list[Comparison]:
-    """Compare every row and column that has numbers with the table's first row; reference rows are left
-    out.
-    """
+    """Compare every row that has numbers with the table's first row; reference rows are left out."""
     rows, comparisons = [row for row in table.rows if not row.row.reference], []
     for key, column in table.columns.items() if rows else ():
         first, sign = rows[0], 1 if column.higher_is_better else -1

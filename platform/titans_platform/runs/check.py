@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import accumulate
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +18,8 @@ from typing import Any
 import torch
 
 from titans_core import Model, NeuralMemory
+from titans_core.blocks.base import Recompute
+from titans_core.footprint import saved_bytes_per_token
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
@@ -34,9 +36,10 @@ PROCESS_BYTES, CUDA_BYTES = 300 * 2**20, 3 * 2**29
 """Memory of a worker before it builds a model: interpreter, torch and Ray; on a GPU CUDA, NCCL and cuBLAS."""
 BYTES_A_PARAMETER, BUCKET_BYTES = 16, 4
 """Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32; DDP's buckets."""
-SAVED_BYTES = {"transformer": 38, "lmm": 73, "mal": 119, "mag": 134, "mac": 180}
-"""Bytes that a block saves for its backward pass, for each value of its input, compiled in bfloat16. Other
-variants count as the largest."""
+MOST_SAVED, UNTRACED = 400, 8 * 2**30
+"""Bytes that any block saves at most for each value of its input, and below which that bound will do."""
+RECOMPUTED = 3
+"""A block's activations, relative to what selective recomputation keeps of them."""
 TIMED_PARAMETERS = 50e6
 """Models with more parameters are not timed."""
 TIMED_FLOPS = 5e11
@@ -121,36 +124,51 @@ def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
 
     model: weights, gradients and optimiser moments, only the worker's shard of them under fsdp and hsdp;
     workers: a process, or CUDA and NCCL; data.sequence_length: a lower bound on the activations of a
-    micro-batch; optim.micro_batch_size: on a GPU in its place, an estimate of them; optim.stream_groups:
-    carried states of the worker's streams, of all groups.
+    micro-batch, on a GPU an estimate of what one block holds; optim.micro_batch_size: on a GPU an estimate of
+    what all blocks save; optim.stream_groups: carried states of the worker's streams, of all groups.
     """
     rows, parts = rows_at_once(cfg, resources)
     on_gpu, objective = bool(resources.gpus_per_worker), build_objective(cfg)
     groups = cfg.optim.stream_groups if cfg.data.rows == "streams" else 0
     streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
+    saved, held = 0, 4 * objective.least_activations(rows) // parts
+    if on_gpu:
+        saved, held = _activations(objective, rows, parts)
     buckets = BUCKET_BYTES if on_gpu and resources.several and cfg.optim.parallel == "ddp" else 0
     return {
         "model": (BYTES_A_PARAMETER + buckets) * sizes(cfg).parameters // copies[cfg.optim.parallel],
         "workers": CUDA_BYTES if on_gpu else PROCESS_BYTES,
-        "data.sequence_length": 0 if on_gpu else 4 * objective.least_activations(rows) // parts,
-        "optim.micro_batch_size": _activations(objective, rows, parts) if on_gpu else 0,
+        "data.sequence_length": held,
+        "optim.micro_batch_size": saved,
         "optim.stream_groups": streams * sizes(cfg).state_bytes,
     }
 
 
-def _activations(objective: Objective[Any], rows: int, parts: int) -> int:
-    """Return the bytes of activations of a micro-batch on a GPU, each row divided into ``parts``.
+def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int, int]:
+    """Return bytes of activations of a micro-batch on a GPU, each row divided into ``parts``.
 
-    What torch.compile saves of every block for the backward pass, once more of one block, while its backward
-    pass runs, and the logits.
+    What torch.compile saves of all blocks for the backward pass, and what one block holds while its backward
+    pass runs, with the logits. Of small models an upper bound, which takes no tracing.
     """
     cfg, length = objective.cfg, objective.block_tokens // parts
-    once = SAVED_BYTES.get(cfg.model.variant, max(SAVED_BYTES.values()))
-    once *= 1 if cfg.optim.precision == "bf16" else 2
-    saved = 4 if cfg.optim.recompute else once
-    blocks = rows * length * cfg.model.d_model * (cfg.model.n_layers * saved + once)
-    return blocks + 4 * objective.head_activations(rows)
+    tokens, layers, head = rows * length, cfg.model.n_layers, 4 * objective.head_activations(rows)
+    if (most := MOST_SAVED * tokens * cfg.model.d_model) * (layers + 1) <= UNTRACED:
+        return most * layers, most + head
+    recompute = recomputed(cfg.optim)
+    block = cfg.model.model_copy(update={"n_layers": 1})
+    saved = partial(saved_bytes_per_token, block, rows, length, precision=cfg.optim.precision)
+    kept = saved(recompute=recompute)
+    # a block that was recomputed holds all that it would have saved
+    once = saved(recompute=False) if recompute is True else RECOMPUTED * kept if recompute else kept
+    return round(tokens * layers * kept), round(tokens * once) + head
+
+
+def recomputed(optim: OptimConfig) -> Recompute:
+    """Return what the blocks recompute on a GPU; ``optim.recompute`` may leave it open."""
+    if optim.recompute is None:
+        return "selective" if optim.compile is not False else False
+    return optim.recompute
 
 
 def seconds_per_token(config: RunConfig) -> float | None:
@@ -313,9 +331,10 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 
 def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> None:
     """Raise UsageError if a worker needs more memory than the GPU, or its share of this machine, has."""
+    gpu = machine.gpu if resources.gpus_per_worker else None
     have = machine_memory() // resources.max_workers
-    if resources.gpus_per_worker and machine.gpu:
-        have = int(machine.gpu.memory * 2**30 * min(1, resources.gpus_per_worker))
+    if gpu:
+        have = int(gpu.memory * 2**30 * min(1, resources.gpus_per_worker))
     needed = needed_memory(cfg, resources)
     if (total := sum(needed.values())) <= have:
         return
@@ -325,12 +344,13 @@ def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> Non
     of = f"{sizes(cfg).parameters:,} parameters and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
     shares = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in needed.items() if size)
     about, where, fix = "at least", "a worker here has", "make it smaller, or train on a cluster"
-    if field == "optim.micro_batch_size":
-        about, where, own = "about", f"a GPU ({machine.gpu and machine.gpu.name}) has", needed[field]
+    if gpu and field != "model":
+        own = needed["optim.micro_batch_size"] + needed["data.sequence_length"]
+        field, about, where = "optim.micro_batch_size", "about", f"a GPU ({gpu.name}) has"
         room = own - (total - have)
         fewer = next((n for n in range(rows - 1, 0, -1) if rows % n == 0 and n * own <= rows * room), None)
         fix = f"{rows} is too large; give {fewer}" if fewer else "use a larger GPU, or optim.parallel: fsdp"
-        fix += "" if cfg.optim.recompute else ", or set optim.recompute: true"
+        fix += "" if cfg.optim.recompute is True else ", or set optim.recompute: true"
     raise UsageError(
         f"{field}: {of} take {about} {total / 2**30:,.1f} GiB to train ({shares}), {where} "
         f"{have / 2**30:,.1f} GiB; {fix}"

@@ -91,8 +91,9 @@ def last_checkpoint_step(spec: RunSpec) -> int:
 
 
 def _fit(spec: RunSpec, until: Rung | None) -> Any:
-    """Run the workers under Ray Train, a single one in this process; restart workers that die as long as
-    each attempt writes a new checkpoint.
+    """Run the workers under Ray Train, a single one in this process.
+
+    Workers that die are restarted as long as each attempt writes a new checkpoint.
     """
     quiet()
     from ray.train import FailureConfig, RunConfig, ScalingConfig, TrainingFailedError
@@ -146,8 +147,9 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 
 
 def run_worker(task: dict[str, Any]) -> Result | dict[str, float] | TitansError:
-    """Ray Train's training function. Train retries what is raised, so errors that a retry would repeat are
-    returned.
+    """Train in a worker of Ray Train.
+
+    Train retries what is raised, so errors that a retry would repeat are returned.
     """
     from ray.train.torch import get_device
 

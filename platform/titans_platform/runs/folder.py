@@ -209,9 +209,7 @@ class RunFolder:
         return self.record().get("failure")
 
     def progress(self) -> dict[str, Any] | None:
-        """Return the last progress (step, steps, loss, ...), and its ``age`` in seconds; None before it
-        began.
-        """
+        """Return the last progress (step, steps, loss, ...), and its ``age`` in seconds; None without any."""
         if progress := self.record().get("progress"):
             progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
         return progress

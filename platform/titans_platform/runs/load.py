@@ -59,8 +59,9 @@ def load_result(run: str, root: Path) -> Result | None:
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
-    """Find the folder of the checkpoint that ``run`` names: of a run the newest, or the best if ``eval.at``
-    is best. Raises UsageError if there is none, or it is damaged.
+    """Find the folder of the checkpoint that ``run`` names: of a run the newest, or its best (``eval.at``).
+
+    Raises UsageError if there is none, or it is damaged.
     """
     path = Path(run)
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
@@ -90,8 +91,9 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
-    """Return the config of the run that wrote the checkpoint at ``point``, with the run's own copy of its
-    tokenizer: the file that the config names may have changed since. Raises UsageError.
+    """Return the config of the run that wrote the checkpoint at ``point``. Raises UsageError.
+
+    It names the run's own copy of its tokenizer: the file that the config names may have changed since.
     """
     folder = point.parents[1]
     cfg, record = config_of(folder, overrides), RunFolder(folder.parents[1], folder.name).record()

@@ -15,6 +15,7 @@ import platform
 import secrets
 import signal
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,8 @@ NODES = "TITANS_CLUSTER_NODES"
 """Set in a job on an autoscaling cluster: the nodes at its largest size, as JSON."""
 OBJECT_STORE = 128 * 2**20
 """Size of Ray's object store in bytes; Ray's minimum is 75 MiB."""
+LONGEST_TEMP = 39
+"""Bytes of the longest temporary directory that leaves room for Ray's sockets, whose paths take 107."""
 START_SECONDS = 180.0
 """Timeout in seconds to start Ray or connect to it; on two busy cores that takes about 10 s."""
 
@@ -113,6 +116,13 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
     # runs exchange files, not objects: a small object store leaves the memory to training
     # without an explicit address RAY_ADDRESS would connect this process to another cluster
     where = {"address": "local", "object_store_memory": OBJECT_STORE, "num_cpus": max(1, round(cpus))}
+    base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
+    where["_temp_dir"] = f"{base if len(os.fsencode(base)) <= LONGEST_TEMP else '/tmp'}/ray"
+    try:
+        # where Ray writes its token
+        (Path.home() / ".ray").mkdir(parents=True, exist_ok=True)
+    except (OSError, RuntimeError):
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with _connected(where | ({"num_gpus": max(1, round(gpus))} if gpus else {}), "on this machine"):
         yield
 

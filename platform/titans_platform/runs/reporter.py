@@ -266,9 +266,7 @@ def _send_rest(folder: RunFolder) -> str | None:
 
 
 def _due(step: int, steps: int, times: int) -> bool:
-    """Return True if a step is one of about ``times`` evenly spaced ones, the last of ``steps`` among
-    them.
-    """
+    """Return True if a step is one of about ``times`` evenly spaced ones that end with ``steps``."""
     return step % max(1, steps // times) == 0 or step == steps
 
 

@@ -238,7 +238,8 @@ def speed(config: RunConfig, study: StudyRun) -> float | None:
         return None
     # float32 products are half as fast, in TF32; recomputation is another forward pass
     peak = gpu.flops if config.optim.precision == "bf16" else gpu.flops / 2
-    return MFU * peak * gpus * config.row_tokens / (flops * (4 / 3 if config.optim.recompute else 1))
+    whole = config.optim.recompute is True
+    return MFU * peak * gpus * config.row_tokens / (flops * (4 / 3 if whole else 1))
 
 
 def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:

@@ -75,7 +75,11 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
     columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
     cpus, gpus = math.ceil(resources.cpus * study.concurrency), resources.gpus * study.concurrency
-    with (study.path / LOG).open("w", buffering=1) as log, redirect_stdout(log), redirect_stderr(log):
+    with (
+        (study.path / LOG).open("w", buffering=1, encoding="utf-8") as log,
+        redirect_stdout(log),
+        redirect_stderr(log),
+    ):
         parent = store.study_run(study.label, tags, columns)
         end_orphaned_runs(store, parent, study.root)
         try:
@@ -262,9 +266,7 @@ def _run_trials(
 
 
 def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
-    """Return the spec of a named cell's run, logged as ``title``; the fields that ``rows`` change are
-    params.
-    """
+    """Return the spec of a named cell's run, logged as ``title`` with the fields that ``rows`` change."""
     assert cell.name is not None
     assert study.tracking
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}

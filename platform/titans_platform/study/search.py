@@ -132,9 +132,7 @@ def set_line(params: dict[str, Any]) -> str:
 
 
 def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
-    """Return the number of the trial in run ``name``; add a new trial to the list in the study's
-    ``folder``.
-    """
+    """Return the number of the trial in run ``name``; list it in the study's ``folder`` if it is new."""
     trials = folder / TRIALS
     path = trials / f"{name}.json"
     # two trials that start together must not get the same number

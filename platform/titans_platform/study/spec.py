@@ -50,9 +50,7 @@ class Axis(Frozen):
         return self
 
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
-        """Return each value with the fields it sets; a point named by a number has that number as its
-        value.
-        """
+        """Return each value with the fields it sets; a point named by a number has that number as value."""
         if self.points:
             return [(_number(name), fields) for name, fields in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
@@ -352,9 +350,7 @@ class Printed(Frozen):
         return self.sizes or {self.size: self.rows}
 
     def numbers(self, row: str, size: str) -> dict[str, float | None]:
-        """Return the numbers of a row by column, of a table with several sizes at ``size``; empty without
-        them.
-        """
+        """Return the numbers of a row by column, at ``size`` of a table with several; empty without any."""
         rows = self.sizes.get(size, {}) if self.sizes else self.rows
         return dict(zip(self.columns, rows[row], strict=True)) if row in rows else {}
 

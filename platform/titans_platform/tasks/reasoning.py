@@ -127,9 +127,7 @@ class Reasoning(GeneratedTask):
         return {name: partial(read_and_guess, guess) for name, guess in HEURISTICS[self.options.kind].items()}
 
     def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
-        """Generate a story with its questions; filler (compact: lower-case words) takes the rest of the
-        row.
-        """
+        """Generate a story with its questions; filler (compact: lower-case words) takes the rest."""
         story = self._open_story(rng, length, tokenizer)
         if story is None:
             none = f"no story that {length} tokens hold answers {self.options.kind}"
@@ -164,8 +162,7 @@ class Reasoning(GeneratedTask):
         }[options.kind]  # fmt: skip
 
     def _open_story(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Story | None:
-        """Return the first story with enough distinct answers at its end; after ATTEMPTS stories, the best
-        one.
+        """Return the first story with enough distinct answers at its end, or the best of ATTEMPTS stories.
 
         Returns:
             None if no story has a question at its end.

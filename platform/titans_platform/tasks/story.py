@@ -74,9 +74,7 @@ class World:
         return [thing for thing, holder in self.holder_of.items() if holder == person]
 
     def reachable(self, person: str) -> list[str]:
-        """List the things that `person` could pick up here: things that lie here, and things without a fact
-        so far.
-        """
+        """List the things that `person` could pick up here: those here and those without a fact so far."""
         place = self.place_of[person]
         lying = [thing for thing in self.things if self.holder_of.get(thing) is None]
         return [thing for thing in lying if self.visits.get(thing, [place])[-1] == place]

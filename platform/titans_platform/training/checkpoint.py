@@ -215,9 +215,7 @@ def _partial(final: Path) -> Path:
 
 
 def newest(folder: Path) -> Path | None:
-    """Return the newest intact checkpoint, or None; a corrupt one is logged and skipped. Raises
-    StorageError.
-    """
+    """Return the newest intact checkpoint, or None; a corrupt one is logged. Raises StorageError."""
     for path in saved(folder):
         if (wrong := find_corruption(path)) is None:
             return path

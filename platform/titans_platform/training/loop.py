@@ -237,9 +237,7 @@ class Trainer:
         return bool(hooks.patience and best and self.progress.step - best >= allowed)
 
     def _validated(self, hooks: Hooks) -> float:
-        """Return the validation loss, averaged over ranks so that all of them agree on the best
-        checkpoint.
-        """
+        """Return the validation loss, averaged over ranks so that all agree on the best checkpoint."""
         with hooks.phases.phase("validate"):
             own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
             loss = self._over_workers(own).item()

@@ -37,8 +37,9 @@ the forecasting literature calls type1, for ten epochs."""
 
 
 def learning_rate(step: int, cfg: OptimConfig) -> float:
-    """Learning rate of optimiser step ``step`` (0 is the first): linear warm-up to lr, then ``cfg.schedule``,
-    scaled so that 1 is lr and 0 is min_lr_ratio * lr.
+    """Return the learning rate of optimiser step ``step`` (0 is the first).
+
+    Linear warm-up to lr, then ``cfg.schedule``, scaled so that 1 is lr and 0 is min_lr_ratio * lr.
     """
     warmup = warmup_steps(cfg)
     if step < warmup:
@@ -82,8 +83,7 @@ class Diverged(TitansError):
 
 
 def judge(loss: float, norm: float, recent: list[float], spike: float | None) -> str | None:
-    """Return the reason for which a step has diverged, from its loss, gradient norm and the ``recent``
-    losses, or None.
+    """Return the reason for which a step has diverged, or None, from its loss, gradient norm and ``recent``.
 
     All ranks agree, because both numbers are reduced over ranks.
     """

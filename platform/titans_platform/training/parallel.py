@@ -122,8 +122,10 @@ UNTIMED, WARMUP, TRACED = 2, 1, 3
 
 
 def device_metrics(device: torch.device, flops_per_second: float | None) -> dict[str, float]:
-    """Metrics of a GPU; empty for a CPU. `memory_gib`: peak allocated memory; `tflops`: TFLOP/s of this
-    worker; `mfu`: its fraction of the device's peak, if that is known.
+    """Return the metrics of a GPU; empty for a CPU.
+
+    `memory_gib`: peak allocated memory; `tflops`: TFLOP/s of this worker; `mfu`: its fraction of the device's
+    peak, if that is known.
     """
     if device.type != "cuda":
         return {}
@@ -138,8 +140,10 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
 
 @contextmanager
 def profiled(path: Path) -> Iterator[Callable[[], None]]:
-    """Write a profiler trace of a few steps to ``path`` (.json.gz, for Perfetto). Yields the function to call
-    after each step."""
+    """Write a profiler trace of a few steps to ``path`` (.json.gz, for Perfetto).
+
+    Yields the function to call after each step.
+    """
     # Kineto logs when it starts and stops
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     path.parent.mkdir(parents=True, exist_ok=True)

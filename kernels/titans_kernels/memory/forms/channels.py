@@ -49,8 +49,7 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return gradients of all inputs, weights, momenta, base and LN from the gradients of y and the final
-    state.
+    """Return gradients of inputs, weights, momenta, base and LN from the gradients of y and the final state.
 
     For the custom operator, inside of which autograd does not record.
     """
@@ -100,8 +99,9 @@ class Chunk(NamedTuple):
 
     @staticmethod
     def of(alpha: Tensor, eta: Tensor, last: Tensor | int) -> Chunk:
-        """Compute the coefficients from alpha and eta [n, H, b, G] and the last token's index, shared or per
-        document.
+        """Compute the coefficients from alpha and eta [n, H, b, G].
+
+        ``last`` is the index of the last token, shared or per document.
         """
         keep, eta = torch.broadcast_tensors(*(gate.movedim(2, 0) for gate in (1 - alpha, eta)))
         C, _, m, h, c, n = _Scan.apply(keep, eta, last)

@@ -74,8 +74,7 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 def gradients(
     inputs: Inputs, weights: Layers, momentum: Layers, options: Options, doutputs: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Return gradients of all inputs, weights, momenta, base and LN from the gradients of y and the final
-    state.
+    """Return gradients of inputs, weights, momenta, base and LN from the gradients of y and the final state.
 
     Recomputes the forward pass.
     """

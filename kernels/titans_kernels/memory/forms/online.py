@@ -138,9 +138,7 @@ def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, 
 
 
 def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, gated: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Return reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b, of [R, T,
-    ...].
-    """
+    """Return reads [R, T, F], weights and momentum [R, D, F] after T tokens, a multiple of b."""
     q, k, v, alpha, eta, theta = (x.unflatten(1, (-1, b)) for x in inputs[:6])
     rows, flat = alpha.shape[:2], [alpha, eta, torch.ones_like(theta)]
     gates = coefficients(*(x.flatten(0, 1) for x in flat))

@@ -73,9 +73,7 @@ def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:
 def coefficients_backward(
     theta: Tensor, gates: Gates, dC: Tensor, dN: Tensor, dbeta: Tensor, dm: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return gradients of alpha, eta, theta [R, b] from the gradients of C, N, beta, m and h; overwrites
-    dN.
-    """
+    """Return gradients of alpha, eta, theta [R, b] from C's, N's, beta's, m's and h's; overwrites dN."""
     A, E = gates.products
     dN.add_(torch.bmm(A.mT, dC).tril_())
     dtheta = (dN * E).sum(-2)

@@ -319,9 +319,7 @@ def held(keys: Keys, bound: float | None) -> list[Tensor]:
 
 
 def _bound_backward(step: ChunkBackward, l: int) -> None:
-    """Go back through an active bound, d = c u with u of norm 1: only the component orthogonal to u
-    passes.
-    """
+    """Go back through an active bound, d = c u, |u| = 1: only the component orthogonal to u passes."""
     if not step.scale:
         return
     d, dd = step.d[l], step.dd[l]

@@ -32,9 +32,7 @@ def document_count(batch: int, cu_seqlens: Tensor | None) -> int:
 
 
 def chunk_count(tokens: int, documents: int, chunk_size: int, packed: bool) -> int:
-    """Return the number of chunks: exact for equal rows, an upper bound for packed documents of unknown
-    lengths.
-    """
+    """Return the number of chunks: exact for equal rows, an upper bound for packed documents."""
     if packed:
         return tokens // chunk_size + documents
     return documents * -(-(tokens // documents) // chunk_size)
