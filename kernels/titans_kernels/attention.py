@@ -309,7 +309,7 @@ class _Call:
         )
         (_, _, H, E), (_, _, queries, span) = tokens.read.shape, tokens.q.shape
         spec = native.Spec(
-            H, len(layers), o.chunk_size, native.ACTIVATIONS.index(o.activation), native.PLAIN,
+            H, len(layers), o.chunk_size, native.ACTIVATIONS.index(o.activation), 0,
             o.surprise_bound or 0.0, 3 if o.base else 2, 1, ctypes.addressof(self.arrays[0]),
         )  # fmt: skip
         self.chain = _Chain(

@@ -177,8 +177,8 @@ def scan_parts(dt, x, b, c, rate, state, starts):
     schema=f"(Tensor dy, Tensor dend, Tensor states, {_SCAN}) -> Tensor[]",
 )
 def scan_parts_backward(dy, dend, states, dt, x, b, c, rate, state, starts):
-    """Gradients of dt, x, b, c, rate and state."""
-    found, drate = [], torch.zeros_like(rate)
+    """Return gradients of dt, x, b, c, rate and state."""
+    chunks, drate = [], torch.zeros_like(rate)
     parts = zip(_parts(state, dt, x, b, c, starts), dy.split(_part_tokens(state), 1), states, strict=False)
     for (dt_, x_, b_, c_, starts_), dy_, first in reversed(list(parts)):
         decay, h = _part_states(dt_, x_, b_, c_, starts_, rate, first)
@@ -190,8 +190,8 @@ def scan_parts_backward(dy, dend, states, dt, x, b, c, rate, state, starts):
         drate -= (dexponent * dt_[..., None]).sum((0, 1))
         dinput = (dh @ b_[..., None]).squeeze(-1)
         db = ((dt_ * x_)[..., None, :] @ dh).squeeze(-2)
-        found.append((dinput * x_ - (dexponent * rate).sum(-1), dinput * dt_, db, dc))
-    return [*(torch.cat(grad[::-1], 1) for grad in zip(*found, strict=True)), drate, dend.clone()]
+        chunks.append((dinput * x_ - (dexponent * rate).sum(-1), dinput * dt_, db, dc))
+    return [*(torch.cat(grad[::-1], 1) for grad in zip(*chunks, strict=True)), drate, dend.clone()]
 
 
 def _part_tokens(state: Tensor) -> int:

@@ -7,7 +7,6 @@ is resumed by its name, so that a run which was killed and restarted stays one r
 from __future__ import annotations
 
 import errno
-import json
 import logging
 import math
 import os
@@ -18,7 +17,7 @@ import sqlite3
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -280,10 +279,6 @@ class TrackingStore:
         runs = self.client.search_runs([self.experiment], where, max_results=10_000)
         return {run.data.tags[CELL_TAG]: run.info.run_id for run in runs if CELL_TAG in run.data.tags}
 
-    def url(self, run_id: str) -> str:
-        """Return the run's page in `titans ui`, below the address of the server."""
-        return f"#/experiments/{self.experiment}/runs/{run_id}"
-
     def find(self, tag: str, value: str) -> str | None:
         """Return the run id of the newest run with this tag."""
         where, order = f"tags.`{tag}` = '{value}'", ["start_time DESC"]
@@ -357,16 +352,6 @@ class RunLog:
     def note(self, markdown: str) -> None:
         """Set the description MLflow shows at the top of the run; the place for links to other runs."""
         self._client.set_tag(self.run_id, "mlflow.note.content", markdown)
-
-    def table(self, rows: Iterable[Mapping[str, Any]], name: str) -> None:
-        """Put a table (``name`` ends in .json) on the run, in place of an earlier one of that name."""
-        listed = list(rows)
-        columns = list(listed[0]) if listed else []
-        data = [[row.get(key) for key in columns] for row in listed]
-        # log_table appends to the table of an earlier call
-        self._client.log_dict(self.run_id, {"columns": columns, "data": data}, name)
-        tag = json.dumps([{"path": name, "type": "table"}])
-        self._client.set_tag(self.run_id, "mlflow.loggedArtifacts", tag)
 
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Put a file on the run."""

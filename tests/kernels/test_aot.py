@@ -7,62 +7,38 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from titans_kernels import supports
 from titans_kernels.bench.shapes import SHAPES
+from titans_platform.study.grid import expand, known_studies, load_study
 
 pytestmark = pytest.mark.slow
 
+TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
 """Shared memory a program may have, bytes."""
 
-SPILLED = {
-    "gates": 0,
-    "budget": 0,
-    "delta.forward": {80: 0, 90: 64, 100: 0},
-    "delta.backward": {80: 72, 90: 150, 100: 64},
-    "columns": {80: 1650, 90: 90, 100: 500},
-    "reads.update": {80: 200, 90: 0, 100: 200},
-    "reads.backward+hidden+base": {80: 2650, 90: 150, 100: 520},
-    "reads": {80: 2400, 90: 200, 100: 100},
-    "resident.write": {80: 350, 90: 240, 100: 240},
-    "base": 0,
-    "resident.backward": {80: 2100, 90: 1800, 100: 1000},
-    "streamed.write+base": {80: 220, 90: 48, 100: 100},
-    "streamed.write": {80: 150, 90: 24, 100: 100},
-    "streamed_backward.backward": {80: 1150, 90: 330, 100: 400},
-}
-"""Most bytes a thread may spill: what was measured with Triton 3.9, and a little more. A loop that comes to
-hold more than its registers shows here, on a machine that could not have timed it."""
-
-REACHED = {
-    "columns.write+keep": (170, 0, 1050),
-    "columns.write+read": (255, 90, 1500),
-    "columns.write+read+keep": (255, 90, 1650),
-    "columns.backward": (240, 0, 1600),
-    "resident.write": (255, 192, 2700),
-    "resident.write+base": (255, 224, 3050),
-    "streamed.write": (255, 24, 3150),
-    "streamed_backward.backward": (255, 330, 6450),
-}
-"""On Hopper the most registers and bytes spilled a thread, and instructions of PTX, of kernels that scale
-errors. With keys scaled columns.write+keep had 255, 0 and 1508, columns.backward 255, 32 and 1964,
-streamed.write 255, 40 and 3209."""
+SPILLED = 240
+"""Most bytes a thread may spill."""
 
 COVERED = {
-    "l1-d128-short": ("gates", "columns", "reads.update"),
-    "l2-d64-h64-bound": ("resident", "reads.forward", "reads.backward", "base"),
+    "l1-d64-bound": ("gates", "columns", "reads.update"),
+    "l2-d64-h64-bound": ("resident", "reads.forward", "reads.backward", "reads.base"),
     "l2-d64-h64-budget": ("budget",),
-    "l2-d64-h256": ("streamed", "reads.update"),
+    "l3-d64-h64": ("streamed",),
+    "l2-d64-h256": ("reads.update",),
     "l1-d128-online": ("delta",),
 }
 """Shapes that launch every kernel, and the kernels each is compiled for."""
+FIELDS = "depth", "head_dim", "hidden", "batch", "length", "chunk_size", "heads", "bound", "budget"
 
 
 def compiled(path: Path, *arguments: str) -> list[dict]:
     """Reports, from a process whose kernels are not interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "error"}
     command = [sys.executable, "-m", "titans_kernels.bench.aot", "--json", str(path), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(path.read_text())["kernels"]
 
@@ -81,7 +57,7 @@ def test_every_kernel_is_compiled_for_every_target(reports):
     assert kernels == {
         "gates.forward", "gates.backward", "budget.forward", "budget.backward",
         "budget.keys_backward", "columns.write", "columns.backward", "reads.forward",
-        "reads.backward", "resident.write", "resident.backward", "streamed.write", "base.backward",
+        "reads.backward", "resident.write", "streamed.write", "reads.base_backward",
         "streamed_backward.backward", "reads.update_backward", "delta.forward", "delta.backward",
     }  # fmt: skip
     for kernel in kernels:
@@ -89,53 +65,83 @@ def test_every_kernel_is_compiled_for_every_target(reports):
     assert set(COVERED) <= set(SHAPES)
 
 
-def test_programs_fit_a_multiprocessor_and_spill_little(reports):
+def test_programs_fit_a_multiprocessor(reports):
     for row in reports:
         assert row["registers"] <= 255, row
         assert row["registers"] * row["warps"] * 32 <= 65536, row
         assert row["shared"] <= SHARED_LIMIT[row["target"]], row
-    over = []
-    for row in reports:
-        ceiling = next(most for name, most in SPILLED.items() if row["kernel"].startswith(name))
-        if row["spilled"] > (ceiling[row["target"]] if isinstance(ceiling, dict) else ceiling):
-            over.append(row)
-    assert not over
 
 
-def test_kernels_keep_to_what_was_reached_on_hopper(reports):
-    rows = [row for row in reports if row["target"] == 90 and row["kernel"] in REACHED]
-    assert {row["kernel"] for row in rows} == set(REACHED)
-    for row in rows:
-        collected = row["registers"], row["spilled"], row["instructions"]
-        assert all(a <= most for a, most in zip(collected, REACHED[row["kernel"]], strict=True)), row
+def test_little_is_spilled(reports):
+    assert [row for row in reports if row["spilled"] > SPILLED] == []
 
 
-def test_products_are_on_tensor_cores_and_read_no_tile_while_the_next_arrives(reports):
+def shipped() -> dict[str, list[dict]]:
+    """Shapes of the memories that every scale of every study trains on GPUs with kernels, by dtype."""
+    shapes: dict[str, dict[tuple, dict]] = {"bf16": {}, "fp32": {}}
+    for study in map(load_study, known_studies()):
+        for scale in (name for name, one in study.scales.items() if one.resources.gpus_per_worker):
+            for c in (cell.config for cell in expand(study, scale)):
+                memory, dtype = c.model.memory, c.optim.precision
+                width = c.model.d_model // memory.heads
+                if not supports(memory, width, TYPES[dtype], 90).kernels:
+                    continue
+                hidden = memory.expansion * width * (memory.depth > 1)
+                sizes = memory.depth, width, hidden, 16, 4096, memory.chunk_size, memory.heads
+                sizes = *sizes, memory.surprise_bound, memory.write_budget
+                shapes[dtype].setdefault(
+                    (*sizes[:3], *sizes[5:6], *sizes[7:]), dict(zip(FIELDS, sizes, strict=True))
+                )
+    return {
+        dtype: [{"name": f"shipped-{i}"} | sizes for i, sizes in enumerate(distinct.values())]
+        for dtype, distinct in shapes.items()
+    }
+
+
+def test_every_path_of_a_shipped_scale_is_enumerated():
+    paths = {(s["depth"], s["head_dim"], s["chunk_size"]) for s in shipped()["bf16"]}
+    assert {(depth, 64, b) for depth in (1, 2, 3, 4) for b in (16, 64)} | {(1, 128, 64)} <= paths
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_path_of_a_shipped_scale_spills_much(dtype, tmp_path):
+    (tmp_path / "shapes.json").write_text(json.dumps(shipped()[dtype]))
+    asked = ("--packed", "--shapes", str(tmp_path / "shapes.json"), "--dtype", dtype)
+    rows = compiled(tmp_path / "out.json", *asked)
+    assert [r for r in rows if r["spilled"] > SPILLED or r["shared"] > SHARED_LIMIT[r["target"]]] == []
+
+
+def test_products_are_on_tensor_cores(reports):
     for row in reports:
         if not row["kernel"].startswith("gates") and row["kernel"].removesuffix("+base") != (
             "reads.update_backward"
         ):
             assert row["tensor_core"] > 0, row
-    # in the kernels that are pipelined and carry a sum over their loops. W's tile in the update has one
-    # buffer, so a product that ran on into the next iteration would read half of each. With the product
-    # of W last this was 1 at hidden 256, and an emulator of the compiled code reported, at hidden 128,
-    # 256 writes of cp.async to shared memory "while a wgmma reads"; with it first, none
+
+
+def test_no_product_reads_a_tile_while_the_next_one_arrives(reports):
+    """In the kernels that are pipelined and carry a sum over their loops.
+
+    W's tile in the update has one buffer, so a product that ran on into the next iteration would read half
+    of each. With the product of W last this was 1 at hidden 256, and an emulator of the compiled code
+    reported, at hidden 128, 256 writes of cp.async to shared memory "while a wgmma reads"; with it first,
+    none.
+    """
     assert [row for row in reports if row["kernel"].startswith("columns") and row["carried"]] == []
-    collected = [row for row in reports if row["kernel"].startswith("reads.update_backward+keys")]
-    assert {row["shape"] for row in collected} == {"l1-d128-short", "l2-d64-h256"}
-    assert {row["kernel"] for row in collected} == {
-        f"reads.update_backward+keys{base}" for base in ("", "+base")
-    }
-    assert [row["carried"] for row in collected] == [0] * len(collected)
+    steps = [row for row in reports if row["kernel"].startswith("reads.update_backward+keys")]
+    assert {row["shape"] for row in steps} == {"l1-d64-bound", "l2-d64-h256"}
+    assert {row["kernel"] for row in steps} == {f"reads.update_backward+keys{base}" for base in ("", "+base")}
+    assert [row["carried"] for row in steps] == [0] * len(steps)
 
 
 @pytest.mark.parametrize(("dtype", "kernel"), [("fp16", "columns"), ("fp32", "streamed.write")])
 def test_other_types_compile_too(dtype, kernel, tmp_path):
     shape = "l1-d64-bound" if kernel == "columns" else "l2-d64-h256"
     asked = ("--shape", shape, "--dtype", dtype, "--target", "90", "--kernel", kernel)
-    result = compiled(tmp_path / "reports.json", *asked)
-    assert result
-    assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in result)
+    rows = compiled(tmp_path / "reports.json", *asked)
+    assert rows
+    assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in rows)
 
 
 EDGES = {
@@ -149,6 +155,14 @@ EDGES = {
 @pytest.mark.parametrize("dtype", EDGES)
 def test_largest_that_is_served_fits_a_multiprocessor(dtype, tmp_path):
     kernels = (f"--kernel={kernel}" for kernel in EDGES[dtype])
-    result = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
-    assert {row["kernel"] for row in result} >= set(EDGES[dtype])
-    assert [row for row in result if row["shared"] > SHARED_LIMIT[90]] == []
+    rows = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
+    assert {row["kernel"] for row in rows} >= set(EDGES[dtype])
+    assert [row for row in rows if row["shared"] > SHARED_LIMIT[90]] == []
+
+
+def test_interpreted_process_says_that_it_cannot(tmp_path):
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    command = [sys.executable, "-m", "titans_kernels.bench.aot", "--shape", "l1-d128"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Error: TRITON_INTERPRET is set")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from titans_kernels.bench import check, subjects, timing
+from titans_kernels.bench import check, predict, subjects, timing
 from titans_kernels.bench.__main__ import WIDTH, kernels, lines_of, main
 from titans_kernels.bench.run import Bench, failures
 from titans_kernels.bench.shapes import SHAPES, BenchShape, Target, chosen, flops, traffic
@@ -217,3 +217,19 @@ def test_it_needs_neither_the_models_nor_the_platform():
     blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml"]
     code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import titans_kernels.bench.__main__"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_instructions_of_a_loop_count_as_often_as_it_runs():
+    lines = ["MOV R1, R2", ".L_x_0:", "HMMA R1, R2", "@P0 BRA `(.L_x_0)", "EXIT", ".L_x_1:", "BRA `(.L_x_1)"]
+    sass = "\n".join(x if x.startswith(".") else f"        /*0010*/  {x} ;" for x in lines)
+    assert predict.issued(sass, "resident.write") == 3 + 2 * predict.LENGTH / predict.CHUNK
+    assert predict.issued(sass, "reads.forward") == 5
+
+
+def test_without_click_one_line_names_it():
+    code = "import sys; sys.modules['click'] = None; import titans_kernels.bench.__main__"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "error: the benchmark needs the package click: pip install click\n",
+    )

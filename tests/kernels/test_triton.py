@@ -16,6 +16,7 @@ from titans_kernels.bench.support import table
 from titans_kernels.memory.forms import native
 from titans_kernels.memory.forms.triton import assembler, pieces, refusal, tables
 from titans_kernels.memory.forms.triton import op as triton_op
+from titans_kernels.memory.forms.triton.launch import Card
 from titans_kernels.memory.options import Options
 
 pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
@@ -163,7 +164,7 @@ def test_kernels_equal_the_reference(case):
 def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     """The other form of the forward, and a backward that finds again what was not kept."""
     asked = []
-    monkeypatch.setattr(triton_op, "processors", lambda device: 1)
+    monkeypatch.setattr(triton_op, "card_of", lambda device: Card(1, 90))
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2**40 if keep else 0)
     ride = triton_op.reads_ride_along
     monkeypatch.setattr(triton_op, "reads_ride_along", lambda *a: asked.append(ride(*a)) or asked[-1])
@@ -289,6 +290,7 @@ def on_a_card(monkeypatch) -> pytest.MonkeyPatch:
     """A Hopper and CUDA 13.4's assembler, as far as `refusal` can tell."""
     monkeypatch.setattr(refusal, "INTERPRETED", False)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True, raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(assembler, "select", lambda arch: ((13, 4), "TRITON_PTXAS_PATH"))
     monkeypatch.delenv("TITANS_PTXAS", raising=False)

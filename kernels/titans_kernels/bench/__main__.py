@@ -9,7 +9,10 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-import click
+try:
+    import click
+except ImportError:
+    sys.exit("error: the benchmark needs the package click: pip install click")
 import torch
 
 from titans_kernels.bench.machine import describe
@@ -54,9 +57,15 @@ REPEATS = {"cuda": 30, "cpu": 5}
 @click.option("--commit", metavar="ID", help="Of the code, for FILE, where it is no git checkout.")
 @click.option("--list", "listing", is_flag=True, help="Show shapes, targets and what can be timed.")
 @click.option("--support", is_flag=True, help="Show which kernels compute which memory, in Markdown.")
+@click.option(
+    "--aot", is_flag=True, help="Compile them for every GPU without one, and show registers; minutes."
+)
+@click.option("--predict", is_flag=True, help="Predict a step on an H100 from compiled kernels; minutes.")
 def kernels(
     names: tuple[str, ...], backends: tuple[str, ...], dtypes: tuple[str, ...], repeats: int | None,
     small: bool, check: bool, path: Path | None, commit: str | None, listing: bool, support: bool,
+    aot: bool,
+    predict: bool,
 ) -> int:  # fmt: skip
     """Time the neural memory's kernels, forward and backward, beside others.
 
@@ -69,6 +78,17 @@ def kernels(
     """
     if support:
         click.echo("\n".join(table()))
+        return 0
+    if aot or predict:
+        from titans_kernels.bench import aot as ahead
+        from titans_kernels.bench import predict as prediction  # both import the compiler
+
+    if aot:
+        ahead.show(ahead.reports(chosen(_known("--shape", names, list(SHAPES))), ["bf16"], ahead.TARGETS))
+        return 0
+    if predict:
+        for line in prediction.lines():
+            click.echo(line)
         return 0
     subjects = registered(PEERS)
     if listing:

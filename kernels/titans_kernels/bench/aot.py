@@ -13,10 +13,10 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 import click
 import torch
@@ -29,12 +29,14 @@ from titans_kernels.bench.shapes import SHAPES, BenchShape
 from titans_kernels.bench.support import GPUS
 from titans_kernels.memory.forms.online import BLOCK
 from titans_kernels.memory.forms.triton import assembler, budget, delta
-from titans_kernels.memory.forms.triton.launch import Launch, record_launches
+from titans_kernels.memory.forms.triton.launch import H100, Card, Launch, record_launches
 from titans_kernels.memory.forms.triton.op import memory_triton, memory_triton_backward
 from titans_kernels.memory.forms.triton.pieces import INTERPRETED
 from titans_kernels.memory.forms.triton.refusal import too_large
+from titans_kernels.memory.forms.triton.shapes import padded
 
 TARGETS = tuple(GPUS)
+CARDS = {80: Card(108, 80), 90: H100, 100: Card(148, 100)}
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _POINTERS = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32", torch.int32: "*i32"}
 
@@ -76,29 +78,34 @@ class KernelReport(NamedTuple):
     """of PTX"""
 
 
-def launches(shape: BenchShape, dtype: torch.dtype) -> list[Launch]:
-    """Return the launches of a shape's forward and backward, with and without saving for the backward.
+def launches(
+    shape: BenchShape, dtype: torch.dtype, target: int = 90, packed: bool = False
+) -> list[Launch]:  # fmt: skip
+    """Return the launches of a shape's forward and backward on a GPU, with and without saving in between.
 
-    A memory of several layers also with decay towards a base.
+    A memory of several layers also with decay towards a base. ``packed``: two documents a row, all of which
+    start from one state.
     """
-    B, T, H, widths = shape.batch, shape.length, shape.heads, shape.widths
-    if shape.chunk_size == 1:
-        return _delta_launches(B * H, T // BLOCK, *widths)
-    size = sum(2 * a * b for a, b in shape.pairs)
-    q, k, v = (
-        torch.empty(B, T, H, w, dtype=dtype, device="meta") for w in (widths[0], widths[0], widths[-1])
-    )
-    tokens = [q, k, v, *(torch.empty(B, T, H, device="meta") for _ in range(3))]
-    start, base = torch.empty(B, H, size, device="meta"), torch.empty(H, size // 2, device="meta")
-    rule = (widths, shape.chunk_size, "silu", shape.bound or 0.0)
-    with record_launches() as recorded:
-        for keep, towards in product((True, False), (None, base) if shape.depth > 1 else (None,)):
-            y, after, *kept = memory_triton._init_fn(*tokens, start, towards, None, *rule, keep, True)
-            memory_triton_backward._init_fn(y, after, *tokens, start, towards, None, kept, *rule)
+    B, T, H, b = shape.batch, shape.length, shape.heads, shape.chunk_size
+    if b == 1:
+        return _delta_launches(B * H, T // BLOCK, *shape.widths)
+    widths = [padded(width) for width in shape.widths]
+    size = sum(2 * D * F for D, F in pairwise(widths))
+    rows, borders = (1, torch.empty(2 * B + 1, dtype=torch.int32, device="meta")) if packed else (B, None)
+    wide = (torch.empty(rows, B * T // rows, H, widths[i], dtype=dtype, device="meta") for i in (0, 0, -1))
+    tokens = [*wide, *(torch.empty(rows, B * T // rows, H, device="meta") for _ in range(3))]
+    start = torch.empty(rows, H, size, device="meta")
+    base = torch.empty(H, size // 2, device="meta") if shape.depth > 1 else None
+    rule = (widths, b, "silu", shape.bound or 0.0)
+    with record_launches(CARDS[target]) as recorded:
+        for keep, towards in product((True, False), dict.fromkeys((None, base))):
+            given = (*tokens, start, towards, borders)
+            y, after, *kept = memory_triton._init_fn(*given, *rule, keep, not packed)
+            memory_triton_backward._init_fn(y, after, *given, kept, *rule)
         if shape.budget:
             k, eta, theta = tokens[1], *tokens[4:]
-            limited = budget.forward(k, eta, theta, shape.chunk_size, None, 0)
-            budget.backward([*limited, k, eta, theta, *limited], shape.chunk_size, None)
+            limited = budget.forward(k, eta, theta, b, borders, 0)
+            budget.backward([*limited, k, eta, theta, *limited], b, borders)
     return recorded
 
 
@@ -191,6 +198,7 @@ def reports(
     dtypes: Iterable[str],
     targets: Iterable[int],
     kernels: tuple[str, ...] = ("",),
+    packed: bool = False,
 ) -> Iterator[KernelReport]:
     """Compile the launches of the shapes, each distinct kernel once, two in parallel.
 
@@ -199,25 +207,44 @@ def reports(
     jobs: dict[tuple, tuple[Launch, str, str, int]] = {}
     for shape in shapes:
         for dtype in dtypes:
-            wanted = [x for x in launches(shape, TYPES[dtype]) if name_of(x).startswith(kernels)]
-            for launch in wanted:
-                for target in targets:
+            for target in targets:
+                for launch in launches(shape, TYPES[dtype], target, packed):
+                    if not name_of(launch).startswith(kernels):
+                        continue
                     key = (source(launch).hash(), *sorted(launch.options.items()), target)
                     jobs.setdefault(key, (launch, shape.name, dtype, target))
     with ThreadPoolExecutor(2) as pool:
         yield from pool.map(lambda job: report(*job), jobs.values())
 
 
+def show(made: Iterable[KernelReport]) -> list[KernelReport]:
+    """Print reports as they are made, and return them. Raises UsageError: kernels are interpreted."""
+    if INTERPRETED:
+        raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
+    columns = f"{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}"
+    click.echo(f"{'shape':22}{'kernel':32}{columns}")
+    shown = []
+    for r in made:
+        shown.append(r)
+        numbers = f"{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}{r.tensor_core:5}"
+        click.echo(f"{r.shape:22}{r.kernel:32}{numbers}")
+    return shown
+
+
 @click.command()
 @click.option("--shape", "names", multiple=True, type=click.Choice(list(SHAPES)), help="Repeatable  [all]")
+@click.option(
+    "--shapes", "file", type=click.File(), help="Shapes in JSON, lists of their fields, not a --shape."
+)
 @click.option("--largest", "edge", is_flag=True, help="Of all that is served what takes most, not a --shape.")
+@click.option("--packed", is_flag=True, help="Of packed documents, not of equal rows.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(list(TYPES)), help="Repeatable  [bf16]")
 @click.option("--target", "targets", multiple=True, type=int, help="80, 90 or 100; repeatable  [all]")
 @click.option("--kernel", "kernels", multiple=True, help="Beginning of a name; repeatable  [all]")
 @click.option("--json", "path", type=click.Path(dir_okay=False, path_type=Path), help="Also write them here.")
 def main(
-    names: tuple[str, ...], edge: bool, dtypes: tuple[str, ...], targets: tuple[int, ...],
-    kernels: tuple[str, ...], path: Path | None,
+    names: tuple[str, ...], file: TextIO | None, edge: bool, packed: bool, dtypes: tuple[str, ...],
+    targets: tuple[int, ...], kernels: tuple[str, ...], path: Path | None,
 ) -> None:  # fmt: skip
     """Compile each kernel without a GPU and print registers, spills and shared memory.
 
@@ -225,22 +252,15 @@ def main(
     Example:
       python -m titans_kernels.bench.aot --shape l1-d128 --target 90
     """
-    if INTERPRETED:
-        raise click.UsageError("TRITON_INTERPRET is set: unset it, an interpreted kernel is not compiled")
-    compiled_kernels = []
-    columns = f"{'sm':>4}{'warps':>6}{'regs':>5}{'spill':>6}{'shared':>8}{'tc':>5}"
-    click.echo(f"{'shape':22}{'kernel':28}{columns}")
+    shown = []
+    given = json.load(file) if file else []
     for dtype in dtypes or ["bf16"]:
         shapes = largest(TYPES[dtype]) if edge else [SHAPES[name] for name in names or SHAPES]
-        for r in reports(shapes, [dtype], targets or TARGETS, kernels or ("",)):
-            compiled_kernels.append(r)
-            click.echo(
-                f"{r.shape:22}{r.kernel:28}{r.target:4}{r.warps:6}{r.registers:5}{r.spilled:6}{r.shared:8}"
-                f"{r.tensor_core:5}"
-            )
+        shapes = [BenchShape(**fields) for fields in given] if given else shapes
+        shown += show(reports(shapes, [dtype], targets or TARGETS, kernels or ("",), packed))
     if path:
         versions = {"torch": torch.__version__, "triton": triton.__version__}
-        rows = [r._asdict() for r in compiled_kernels]
+        rows = [r._asdict() for r in shown]
         path.write_text(json.dumps({"versions": versions, "kernels": rows}, indent=1) + "\n")
 
 

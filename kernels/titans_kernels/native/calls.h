@@ -5,15 +5,13 @@
 // Of a call of the memory.
 struct Spec {
   int64_t heads, depth, chunk, activation;
-  int64_t output;  // what follows the layers f: an activation, or an `Output`
+  int64_t norm;  // 1 for x + LN(f(x)) of the layers f, else 0
   double bound;  // 0: none
   int64_t parts;  // of a layer's stack: 3 with a base, else 2
   int64_t every;  // a forward keeps the state of every so many chunks
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
   const int64_t* kept;     // states kept of all documents before each
-  int64_t loss;            // the inner loss, a `Loss`
-  double threshold;        // beyond which it is not the squared error
 };
 
 template <class R> struct Tokens {

@@ -1,4 +1,4 @@
-// The paper's rule, and with a robust loss, on a CPU: one document and head after the other: what a chunk meets stays in the cache.
+// The paper's rule on a CPU, one document and head after the other: what a chunk meets stays in the cache.
 //
 // Formulas as in ../memory/parts: passes.py and gates.py. A chunk's tokens lie side by side in a
 // vector's lanes: matrices are [features][P], P the chunk's tokens rounded up to 16, features too;
@@ -18,9 +18,6 @@
 #include "norm.h"
 
 namespace {
-
-enum Output { PLAIN = -1, NORM = -2 };  // nothing, and x + LN(f(x))
-enum Loss { SQUARED, HUBER, YAAD };     // as in ../memory/rules/robust.py
 
 // Cut from one block of memory, each on a border of 64 bytes.
 template <class R> struct Arena {
@@ -60,7 +57,6 @@ template <class R> struct Chunk {
   Norm<R> norm;
   R *r, *read_r;   // of LN, for keys and reads
   R *y, *dy, *dp;  // what is read, its gradient, and that of the prediction M(k)
-  R* steep;        // derivative of the error with respect to M(k)
   R *pair, *square, *square_t, *dz, *dx, *v, *spare_t;
   int n = 0, P = 0;  // tokens of the chunk at hand, and rounded up
   int old = 0;       // how many of them came before the call
@@ -91,7 +87,7 @@ template <class R> struct Chunk {
       arena.ask(*p, most);
     for (R** p : {&C, &C_s, &N, &dC, &dC_s, &square, &square_t}) arena.ask(*p, most * most);
     arena.ask(pair, parts * widest * most);
-    for (R** p : {&dz, &dx, &v, &spare_t, &y, &dy, &dp, &steep}) arena.ask(*p, widest * most);
+    for (R** p : {&dz, &dx, &v, &spare_t, &y, &dy, &dp}) arena.ask(*p, widest * most);
     for (R** p : {&norm.dweight, &norm.dbias}) arena.ask(*p, padded(spec.widths[L]) * LANES);
     norm.rows = spec.widths[L];
     arena.give();
@@ -262,41 +258,25 @@ template <class R> struct Chunk {
     scaled(y.F, P, y.d, square, y.d);
   }
 
-  // From predictions M(k) the error in their place, the gradient of the inner loss, and its derivative.
+  // From predictions M(k) the error in their place, the gradient of the inner loss.
   APART void errors(int rows, R* p) {
-    R limit = 2 * R(spec.threshold);
-    for (int i = 0; i < rows * P; i++) p[i] = 2 * (p[i] - v[i]), steep[i] = 2;
-    if (spec.loss == SQUARED) return;
-    std::fill(square, square + P, R(0));
-    if (spec.loss == YAAD) add_inner(rows, P, p, p, R(1), square);
-    for (int i = 0; i < rows; i++)
-      for (int t = 0; t < P; t++) {
-        R& e = p[i * P + t];
-        if (spec.loss == HUBER ? std::abs(e) <= limit : square[t] <= limit * limit) continue;
-        e = e > 0 ? limit : e < 0 ? -limit : e;
-        steep[i * P + t] = 0;
-      }
+    for (int i = 0; i < rows * P; i++) p[i] = 2 * (p[i] - v[i]);
   }
 
   // d from the last layer's output z; E is the error where that is not d. With LN z becomes n, and d of
   // the tokens that pad the chunk is not zero, but their keys and their columns of C and N are.
   APART void surprise(Layer<R>& top) {
     int size = top.F * P;
-    if (spec.output == PLAIN) {
+    if (!spec.norm) {
       std::copy(top.z, top.z + size, top.d);
       errors(top.F, top.d);
-    } else if (spec.output == NORM) {
-      std::fill(top.d + norm.rows * P, top.d + size, R(0));
-      norm.normalise(P, top.z, r);
-      norm.output(P, layers[0].X, top.z, top.E);
-      errors(norm.rows, top.E);
-      norm.surprise(P, top.z, r, top.E, top.d);
-    } else {
-      activate(spec.output, size, top.z, top.E);
-      slopes<R>(spec.output, size, top.z, top.d, nullptr);
-      errors(top.F, top.E);
-      for (int i = 0; i < size; i++) top.d[i] *= top.E[i];
+      return;
     }
+    std::fill(top.d + norm.rows * P, top.d + size, R(0));
+    norm.normalise(P, top.z, r);
+    norm.output(P, layers[0].X, top.z, top.E);
+    errors(norm.rows, top.E);
+    norm.surprise(P, top.z, r, top.E, top.d);
   }
 
   // Forward through the memory, then the errors back; ``errors`` [L] of the tokens that came before the call.
@@ -340,32 +320,22 @@ template <class R> struct Chunk {
       multiply<R>(y.F, P, parts * y.D, 1, y.WS, 1, y.F, pair, y.u, false);
       multiply<R>(y.F, P, P, -1, y.d, P, 1, y.P, y.u, true);
     }
-    if (spec.output == NORM) norm.normalise(P, layers[L - 1].u, read_r);
+    if (spec.norm) norm.normalise(P, layers[L - 1].u, read_r);
   }
 
   // What is read [features][P], from the last u.
   R* output() {
     R* u = layers[L - 1].u;
-    if (spec.output == PLAIN) return u;
-    if (spec.output == NORM)
-      norm.output(P, layers[0].x, u, y);
-    else
-      activate(spec.output, layers[L - 1].F * P, u, y);
+    if (!spec.norm) return u;
+    norm.output(P, layers[0].x, u, y);
     return y;
   }
 
   // From dy the gradient of the last u, in dz.
   APART void output_backward() {
     Layer<R>& top = layers[L - 1];
-    int size = top.F * P;
-    if (spec.output == PLAIN || spec.output == NORM)
-      std::copy(dy, dy + size, dz);
-    else
-      slopes<R>(spec.output, size, top.u, dz, nullptr);
-    if (spec.output == NORM)
-      norm.output_backward(P, top.u, read_r, dz);
-    else if (spec.output != PLAIN)
-      for (int i = 0; i < size; i++) dz[i] *= dy[i];
+    std::copy(dy, dy + top.F * P, dz);
+    if (spec.norm) norm.output_backward(P, top.u, read_r, dz);
   }
 
   // Of each key's input what goes into the state after the chunk.
@@ -409,7 +379,7 @@ template <class R> struct Chunk {
       slopes<R>(spec.activation, y.D * P, layers[l - 1].u, dz, nullptr);
       for (int i = 0; i < y.D * P; i++) dz[i] *= dx[i];
     }
-    for (int i = 0; spec.output == NORM && i < norm.rows * P; i++) dx[i] += dy[i];
+    for (int i = 0; spec.norm && i < norm.rows * P; i++) dx[i] += dy[i];
   }
 
   // Of the step to the next state, and of the reads with respect to this one.
@@ -455,19 +425,12 @@ template <class R> struct Chunk {
 
   // dd of the last layer becomes the gradient of z; dp is that of the prediction.
   APART void surprise_backward(Layer<R>& top) {
-    int size = top.F * P;
-    if (spec.output == PLAIN) {
-      for (int i = 0; i < size; i++) dp[i] = top.dd[i] *= steep[i];
-    } else if (spec.output == NORM) {
-      norm.surprise_backward(P, top.z, r, top.E, steep, top.dd, dp);
-      for (int i = 0; i < norm.rows * P; i++) layers[0].dX[i] += dp[i];
-    } else {
-      slopes(spec.output, size, top.z, top.slope, top.second);
-      for (int i = 0; i < size; i++) {
-        dp[i] = steep[i] * top.dd[i] * top.slope[i];
-        top.dd[i] = dp[i] * top.slope[i] + top.E[i] * top.second[i] * top.dd[i];
-      }
+    if (!spec.norm) {
+      for (int i = 0; i < top.F * P; i++) dp[i] = top.dd[i] *= 2;
+      return;
     }
+    norm.surprise_backward(P, top.z, r, top.E, top.dd, dp);
+    for (int i = 0; i < norm.rows * P; i++) layers[0].dX[i] += dp[i];
   }
 
   // Up through the errors' way down, then down through the keys' way up; dd becomes the gradient of z.
@@ -526,7 +489,7 @@ void forward(const Spec& spec, Tokens<R> tokens, R** state, const int64_t* strid
       chunk.load_state(here(l), here(L + l), y, y.WS);
       if (base) chunk.load_base(base[l] + at.head * size, y, y.WS);
     }
-    if (spec.output == NORM) chunk.load_norm(norm, at.head);
+    if (spec.norm) chunk.load_norm(norm, at.head);
     int64_t length = open.before + at.length;
     for (int64_t done = 0; done < length; done += spec.chunk) {
       int64_t token = at.first + done - open.before;  // where the chunk began, maybe before the call
@@ -569,7 +532,7 @@ void backward(const Spec& spec, Tokens<R> tokens, R** fixed, const R* kept, R** 
       chunk.load_base(nullptr, y, y.grad);
       if (base) chunk.load_base(base[l] + at.head * size, y, y.WS);
     }
-    if (spec.output == NORM) chunk.load_norm(norm, at.head);
+    if (spec.norm) chunk.load_norm(norm, at.head);
     for (int64_t i = at.chunks - 1; i >= 0; i--) {
       int64_t token = at.first + i * spec.chunk, within = i % spec.every;
       if (i == at.chunks - 1 || within == spec.every - 1) {  // the states after the one that was kept
@@ -601,7 +564,7 @@ void backward(const Spec& spec, Tokens<R> tokens, R** fixed, const R* kept, R** 
       chunk.store_state(y.grad, y, dbefore[l] + place, dbefore[L + l] + place);
       if (base) chunk.store_base(y.grad, y, dbefore[2 * L + l] + place);
     }
-    if (spec.output == NORM) chunk.store_norm(dbefore + (base ? 3 : 2) * L, job);
+    if (spec.norm) chunk.store_norm(dbefore + (base ? 3 : 2) * L, job);
   }
 }
 

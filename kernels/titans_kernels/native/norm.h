@@ -71,8 +71,8 @@ template <class R> struct Norm {
     through(P, n, r, d);
   }
 
-  // dd, the gradient of d, becomes that of z; dp is that of the prediction M(k), steep the derivative of e by it.
-  APART void surprise_backward(int P, const R* n, const R* r, const R* e, const R* steep, R* dd, R* dp) const {
+  // dd, the gradient of d, becomes that of z; dp is that of the prediction M(k).
+  APART void surprise_backward(int P, const R* n, const R* r, const R* e, R* dd, R* dp) const {
     for (int t = 0; t < P; t += size) {
       V dd_mean = {}, dd_n = {}, g_mean = {}, g_n = {}, dd_g = {}, mean = {}, along = {};
       for (int i = 0; i < rows; i++) {
@@ -83,7 +83,7 @@ template <class R> struct Norm {
       V scale = at(r, t), dr = dd_g - dd_mean * g_mean - dd_n * g_n;
       for (int i = 0; i < rows; i++) {
         V &x = at(dd, i * P + t), y = at(n, i * P + t), error = at(e, i * P + t);
-        V dg = scale * (x - dd_mean - y * dd_n), p = at(steep, i * P + t) * dg * weight[i];
+        V dg = scale * (x - dd_mean - y * dd_n), p = R(2) * dg * weight[i];
         add(i, t, error * dg + p * y, p);
         at(dp, i * P + t) = p;
         x = p * weight[i] - scale * (error * weight[i] * dd_n + x * g_n);  // of n

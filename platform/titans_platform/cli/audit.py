@@ -14,7 +14,7 @@ from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
-    from titans_core.audit import Check, Report, Result
+    from titans_core.audit import Check, CheckResult, Report
 
 WIDTH = 80
 """Columns of the table."""
@@ -67,7 +67,7 @@ def audit(
             factory, name = layer_factory(str(target), dim, arguments, adapter), str(target).partition(":")[2]
         with console.status("audit") as status:
 
-            def progress(check: Check, result: Result | None) -> None:
+            def progress(check: Check, result: CheckResult | None) -> None:
                 nonlocal done
                 done += result is not None
                 status.update(line := f"{done} checks done, {check.name} running")

@@ -150,16 +150,17 @@ def _run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
     from titans_platform.tracking import open_store
 
     say = partial(console.print, highlight=False, soft_wrap=True)
-    if spec.folder.state() == "done":
+    resources, done = spec.resources, spec.folder.state() == "done"
+    if done:
         say(f"run {spec.name} is finished; nothing to do")
-        return execute(spec)
-    if spec.start:
-        say(f"resuming from {spec.start}, which trained the same steps")
-    tags = {"titans.commit": spec.commit, "titans.data": spec.data}
-    logged = params(Cell(name, spec.config.seed, spec.config), ())
-    tracking = Tracking(open_store(root).uri, name, None, logged, tags)
-    spec, resources = replace(spec, labels={"row": name}, tracking=tracking), spec.resources
-    alone = nullcontext() if not resources.several else ray_session(resources.cpus, resources.gpus)
+    else:
+        if spec.start:
+            say(f"resuming from {spec.start}, which trained the same steps")
+        tags = {"titans.commit": spec.commit, "titans.data": spec.data}
+        logged = params(Cell(name, spec.config.seed, spec.config), ())
+        tracking = Tracking(open_store(root).uri, name, None, logged, tags)
+        spec = replace(spec, labels={"row": name}, tracking=tracking)
+    alone = nullcontext() if done or not resources.several else ray_session(resources.cpus, resources.gpus)
     with alone, run_display(spec.folder.progress, console):
         result = execute(spec, wait=10)
     for line in send_left(root):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -162,15 +162,9 @@ def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]
     log = store.run(run_id)
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
-    log.note("\n".join([export.markdown(report), "**Cells**", "", *_cell_links(store, report), ""]))
+    log.note(export.markdown(report))
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
-
-
-def _cell_links(store: TrackingStore, report: StudyReport) -> Iterator[str]:
-    for row in report.table.rows:
-        if links := ", ".join(f"[seed {seed}]({store.url(run)})" for seed, run in row.runs.items()):
-            yield f"- {row.row.name}: {links}"
 
 
 def paper_page(items: Sequence[PaperItem], root: Path) -> str:

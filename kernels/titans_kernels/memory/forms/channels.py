@@ -90,7 +90,7 @@ def _write_and_read(
 
 
 class Chunk(NamedTuple):
-    """Coefficients of a chunk per group, but for theta; `gates.Gates` has them per head."""
+    """Coefficients of a chunk per group, but for theta; `ChunkGates` has them per head."""
 
     C: Tensor  # [b, n, H, b, A]: of gradient i in the weights after token t at [t, ..., i, :]
     beta: Tensor  # [b, n, H, A]

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from titans_kernels.memory.activations import ACTIVATIONS, Activation
 from titans_kernels.memory.forms import channels
 from titans_kernels.memory.options import Inputs, Layers, Options, Result
-from titans_kernels.memory.parts.gates import Gates, coefficients, coefficients_backward
+from titans_kernels.memory.parts.gates import ChunkGates, coefficients, coefficients_backward
 from titans_kernels.memory.parts.layout import Layout, StepRange, layout_of
 from titans_kernels.memory.parts.passes import (
     ChunkBackward,
@@ -101,7 +101,7 @@ class Saved(NamedTuple):
     states: list[Tensor]  # of each chunk, or of the first
     errors: list[Tensor]  # of the last layer: d, with a bound scale, where LN follows its output
     outputs: list[Tensor]  # u of `Reads`
-    rest: tuple[Keys, Gates, Reads] | tuple[()]  # if there is enough memory
+    rest: tuple[Keys, ChunkGates, Reads] | tuple[()]  # if there is enough memory
 
 
 class Plan(NamedTuple):
@@ -131,7 +131,7 @@ class Plan(NamedTuple):
             stride == 1,
         )
 
-    def save(self, states: list[Tensor], keys: Keys, gates: Gates, reads: Reads, first: int) -> Saved:
+    def save(self, states: list[Tensor], keys: Keys, gates: ChunkGates, reads: Reads, first: int) -> Saved:
         """Select the tensors that a block saves; ``first`` is the number of rows of its first chunks."""
         errors, outputs = [keys.d[-1], *keys.scale[-1:], *keys.top], reads.u
         if not self.keep_states:
@@ -255,7 +255,7 @@ class _Block:
 
     def __init__(
         self, span: StepRange, layout: Layout, inputs: Sequence[Tensor], f: Activation, bound: float | None,
-        norm: Norm | None = None, rest: tuple[Keys, Gates, Reads] | tuple[()] = (),
+        norm: Norm | None = None, rest: tuple[Keys, ChunkGates, Reads] | tuple[()] = (),
     ):  # fmt: skip
         self.index, self.f, self.bound, self.norm = layout.index(span), f, bound, norm
         self.q, self.k, self.v, gates = (_take(x, self.index) for x in inputs)

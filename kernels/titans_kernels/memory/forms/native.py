@@ -26,7 +26,6 @@ KEEP_BYTES = 24 * 2**20
 """Chunk-start states up to this size are all saved for the backward; beyond it only every so many, and the
 backward recomputes the others. That is no slower: allocations above 32 MB get new pages in every call."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
-PLAIN, NORM = -1, -2  # its `Output`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
@@ -91,12 +90,10 @@ class Spec(ctypes.Structure):
     """Of a call, as in `native/calls.h`."""
 
     _fields_ = (
-        *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation", "output")),
+        *((name, ctypes.c_int64) for name in ("heads", "depth", "chunk", "activation", "norm")),
         ("bound", ctypes.c_double),
         *((name, ctypes.c_int64) for name in ("parts", "every")),
         *((name, ctypes.c_void_p) for name in ("widths", "borders", "kept")),
-        ("loss", ctypes.c_int64),
-        ("threshold", ctypes.c_double),
     )
 
 
@@ -127,7 +124,7 @@ class Call(NamedTuple):
         every = max(-(-chunks // most), 1)
         arrays = numbers(widths), *tables(lengths, b * every)
         spec = Spec(
-            heads, len(weights), b, ACTIVATIONS.index(options.activation), NORM if options.norm else PLAIN,
+            heads, len(weights), b, ACTIVATIONS.index(options.activation), bool(options.norm),
             options.surprise_bound or 0.0, 3 if options.base else 2, every, *map(ctypes.addressof, arrays),
         )  # fmt: skip
         return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * size)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 
-class Gates(NamedTuple):
+class ChunkGates(NamedTuple):
     """The linear part of a chunk's recurrence.
 
     With W, S the state before the chunk and g_i the gradients of its tokens, the state after token t is
@@ -61,17 +61,17 @@ def _kept_not_later(b: int, device: torch.device) -> Tensor:
         return _not_later(b, device)
 
 
-def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> Gates:
+def coefficients(alpha: Tensor, eta: Tensor, theta: Tensor) -> ChunkGates:
     """Gates of each chunk from alpha, eta, theta [R, b]."""
     r = torch.stack([1 - alpha, eta])
     products, starts = decay_products(r), r.cumprod(-1)
     A, E = products
     N = E * theta[:, None]
-    return Gates(products, starts, N, torch.bmm(A, N), _times(A, starts[1]))
+    return ChunkGates(products, starts, N, torch.bmm(A, N), _times(A, starts[1]))
 
 
 def coefficients_backward(
-    theta: Tensor, gates: Gates, dC: Tensor, dN: Tensor, dbeta: Tensor, dm: Tensor, dh: Tensor
+    theta: Tensor, gates: ChunkGates, dC: Tensor, dN: Tensor, dbeta: Tensor, dm: Tensor, dh: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return gradients of alpha, eta, theta [R, b] from C's, N's, beta's, m's and h's; overwrites dN."""
     A, E = gates.products

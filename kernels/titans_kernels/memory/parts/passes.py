@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from titans_kernels.memory.activations import Activation
-from titans_kernels.memory.parts.gates import Gates
+from titans_kernels.memory.parts.gates import ChunkGates
 from titans_kernels.memory.residual import Norm
 
 
@@ -132,7 +132,7 @@ def read_pass(
     q: Tensor,
     keys: Keys,
     WS: Sequence[Tensor],
-    gates: Gates,
+    gates: ChunkGates,
     f: Activation,
     known: list[Tensor] | None = None,
     norm: Norm | None = None,
@@ -158,7 +158,7 @@ def read_pass(
     return (norm.output(q, y) if known is None else y), reads
 
 
-def read_factors(gates: Gates, parts: int) -> tuple[Tensor, ...]:
+def read_factors(gates: ChunkGates, parts: int) -> tuple[Tensor, ...]:
     """Factors of the parts of a stack in a read, [R, b, 1]: beta, m and with a base 1 - beta."""
     beta, m = gates.beta[..., None], gates.m[..., None]
     return (beta, m, 1 - beta) if parts == 3 else (beta, m)
@@ -214,7 +214,7 @@ class ChunkBackward(NamedTuple):
 
 
 def read_backward(
-    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: Gates, f: Activation,
+    dy: Tensor, WS: Sequence[Tensor], keys: Keys, reads: Reads, gates: ChunkGates, f: Activation,
     norm: Norm | None = None,
 ) -> ReadGrads:  # fmt: skip
     """Backward of `read_pass`, from the last layer to the first; dy [R, b, F] is the gradient of y."""

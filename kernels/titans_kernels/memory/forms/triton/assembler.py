@@ -78,5 +78,7 @@ def _version(tool: Any) -> Version:
 
 def arch_of(device: int | None) -> int:
     """Architecture of a CUDA device, such as 90 for an H100."""
+    if not torch.cuda.is_available():
+        return 90  # fake tensors of a device that is not here
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor

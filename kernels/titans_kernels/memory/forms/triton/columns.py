@@ -148,13 +148,17 @@ def _backward(
     tl.store(dstart + mine + D * V + cell, dS)
 
 
-def columns_per_program(shape: Shape, processors: int) -> int:
+def columns_per_program(shape: Shape) -> int:
     """BV: all columns with a bound, else the largest that still gives every multiprocessor a program."""
     V = shape.layers[0].F
     if shape.bound:
         return V
     for BV in (64, 32):
-        if V >= BV and shape.layers[0].D * BV <= 4096 and processors <= shape.N * shape.H * (V // BV):
+        if (
+            V >= BV
+            and shape.layers[0].D * BV <= 4096
+            and shape.card.processors <= shape.N * shape.H * (V // BV)
+        ):
             return BV
     return min(V, 16 if shape.b <= 64 else 32)
 

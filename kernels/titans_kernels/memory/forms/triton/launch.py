@@ -19,6 +19,17 @@ OPTIONS = {"enable_fp_fusion": True}
 """Options of every kernel: fused multiply-add, set here because the default may change."""
 
 
+class Card(NamedTuple):
+    """The GPU that launches are for."""
+
+    processors: int
+    """number of streaming multiprocessors"""
+    arch: int
+
+
+H100 = Card(132, 90)
+
+
 class Launch(NamedTuple):
     """A kernel launch: positional arguments and named constants."""
 
@@ -42,20 +53,31 @@ class _Here(threading.local):
 
     def __init__(self) -> None:
         self.lists: list[list[Launch]] = []
+        self.card = H100
 
 
 _here = _Here()
 
 
 @contextmanager
-def record_launches() -> Iterator[list[Launch]]:
+def record_launches(card: Card = H100) -> Iterator[list[Launch]]:
     """Record launches in a list instead of running them, within the context."""
     launches: list[Launch] = []
+    before, _here.card = _here.card, card
     _here.lists.append(launches)
     try:
         yield launches
     finally:
         _here.lists.pop()
+        _here.card = before
+
+
+def card_of(device: torch.device) -> Card:
+    """Return the card of a CUDA device; without a GPU the one of the recording, by default an H100."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return _here.card
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
+    return Card(processors, assembler.arch_of(device.index))
 
 
 def fake(op: Callable[..., Any]) -> Callable[..., Any]:

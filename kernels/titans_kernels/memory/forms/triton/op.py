@@ -13,7 +13,6 @@ shapes of the two always agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -22,10 +21,15 @@ from torch import Tensor, library
 
 from titans_kernels import ran
 from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
-from titans_kernels.memory.forms.triton.base import base_layer_backward, partial_sums
 from titans_kernels.memory.forms.triton.gates import Gates, coefficients, coefficients_backward
-from titans_kernels.memory.forms.triton.launch import fake, float32_precision, is_recording
-from titans_kernels.memory.forms.triton.reads import read_layer, read_layer_backward, update_layer_backward
+from titans_kernels.memory.forms.triton.launch import card_of, fake, float32_precision, is_recording
+from titans_kernels.memory.forms.triton.reads import (
+    base_layer_backward,
+    partial_sums,
+    read_layer,
+    read_layer_backward,
+    update_layer_backward,
+)
 from titans_kernels.memory.forms.triton.shapes import (
     Layer,
     Shape,
@@ -82,20 +86,13 @@ class Kept(NamedTuple):
         return Kept(*empty)
 
 
-def reads_ride_along(shape: Shape, processors: int) -> bool:
+def reads_ride_along(shape: Shape) -> bool:
     """Return True if write programs also do the reads: they fill the GPU, both fit, no score is repeated."""
-    if shape.path != "columns" or (shape.b == 128 and shape.layers[0].D > 64):
-        return False  # queries, keys and scores would need 233 KB of shared memory, of 227
-    parts = shape.layers[0].F // columns.columns_per_program(shape, processors)
-    return shape.N * shape.H * parts >= processors and parts <= 4
-
-
-@lru_cache
-def processors(device: torch.device) -> int:
-    """Number of streaming multiprocessors; an H100's without a GPU."""
-    if device.type != "cuda":
-        return 132
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    if shape.path != "columns" or (shape.b == 128 and shape.layers[0].D > 64) or shape.card.arch < 90:
+        # they would need 233 KB of shared memory, of Hopper's 227, or spill 760 bytes on Ampere
+        return False
+    parts = shape.layers[0].F // columns.columns_per_program(shape)
+    return shape.N * shape.H * parts >= shape.card.processors and parts <= 4
 
 
 def forward(
@@ -103,7 +100,7 @@ def forward(
 ) -> tuple[Tensor, Tensor, Kept]:
     """y [tokens, H, V], with ``final`` the final state [N, H, size], and what to save."""
     gates = coefficients(x.alpha, x.eta, x.theta, shape.tables, shape.b)
-    along = reads_ride_along(shape, processors(x.q.device))
+    along = reads_ride_along(shape)
     kept = Kept.empty(shape, x.q, keep or not along)._replace(C=gates.C, gates=gates.tokens)
     y, after = torch.empty_like(x.v), _state(shape, start, final)
     _write(shape, x, start, base, gates, kept, y, after, read=along, keep=keep or not along)
@@ -134,7 +131,7 @@ def _write(
 ) -> None:  # fmt: skip
     which = shape.path
     if which == "columns":
-        BV = columns.columns_per_program(shape, processors(x.q.device))
+        BV = columns.columns_per_program(shape)
         columns.write(
             shape, BV, x.q, x.k, x.v, start, gates, kept.states, kept.dt, kept.scale, y, after,
             read=read, keep=keep,
@@ -187,7 +184,7 @@ def backward(
 ) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, alpha, eta, theta, of the starting state, and of the base if there is one."""
     gates = Gates(kept.C, kept.gates)
-    BV = columns.columns_per_program(shape, processors(dy.device)) if shape.path == "columns" else 0
+    BV = columns.columns_per_program(shape) if shape.path == "columns" else 0
     grads = _Grads.empty(shape, kept, shape.layers[0].F // BV if BV else 1)
     dq, dk, dv, dkeys = (
         torch.empty_like(x.q),
@@ -231,8 +228,7 @@ def _write_backward(
     dv: Tensor,
 ) -> Tensor:  # fmt: skip
     dstart = kept.scale.new_empty(shape.N, shape.H, shape.size)
-    which = shape.path
-    if which == "columns":
+    if shape.path == "columns":
         columns.backward(
             shape, BV, x.q, x.k, dy, gates, kept.dt, kept.scale, grads.ddt, dafter, grads.dstates, dv,
             grads.dtokens, dstart,
@@ -242,16 +238,10 @@ def _write_backward(
         dstart.copy_(dafter)
     else:
         dstart.zero_()
-    if which == "resident":
-        resident.backward(
-            shape, x.q, x.k, kept.u, kept.z, dy, grads.du, gates, kept.states, kept.dh, kept.dt, kept.scale,
-            grads.ddh, grads.ddt, grads.dX, dstart, grads.dstates, grads.dz, dv, grads.dtokens,
-        )  # fmt: skip
-    else:
-        streamed_backward.backward(
-            shape, x.q, x.k, kept.u, kept.z, kept.dh, kept.dt, kept.scale, dy, grads.du, grads.dX, grads.ddh,
-            grads.ddt, gates, kept.states, dstart, grads.dstates, grads.dz, dv, grads.dtokens,
-        )  # fmt: skip
+    streamed_backward.backward(
+        shape, x.q, x.k, kept.u, kept.z, kept.dh, kept.dt, kept.scale, dy, grads.du, grads.dX, grads.ddh,
+        grads.ddt, gates, kept.states, dstart, grads.dstates, grads.dz, dv, grads.dtokens,
+    )  # fmt: skip
     return dstart
 
 
@@ -342,7 +332,7 @@ def _shape(
     N, found = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
     return Shape(
         N, start.shape[0] < N, H, B * T, found.M, b, layers, size, activation, bound, float32_precision(),
-        found,
+        found, card_of(q.device),
     )  # fmt: skip
 
 

@@ -1,8 +1,11 @@
-"""Kernels of a memory of two layers of widths up to 64, one program per document and head.
+"""Writes of a memory of two layers of widths up to 64, one program per document and head.
 
 A program carries the weights of both layers, ``[D, F]`` and ``[F, V]``, through a document in registers,
 float32. Momentum is needed once per chunk, so it stays in the L1 and L2 caches, which frees registers for the
 tiles. Layers are numbered from 1: layer 1 takes keys, layer 2 gives values.
+
+The backward is `streamed_backward`: with the gradients of both layers in registers a thread spilled 1,608
+bytes on Hopper.
 """
 # Triton's language is not Python's: a constexpr is given as a number, a branch is known when compiling
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportOperatorIssue=false
@@ -24,11 +27,9 @@ from titans_kernels.memory.forms.triton.pieces import (
     keep_bounded,
     load_rows,
     load_tokens,
-    second_derivative,
     slope,
     store_rows,
     store_tokens,
-    through_bound,
     tile_at,
     value,
 )
@@ -117,119 +118,6 @@ def _write(
     tl.store(mine + cell2, W2)
 
 
-@triton.jit
-def _through_step(dd, X, error, dW, dS, c, share, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return gradients of the errors, c and n from the gradient of the state after the chunk."""
-    back = dot(X, dW, TYPE, PRECISION)
-    dc = -tl.sum(back * error, 1)
-    dd -= c * back
-    back = dot(X, tl.load(dS), TYPE, PRECISION)
-    return dd - share * back, dc, -tl.sum(back * error, 1)
-
-
-@triton.jit
-def _step_back(dW, dS, x, out, beta, mix, a, m, keep, TYPE: tl.constexpr, PRECISION: tl.constexpr):
-    """Return the gradient of a layer's state through `_step` and through the reads."""
-    out = out.to(tl.float32)
-    dS_before = keep * tl.load(dS) + m * dW
-    tl.store(dS, add_dot(dS_before, tl.trans(x), mix * out, TYPE, PRECISION))
-    return add_dot(a * dW, tl.trans(x), beta * out, TYPE, PRECISION)
-
-
-@triton.jit
-def _backward(
-    q, k, u, z, dy, du, gates, states, d1, d2, scale, dd1_reads, dd2_reads, dX_reads, dstate, dstates, dz,
-    dv, dtokens, documents, length, H, tokens,
-    D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
-    ACTIVATION: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    nh = tl.program_id(0)
-    n, h = nh // H, nh % H
-    first, end, m = document_at(documents, n, length, b)
-    count = (end - first + b - 1) // b
-    m += count
-    TYPE: tl.constexpr = k.dtype.element_ty
-    SIZE: tl.constexpr = 2 * F * (D + V)
-    row, key, hidden, column = tl.arange(0, b), tl.arange(0, D), tl.arange(0, F), tl.arange(0, V)
-    stride = tl.cast(tokens, tl.int64) * H
-    cell1 = tile_at(key, hidden, F)
-    cell2 = 2 * D * F + tile_at(hidden, column, V)
-    mine = dstate + nh.to(tl.int64) * SIZE
-    dW1 = tl.load(mine + cell1)
-    dW2 = tl.load(mine + cell2)
-    for i in range(count):
-        m -= 1
-        t = first + (count - 1 - i) * b
-        valid = t + row < end
-        to = dstates + (m * H + h) * SIZE
-        tl.store(to + cell1, dW1.to(TYPE))
-        tl.store(to + D * F + cell1, tl.load(mine + D * F + cell1).to(TYPE))
-        tl.store(to + cell2, dW2.to(TYPE))
-        tl.store(to + F * V + cell2, tl.load(mine + F * V + cell2).to(TYPE))
-        c = load_tokens(gates + 3 * stride, t, row, valid, h, H)[:, None]
-        share = load_tokens(gates + 4 * stride, t, row, valid, h, H)[:, None]
-        # evaluate the activation once: in the operands' dtype these tiles need few registers
-        W2 = tl.load(states + (m * H + h) * SIZE + cell2)
-        error2 = load_rows(d2, t, row, valid, h, H, V, column)
-        z_tile = load_rows(z, t, row, valid, h, H, F, hidden).to(tl.float32)
-        bent = (dot(error2, tl.trans(W2), TYPE, PRECISION) * second_derivative(z_tile, ACTIVATION)).to(TYPE)
-        steep = slope(z_tile, ACTIVATION).to(TYPE)
-        X = value(z_tile, ACTIVATION).to(TYPE)
-        k_tile = load_rows(k, t, row, valid, h, H, D, key)
-        error1 = load_rows(d1, t, row, valid, h, H, F, hidden)
-        dd1 = load_rows(dd1_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
-        dd1, dc, dn = _through_step(
-            dd1, k_tile, error1, dW1, mine + D * F + cell1, c, share, TYPE, PRECISION
-        )  # fmt: skip
-        if BOUND > 0:
-            over = tl.where(valid, load_tokens(scale, t, row, valid, h, H), 1.0)
-            dd1 = through_bound(dd1, error1, tl.sum(dd1 * error1, 1), over, BOUND)
-        # backward of the errors' backward pass
-        dE = (dd1 * steep).to(TYPE)
-        dz1 = (dd1 * bent).to(TYPE)
-        dd2 = load_rows(dd2_reads, t, row, valid, h, H, V, column).to(tl.float32)
-        dd2, dc2, dn2 = _through_step(
-            dd2, X, error2, dW2, mine + F * V + cell2, c, share, TYPE, PRECISION
-        )  # fmt: skip
-        dd2 += dot(dE, W2, TYPE, PRECISION)
-        if BOUND > 0:
-            over = tl.where(valid, load_tokens(scale + stride, t, row, valid, h, H), 1.0)
-            dd2 = through_bound(dd2, error2, tl.sum(dd2 * error2, 1), over, BOUND)
-        store_tokens(dtokens + 2 * stride, dc + dc2, t, row, valid, h, H)
-        store_tokens(dtokens + 3 * stride, dn + dn2, t, row, valid, h, H)
-        store_rows(dv, -2 * dd2, t, row, valid, h, H, V, column)
-        dz2 = (2 * dd2).to(TYPE)
-        # backward of the keys' forward pass
-        dX = dot(dz2, tl.trans(W2), TYPE, PRECISION)
-        dX -= c * dot(error2, tl.trans(dW2), TYPE, PRECISION)
-        dX -= share * dot(error2, tl.trans(tl.load(mine + F * V + cell2)), TYPE, PRECISION)
-        dX += load_rows(dX_reads, t, row, valid, h, H, F, hidden).to(tl.float32)
-        dz1 = (dz1 + dX * steep).to(TYPE)
-        store_rows(dz, dz1, t, row, valid, h, H, F, hidden)
-        # the gradient of the state before the chunk
-        last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h
-        a, mix_out, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
-        beta = load_tokens(gates, t, row, valid, h, H)[:, None]
-        mix = load_tokens(gates + stride, t, row, valid, h, H)[:, None]
-        x = value(load_rows(u, t, row, valid, h, H, F, hidden).to(tl.float32), ACTIVATION).to(TYPE)
-        out = load_rows(dy, t, row, valid, h, H, V, column)
-        dW2 = _step_back(
-            dW2, mine + F * V + cell2, x, out, beta, mix, a, mix_out, keep, TYPE, PRECISION
-        )  # fmt: skip
-        dW2 = add_dot(dW2, tl.trans(dE), error2, TYPE, PRECISION)
-        dW2 = add_dot(dW2, tl.trans(X), dz2, TYPE, PRECISION)
-        x = load_rows(q, t, row, valid, h, H, D, key)
-        out = load_rows(du, t, row, valid, h, H, F, hidden)
-        dW1 = _step_back(
-            dW1, mine + D * F + cell1, x, out, beta, mix, a, mix_out, keep, TYPE, PRECISION
-        )  # fmt: skip
-        k_tile = load_rows(k, t, row, valid, h, H, D, key)
-        dW1 = add_dot(dW1, tl.trans(k_tile), dz1, TYPE, PRECISION)
-        tl.debug_barrier()
-    tl.store(mine + cell1, dW1)
-    tl.store(mine + cell2, dW2)
-
-
 def write(
     shape: Shape, k: Tensor, v: Tensor, state: Tensor, base: Tensor | None, gates: Gates, states: Tensor,
     z: Tensor, d1: Tensor, d2: Tensor, scale: Tensor,
@@ -243,23 +131,4 @@ def write(
         _write, (shape.N * shape.H,), k, v, state, base, gates.tokens, states, z, d1, d2, scale,
         *shape.documents, shape.H, shape.tokens, D=lower.D, F=lower.F, V=upper.F, b=shape.b,
         BOUND=shape.bound, ACTIVATION=shape.activation, PRECISION=shape.precision, warps=4, stages=1,
-    )  # fmt: skip
-
-
-def backward(
-    shape: Shape, q: Tensor, k: Tensor, u: Tensor, z: Tensor, dy: Tensor, du: Tensor, gates: Gates,
-    states: Tensor, d1: Tensor, d2: Tensor, scale: Tensor, dd1: Tensor, dd2: Tensor, dX: Tensor,
-    dstate: Tensor, dstates: Tensor, dz: Tensor, dv: Tensor, dtokens: Tensor,
-) -> None:  # fmt: skip
-    """Backward of `write`: updates ``dstate`` [N, H, size] in place to the gradient of the initial state.
-
-    Fills ``dv``, ``dz`` (of layer 1), ``dstates`` (the gradient of the state after each chunk) and the
-    gradients of c and n in ``dtokens``.
-    """
-    lower, upper = shape.layers
-    launch(
-        _backward, (shape.N * shape.H,), q, k, u, z, dy, du, gates.tokens, states, d1, d2, scale, dd1, dd2,
-        dX, dstate, dstates, dz, dv, dtokens, *shape.documents, shape.H, shape.tokens,
-        D=lower.D, F=lower.F, V=upper.F, b=shape.b, BOUND=shape.bound, ACTIVATION=shape.activation,
-        PRECISION=shape.precision, warps=4, stages=1,
     )  # fmt: skip

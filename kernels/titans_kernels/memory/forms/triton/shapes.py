@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from titans_kernels.memory.forms.triton.launch import Card
 from titans_kernels.memory.forms.triton.tables import Tables
 
 
@@ -41,6 +42,7 @@ class Shape(NamedTuple):
     precision: str
     """precision of float32 products: tf32x3, as exact as float32, or tf32"""
     tables: Tables
+    card: Card
 
     @property
     def depth(self) -> int:
@@ -66,7 +68,16 @@ class Shape(NamedTuple):
     @property
     def path(self) -> str:
         """Name of the write kernels."""
-        return path([layer.D for layer in self.layers] + [self.layers[-1].F], self.b, self.bound)
+        widths = [layer.D for layer in self.layers] + [self.layers[-1].F]
+        return path(widths, self.b, self.bound, self.card.arch)
+
+    @property
+    def tile(self) -> int:
+        """Widest tile of features in kernels with many products.
+
+        Ampere's products take their operands from registers: with tiles of 64 it spills 2.2 KB a thread.
+        """
+        return 64 if self.card.arch >= 90 else 32
 
     @property
     def warps(self) -> int:
@@ -87,11 +98,11 @@ def widened(x: Tensor, *sizes: int) -> Tensor:
     return pad(x, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else x
 
 
-def path(widths: Sequence[int], b: int, bound: float | None) -> str:
+def path(widths: Sequence[int], b: int, bound: float | None, arch: int = 90) -> str:
     """Name of the write kernels for widths of keys, hidden layers and values."""
     if len(widths) == 2 and max(widths) <= 128 and (not bound or widths[1] <= 64):
         return "columns"
-    if len(widths) == 3 and max(widths) <= 64 and b <= 64:
+    if len(widths) == 3 and max(widths) <= 64 and b <= 64 and arch >= 90:
         return "resident"
     return "streamed"
 
