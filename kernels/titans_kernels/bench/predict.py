@@ -133,7 +133,7 @@ def issued(sass: str, kernel: str) -> float:
 
 
 def trips(kernel: str, depth: int, products: bool) -> float:
-    """Return how often a loop runs: over a row's chunks and tiles, or in the write budget over blocks of 16."""
+    """Return how often a loop runs: over a row's chunks and tiles, in the write budget over blocks of 16."""
     if not kernel.startswith("budget"):
         if depth == 1:
             return LENGTH / CHUNK if kernel.startswith(("resident", "columns", "streamed")) else 1
