@@ -83,9 +83,7 @@ def supports(memory: Fields, head_dim: int, dtype: torch.dtype, arch: int) -> Su
         reason = f"write_budget: no kernel for keys of {dtype.itemsize * head_dim} bytes; use more heads"
     if form == "triton":
         return Support(
-            form,
-            path([padded(w) for w in widths], memory.chunk_size, memory.surprise_bound, arch, dtype.itemsize),
-            reason,
+            form, path([padded(w) for w in widths], memory.chunk_size, memory.surprise_bound, arch), reason
         )
     if form == "online":
         return Support(form, "delta", reason)

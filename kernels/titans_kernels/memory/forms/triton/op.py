@@ -332,7 +332,7 @@ def _shape(
     N, found = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
     return Shape(
         N, start.shape[0] < N, H, B * T, found.M, b, layers, size, activation, bound, float32_precision(),
-        found, card_of(q.device), q.element_size(),
+        found, card_of(q.device),
     )  # fmt: skip
 
 

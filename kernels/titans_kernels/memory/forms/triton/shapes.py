@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from titans_kernels.memory.forms.triton.launch import INTERPRETED, Card
+from titans_kernels.memory.forms.triton.launch import Card
 from titans_kernels.memory.forms.triton.tables import Tables
 
 
@@ -43,8 +43,6 @@ class Shape(NamedTuple):
     """precision of float32 products: tf32x3, as exact as float32, or tf32"""
     tables: Tables
     card: Card
-    element: int
-    """bytes of an operand"""
 
     @property
     def depth(self) -> int:
@@ -71,17 +69,15 @@ class Shape(NamedTuple):
     def path(self) -> str:
         """Name of the write kernels."""
         widths = [layer.D for layer in self.layers] + [self.layers[-1].F]
-        # the interpreter has no registers to spill, and its float32 tests every kernel exactly
-        return path(widths, self.b, self.bound, self.card.arch, 2 if INTERPRETED else self.element)
+        return path(widths, self.b, self.bound, self.card.arch)
 
     @property
     def tile(self) -> int:
         """Widest tile of features in kernels with many products.
 
-        Ampere's products take their operands from registers, and products of float32 are three of tf32: with
-        tiles of 64 they spill up to 2.2 KB a thread.
+        Ampere's products take their operands from registers: with tiles of 64 it spills 2.2 KB a thread.
         """
-        return 64 if self.card.arch >= 90 and self.element == 2 else 32
+        return 64 if self.card.arch >= 90 else 32
 
     @property
     def warps(self) -> int:
@@ -102,11 +98,11 @@ def widened(x: Tensor, *sizes: int) -> Tensor:
     return pad(x, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else x
 
 
-def path(widths: Sequence[int], b: int, bound: float | None, arch: int, element: int) -> str:
+def path(widths: Sequence[int], b: int, bound: float | None, arch: int = 90) -> str:
     """Name of the write kernels for widths of keys, hidden layers and values."""
     if len(widths) == 2 and max(widths) <= 128 and (not bound or widths[1] <= 64):
         return "columns"
-    if len(widths) == 3 and max(widths) <= 64 and b <= 64 and arch >= 90 and element == 2:
+    if len(widths) == 3 and max(widths) <= 64 and b <= 64 and arch >= 90:
         return "resident"
     return "streamed"
 
