@@ -120,7 +120,8 @@ def trace(
     with torch.device("meta"):
         block = resolve(config)(config)
     block.recompute = recompute
-    block.compile(backend=backend, fullgraph=True)
+    # static shapes: a second size would be traced with symbols, and its bytes be one
+    block.compile(backend=backend, fullgraph=True, dynamic=False)
     packed = block.layout(_documents(rows, length, documents)) if documents else None
     kept = mock.patch.object(op, "KEEP_BYTES", gpu_bytes // op.KEPT_OF)
     with as_on_gpu(), kept, FakeTensorMode(allow_non_fake_inputs=True) as mode:

@@ -102,5 +102,8 @@ def expand_rows(conv_state: ConvState, batch: int) -> ConvState:
 
 
 def _l2_normalized(x: Tensor) -> Tensor:
-    """x with L2 norm 1 over the last dimension, in the precision of the state."""
+    """x with L2 norm 1 over the last dimension, in the precision of the state.
+
+    Below a norm of 1e-6 it is x / 1e-6, which also is its gradient at 0.
+    """
     return F.normalize(x.to(state_dtype(x)), dim=-1, eps=1e-6)

@@ -17,6 +17,7 @@ from titans_kernels.memory import budget
 from titans_kernels.memory.forms.triton import budget as kernels
 from titans_kernels.memory.forms.triton import pieces
 from titans_kernels.memory.parts.layout import document_borders
+from titans_kernels.memory.parts.passes import edge
 
 same = partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
 
@@ -59,9 +60,10 @@ def definition(
         G = [(k[:, t] * k[:, u]).sum(-1).abs() for u in range(first, t + 1)]
         room = budget - sum((steps[u] * G[u - first] for u in range(first, t)), torch.zeros_like(theta[:, t]))
         # compares products instead of quotients, since 1 - eta and G_tt may be 0
-        counts = G[-1] >= torch.finfo(theta.dtype).tiny
-        over = counts & (2 * theta[:, t] * G[-1] > room.clamp(min=0) * (1 - eta[:, t]))
-        most = room.clamp(min=0) / torch.where(counts, G[-1], 1)
+        counts, slack = G[-1] >= torch.finfo(theta.dtype).tiny, budget * edge(theta)
+        room = torch.where(room > slack, room, 0)
+        over = counts & (2 * theta[:, t] * G[-1] > (room + slack) * (1 - eta[:, t]))
+        most = room / torch.where(counts, G[-1], 1)
         finite = counts & (eta[:, t] < 1)
         full = 2 * theta[:, t] / torch.where(finite, 1 - eta[:, t], 1)
         steps.append(torch.where(over, most, torch.where(finite, full, 0)))
@@ -101,6 +103,46 @@ def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held):
     given = [torch.randn_like(x) for x in found]
     grads = kernels.backward([*given, *tokens, *found], *options)
     close(grads, budget._backward([x.double() for x in (*given, *tokens, *found)], *options))
+
+
+@pytest.mark.parametrize("form", [NATIVE, "pytorch"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_of_repeated_keys_does_not_depend_on_rounding(form, dtype, monkeypatch):
+    """Keys in any direction give the gradient of keys along an axis, where all products are exact."""
+    if form == "pytorch":
+        monkeypatch.setattr(budget, "serves", lambda *tensors: False)
+    axis = torch.eye(9, dtype=dtype)[0].expand(1, 12, 1, 9)
+    # steps of 0.4 leave 0.2 for the third; steps of 0.5 fit exactly
+    for step in (0.4, 0.5, 1.0):
+        gates = torch.full((1, 12, 1), 0.5, dtype=dtype), torch.full((1, 12, 1), step / 4, dtype=dtype)
+        expected = with_gradients(write_budget, [axis.clone().requires_grad_(), *_leaves(gates)], 12)
+        for seed in range(8):
+            turn = torch.randn(9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+            turn = torch.linalg.qr(turn)[0].to(dtype)
+            k = (axis @ turn).detach().requires_grad_()
+            limited, dk, *dgates = with_gradients(write_budget, [k, *_leaves(gates)], 12)
+            close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+            close([limited, dk, *dgates], [expected[0], expected[1] @ turn, *expected[2:]])
+
+
+def _leaves(gates: tuple[Tensor, ...]) -> list[Tensor]:
+    return [x.clone().requires_grad_() for x in gates]
+
+
+@pytest.mark.parametrize("form", [NATIVE, "pytorch"])
+def test_gradient_at_a_limit_is_of_the_side_that_is_stated(form, monkeypatch):
+    """A step that exactly fits has a smaller one's gradient, a budget used up an exceeded one's."""
+    if form == "pytorch":
+        monkeypatch.setattr(budget, "serves", lambda *tensors: False)
+    k = F.normalize(torch.randn(5, dtype=torch.float64), dim=-1).expand(1, 3, 1, 5).clone().requires_grad_()
+    theta = torch.tensor([0.5, 0.2, 0.1], dtype=torch.float64).view(1, 3, 1).requires_grad_()
+    steps = lambda theta: write_budget(k, torch.zeros_like(theta), theta, 8)[0, :, 0]  # noqa: E731
+    now, h = steps(theta), torch.tensor([1e-4, 0, 0], dtype=torch.float64).view(1, 3, 1)
+    below, above = (now - steps(theta - h)) / 1e-4, (steps(theta + h) - now) / 1e-4
+    same(torch.stack([below, above]), torch.tensor([[1, -1, 0], [0, 0, 0]], dtype=torch.float64), atol=1e-9)
+    rows = [torch.autograd.grad(x, [k, theta], retain_graph=True) for x in now]
+    assert [row[1][0, 0, 0].item() for row in rows] == [1, 0, 0]
+    assert not any(row[0].any() for row in rows)
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -269,3 +311,33 @@ def test_no_token_breaks_the_memory(limit, depth, chunk_size):
 
 def test_without_the_budget_repeated_tokens_do():
     assert largest_errors(2, 16, limit=None)[ATTACKS.index("repeated")].max() > 1e4
+
+
+def _written(v: Tensor, bound: float | None, backend: str) -> Tensor:
+    """Return the weights [5, 5] of an empty linear memory after one token of value v [5], of error -2 v."""
+    k, gates = torch.eye(5, dtype=v.dtype)[0].view(1, 1, 1, 5), torch.zeros(3, 1, 1, 1, dtype=v.dtype)
+    W = (torch.zeros(1, 5, 5, dtype=v.dtype),)
+    alpha, eta, theta = gates[0], gates[1], gates[2] + 0.5
+    _, state = neural_memory(
+        k, k, v.view(1, 1, 1, 5), alpha, eta, theta, W, backend=backend, surprise_bound=bound
+    )
+    return state.weights[0][0, 0]
+
+
+@pytest.mark.parametrize("backend", ["reference", "generic", "chunked", NATIVE])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradient_at_the_surprise_bound_is_that_within_it(backend, dtype):
+    """At |d| = c, in any direction: rounding does not choose. Above, only what is across d passes."""
+    for seed in range(8):
+        draw = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        v = (F.normalize(draw, dim=-1) / 2).to(dtype).requires_grad_()
+        slopes = {}
+        for c in (None, 1.0, 0.999):
+            (slopes[c],) = torch.autograd.grad(_written(v, c, backend)[0] @ v.detach(), v)
+        close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
+        close(slopes[1.0], slopes[None])
+        close(slopes[0.999], torch.zeros_like(v))  # along d
+    zero = torch.zeros(5, dtype=dtype, requires_grad=True)  # a norm of 0
+    grads = [torch.autograd.grad(_written(zero, c, backend).sum(), zero)[0] for c in (None, 1.0)]
+    assert grads[0].any()
+    same(*grads)

@@ -9,7 +9,7 @@ import yaml
 
 from tests.core.test_footprint import BUDGETS
 from titans_core.config import ModelConfig
-from titans_core.footprint import trace
+from titans_core.footprint import saved_bytes_per_token, trace
 from titans_platform.data.tokenizer import BUILT_IN, load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.objectives import next_token
@@ -150,6 +150,8 @@ def test_planned_activations_are_within_a_tenth_of_a_packed_trace():
     rows, length = config.optim.micro_batch_size, config.data.sequence_length
     traced = trace(config.model, rows, length, "selective", documents=4 * rows).saved_bytes
     assert planned == pytest.approx(traced * config.model.n_layers, rel=0.1)
+    # another size has numbers too, no symbols
+    assert type(saved_bytes_per_token(config.model, rows // 2, length // 2, "selective")) is float
 
 
 @pytest.fixture(scope="module")

@@ -15,6 +15,12 @@ e_t is the effective step: the fraction of the distance from prediction to value
 for a unit key once momentum has decayed. It depends only on keys and gates, so every form of the operator
 receives theta' in place of theta and needs no change. A deep memory also needs `surprise_bound`.
 
+Both limits have another gradient on either side. A step that exactly fits counts as fitting: theta' = theta
+and no gradient to keys and earlier tokens. A budget that is exactly used up counts as exceeded: theta' = 0
+and no gradient at all. "Exactly" is within `edge`, a few roundings: in a run of one repeated key the sum is
+at its limit up to rounding, which must not choose the gradient. Orthogonal keys have no gradient through
+their product (sign(0) = 0), and neither has a key of norm 0.
+
 Shapes: B batch, T tokens, H heads, D key width, b tokens per chunk, p tokens already in an open chunk.
 """
 
@@ -29,6 +35,7 @@ from torch.autograd.function import once_differentiable
 
 from titans_kernels.memory.options import state_dtype, without_autocast
 from titans_kernels.memory.parts.layout import document_borders, layout_of
+from titans_kernels.memory.parts.passes import edge
 from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
 MAX_KEY_BYTES = 512
@@ -223,10 +230,11 @@ def _forward(
     # compares products instead of quotients, since 1 - eta and the key's squared norm may be 0
     wanted = torch.where(counted & free, 2 * taken * size, 0)
     size = torch.where(counted, size, 1)
-    e, over = torch.zeros_like(taken), torch.zeros_like(free)
+    e, over, slack = torch.zeros_like(taken), torch.zeros_like(free), edge(taken)
     for t in range(b):
-        room = (1 - (G[..., t, :t] * e[..., :t]).sum(-1)).clamp_(min=0)
-        over[..., t] = wanted[..., t] > room * moved[..., t]
+        room = 1 - (G[..., t, :t] * e[..., :t]).sum(-1)
+        room = room.masked_fill_(room <= slack, 0)
+        over[..., t] = wanted[..., t] > (room + slack) * moved[..., t]
         e[..., t] = torch.where(over[..., t], room / size[..., t], full[..., t])
     limited = torch.where(over, e * moved / 2, taken)
     return [layout.join(limited).contiguous(), layout.join(e).contiguous()]

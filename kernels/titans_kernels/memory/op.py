@@ -163,7 +163,8 @@ def neural_memory(
         momentum: tensors of the same shapes, or None for zeros.
         chunk_size: the paper's b; 1 is the exact online rule. Changes the result.
         activation: "silu", "gelu" or "identity", between layers.
-        surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound.
+        surprise_bound: c; each token's error signal is clipped to norm c at every layer. None for no bound. A
+            signal of norm c, up to rounding, counts as within the bound, and has that gradient.
         cu_seqlens: [N + 1] int32 or int64, cumulative lengths of N documents packed into B = 1; documents may
             be empty. Each document starts from the given weights and momentum, whose batch dimension may be
             N, and the returned state has batch dimension N. If all start from the same [H, D_in, D_out], as

@@ -53,6 +53,7 @@ inline void add_pair(int n, Real x, const Real* a, const Real* b, Real* __restri
 }
 
 constexpr Real TINY = std::numeric_limits<Real>::min();
+constexpr Real EDGE = 32 * std::numeric_limits<Real>::epsilon();  // `edge` in ../memory/parts/passes.py
 
 }  // namespace
 
@@ -70,9 +71,9 @@ extern "C" void budget_forward(const Shape* shape, const Real* k, const Real* et
         Real size = keys.product(t)[t], moved = 1 - eta[i], room = 1;
         if (t >= at.given)
           for (int u = 0; u < t; u++) room -= e[u] * std::abs(keys.product(t)[u]);
-        room = std::max(room, Real(0));
+        room = room > EDGE ? room : Real(0);
         bool counted = size >= TINY;
-        if (counted && t >= at.given && 2 * theta[i] * size > room * moved) {
+        if (counted && t >= at.given && 2 * theta[i] * size > (room + EDGE) * moved) {
           e[t] = room / size;
           limited[i] = e[t] * moved / 2;
         } else {

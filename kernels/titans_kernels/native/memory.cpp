@@ -254,7 +254,11 @@ template <class R> struct Chunk {
     if (!spec.bound) return;
     std::fill(y.scale, y.scale + P, R(0));
     add_inner(y.F, P, y.d, y.d, R(1), y.scale);
-    for (int t = 0; t < P; t++) square[t] = 1 / (y.scale[t] = std::max(R(1), std::sqrt(y.scale[t]) / R(spec.bound)));
+    constexpr R EDGE = 1 + 32 * std::numeric_limits<R>::epsilon();  // `edge` in ../memory/parts/passes.py
+    for (int t = 0; t < P; t++) {
+      R over = std::sqrt(y.scale[t]) / R(spec.bound);
+      square[t] = 1 / (y.scale[t] = over > EDGE ? over : R(1));
+    }
     scaled(y.F, P, y.d, square, y.d);
   }
 

@@ -19,6 +19,7 @@ import torch
 
 from titans_core import Model, NeuralMemory
 from titans_core.blocks.base import Recompute
+from titans_core.config import ModelConfig
 from titans_core.footprint import saved_bytes_per_token
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
@@ -38,6 +39,8 @@ BYTES_A_PARAMETER, BUCKET_BYTES = 16, 4
 """Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32; DDP's buckets."""
 MOST_SAVED, UNTRACED = 400, 8 * 2**30
 """Bytes that any block saves at most for each value of its input, and below which that bound will do."""
+USUALLY_SAVED = 60
+"""The same of a block that torch.compile cannot trace as one graph: what the largest of ours keeps, MAC."""
 RECOMPUTED = 3
 """A block's activations, relative to what selective recomputation keeps of them."""
 TIMED_PARAMETERS = 50e6
@@ -157,11 +160,19 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
         return most * layers, most + head
     recompute = recomputed(cfg.optim)
     block = cfg.model.model_copy(update={"n_layers": 1})
-    saved = partial(saved_bytes_per_token, block, rows, length, precision=cfg.optim.precision)
+    saved = partial(_saved_bytes, block, rows, length, precision=cfg.optim.precision)
     kept = saved(recompute=recompute)
     # a block that was recomputed holds all that it would have saved
     once = saved(recompute=False) if recompute is True else RECOMPUTED * kept if recompute else kept
     return round(tokens * layers * kept), round(tokens * once) + head
+
+
+def _saved_bytes(block: ModelConfig, rows: int, length: int, **options: Any) -> float:
+    """As `saved_bytes_per_token`; a usual number for a block that cannot be traced as one graph."""
+    try:
+        return saved_bytes_per_token(block, rows, length, **options)
+    except RuntimeError:  # Dynamo's too
+        return USUALLY_SAVED * block.d_model
 
 
 def recomputed(optim: OptimConfig) -> Recompute:

@@ -15,6 +15,7 @@ from torch import Tensor
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms.documents import each_document
 from titans_kernels.memory.options import Inputs, Layers, Options, Result, broadcast_gate, whole
+from titans_kernels.memory.parts.passes import edge
 from titans_kernels.memory.residual import predict, pull
 
 
@@ -98,10 +99,10 @@ def surprise(
 
 
 def clip_norm(d: Tensor, bound: float | None) -> Tensor:
-    """d min(1, c / |d|), with the norm over the last dimension; unchanged without a bound."""
+    """d min(1, c / |d|), with the norm over the last dimension; unchanged without a bound, and at |d| = c."""
     if bound is None:
         return d
     squares = d.square().sum(-1, keepdim=True)
     # masked before the square root, whose infinite slope at 0 would give NaN gradients
-    over = squares > bound**2
+    over = squares > (bound + bound * edge(d)) ** 2
     return d * torch.where(over, bound / torch.where(over, squares, 1).sqrt(), 1)

@@ -91,6 +91,14 @@ class Last(NamedTuple):
     h: Tensor  # [R, 1, 1]
 
 
+def edge(x: Tensor) -> float:
+    """Return the relative distance from a limit at which x counts as being at it: 32 roundings of its dtype.
+
+    A limit has another gradient on either side. Rounding must not choose between them.
+    """
+    return 32 * torch.finfo(x.dtype).eps
+
+
 def keys_pass(
     keys: Keys, v: Tensor, W: Sequence[Tensor], f: Activation, bound: float | None, top_known: bool = False,
     norm: Norm | None = None,
@@ -115,7 +123,8 @@ def keys_pass(
             f.through(E[l], z[l], out=d[l])
         if bound is not None:
             torch.linalg.vector_norm(d[l], dim=-1, keepdim=True, out=scale[l])
-            d[l].div_(scale[l].div_(bound).clamp_(min=1))
+            scale[l].div_(bound)
+            d[l].div_(scale[l].masked_fill_(scale[l] <= 1 + edge(d[l]), 1))
 
 
 def advance(state: StackedState, keys: Keys, last: Last) -> None:

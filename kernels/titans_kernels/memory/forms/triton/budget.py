@@ -23,6 +23,7 @@ from titans_kernels.memory.forms.triton.pieces import add_dot, chunk_at, dot, lo
 from titans_kernels.memory.forms.triton.tables import tables
 
 _TINY = tl.constexpr(torch.finfo(torch.float32).tiny)
+_EDGE = tl.constexpr(32 * torch.finfo(torch.float32).eps)  # `parts.passes.edge`
 _BLOCK = tl.constexpr(16)
 
 
@@ -62,11 +63,11 @@ def _forward(
         full = tl.where(counted & (moved > 0), 2 * taken / tl.where(moved > 0, moved, 1.0), 0.0)
         per_size = 1 / tl.where(counted, size, 1.0)
         for u in range(_BLOCK):
-            room = tl.maximum(1 - used, 0.0)
-            now = tl.where(wanted > room * moved, room * per_size, full)
+            room = tl.where(1 - used > _EDGE, 1 - used, 0.0)
+            now = tl.where(wanted > (room + _EDGE) * moved, room * per_size, full)
             used += tl.sum(tl.where(row == u, now, 0.0)) * tl.sum(tl.where(row[None, :] == u, G, 0.0), 1)
-        room = tl.maximum(1 - used, 0.0)
-        over = wanted > room * moved
+        room = tl.where(1 - used > _EDGE, 1 - used, 0.0)
+        over = wanted > (room + _EDGE) * moved
         now = tl.where(over, room * per_size, full)
         store_tokens(steps, now, t, row, valid, h, H)
         store_tokens(limited, tl.where(over, now * moved / 2, taken), t, row, valid, h, H)

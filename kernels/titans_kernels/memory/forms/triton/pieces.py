@@ -149,7 +149,8 @@ def base_of(base, h, at, SIZE: tl.constexpr):
 @triton.jit
 def keep_bounded(g, BOUND: tl.constexpr):
     """Divisor [b] that reduces the norm of an error signal g [b, columns] to at most BOUND."""
-    return tl.maximum(tl.sqrt(tl.sum(g * g, 1)) / BOUND, 1.0)
+    over = tl.sqrt(tl.sum(g * g, 1)) / BOUND
+    return tl.where(over > 1 + 32 * 2.0**-23, over, 1.0)  # `parts.passes.edge`
 
 
 @triton.jit

@@ -1,0 +1,105 @@
+"""Pictures of docs/ that show a report; `CHROMIUM=chromium python -m tools.pictures` makes them again.
+
+The report is the ablation's at scale workstation, built from its committed cells. Each picture holds the hash
+of the numbers and verdicts that it shows (`fingerprint`), which a test compares with today's. Without
+CHROMIUM, a headless browser, only the figure is drawn.
+"""
+
+from __future__ import annotations
+
+import csv
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from tempfile import TemporaryDirectory
+
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
+
+from titans_platform.config import TaskConfig, digest
+from titans_platform.evals import build_task
+from titans_platform.report.picture import save
+from titans_platform.report.publish import report_page
+from titans_platform.report.report import StudyReport, build_report
+from titans_platform.report.table import build_table
+from titans_platform.runs.check import sizes
+from titans_platform.runs.folder import RESULT, Result
+from titans_platform.study.grid import StudyRun, expand, load_study
+
+TOP = Path(__file__).parents[1]
+DOCS, CELLS = TOP / "docs", TOP / "experiments" / "paper" / "ablation-workstation.csv"
+SCALE, KEY, FIGURE = "workstation", "titans-input", "ablation-workstation.png"
+SCREENS = {"report-dark.png": (1280, 900, 1, True), "report-phone.png": (500, 1080, 2, False)}
+"""Width, height, pixels of the picture per pixel of the page, and whether dark."""
+
+
+def built(root: Path) -> StudyReport:
+    """Build the report of the committed cells, whose results are written below ``root``."""
+    study = load_study("ablation")
+    with CELLS.open(encoding="utf-8") as file:
+        lines = {(line["row"], int(line["seed"])): line for line in csv.DictReader(file)}
+    heads = {key: column.titled(key) for key, column in study.columns_at(SCALE).items()}
+    factors = {key: column.factor for key, column in study.columns_at(SCALE).items()}
+    cells = []
+    for cell in expand(study, SCALE, seeds=sorted({seed for _, seed in lines})):
+        line, size, cfg = lines[cell.row, cell.seed], sizes(cell.config), cell.config
+        result = Result(
+            cell=line["cell"], row=cell.row, seed=cell.seed, commit=line["commit"],
+            columns={key: float(line[head]) / factors[key] for key, head in heads.items()},
+            chance={key: chance(tasks) for key, tasks in cfg.eval.columns.items()},
+            config=cfg.model_dump(mode="json"), tokens=int(line["tokens"]), parameters=size.parameters,
+            state_bytes=size.state_bytes, train_seconds=float(line["train_seconds"]),
+            eval_seconds=float(line["eval_seconds"]),
+        )  # fmt: skip
+        result.write(root / "cells" / result.cell / RESULT)
+        cells.append(replace(cell, name=result.cell))
+    commit = lines[cells[0].row, cells[0].seed]["commit"]
+    run = StudyRun(study, SCALE, root, commit, cells=tuple(cells), whole=tuple(cells))
+    return build_report(build_table(run))
+
+
+def chance(tasks: Sequence[TaskConfig]) -> float:
+    """Return the score of guessing, of perplexity the number of ids of the byte tokenizer."""
+    return fmean(260 if task.task == "perplexity" else build_task(task).chance for task in tasks)
+
+
+def fingerprint(report: StudyReport) -> str:
+    """Return the hash of the numbers and verdicts, as they are printed."""
+    rows = [[row.row.name, *map(str, row.entries.values())] for row in report.table.rows]
+    return digest([rows, *(section.lines for section in report.sections)])
+
+
+def sign(path: Path, report: StudyReport) -> None:
+    """Put the fingerprint of what a picture shows into it, and its colours into a palette."""
+    about = PngInfo()
+    about.add_text(KEY, fingerprint(report))
+    with Image.open(path) as image:
+        image.convert("RGB").quantize(128).save(path, pnginfo=about, optimize=True)
+
+
+def main() -> None:
+    """Draw the figure and, with a browser, the pictures of the page."""
+    with TemporaryDirectory() as folder:
+        report = built(Path(folder))
+        figure, *_ = save(next(p for p in report.pictures if p.key == "columns"), Path(folder))
+        figure.replace(DOCS / FIGURE)
+        sign(DOCS / FIGURE, report)
+        if not (browser := os.environ.get("CHROMIUM")):
+            sys.exit("CHROMIUM: not set; the pictures of the page are as they were")
+        for name, (width, height, pixels, dark) in SCREENS.items():
+            text = report_page(report)
+            text = text.replace("(prefers-color-scheme: dark)", "(min-width: 1px)") if dark else text
+            page = Path(folder) / "report.html"
+            page.write_text(text, encoding="utf-8")
+            flags = ["--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"]
+            flags += [f"--window-size={width},{height}", f"--force-device-scale-factor={pixels}"]
+            subprocess.run([browser, *flags, f"--screenshot={DOCS / name}", page.as_uri()], check=True)
+            sign(DOCS / name, report)
+
+
+if __name__ == "__main__":
+    main()
