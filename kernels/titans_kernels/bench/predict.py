@@ -110,7 +110,7 @@ def instructions(launch: Launch) -> float:
 
 
 def issued(sass: str, kernel: str) -> float:
-    """Return the instructions that a warp issues: those of a loop as often as `trips` says."""
+    """Return the instructions that a warp issues: a loop's as often as `trips` says."""
     labels: dict[str, int] = {}
     lines: list[str] = []
     for line in sass.splitlines():
