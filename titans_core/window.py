@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from titans_core.documents import Documents
 from titans_kernels import document_borders, state_dtype
-from titans_kernels.memory.options import on_gpu
+from titans_kernels.memory.options import on_gpu, without_autocast
 
 
 class KeyCache(NamedTuple):
@@ -206,7 +206,8 @@ class _Flash(torch.autograd.Function):
         y = sum(y * (lse - lse_HN).exp().T[..., None] for y, lse in parts)
         if prefix_k is not None:
             P = (scores - lse_HN[..., None]).exp()
-            y = y + torch.einsum("hnp,hpe->nhe", P, prefix_v.to(P.dtype))
+            with without_autocast(q):
+                y = y + torch.einsum("hnp,hpe->nhe", P, prefix_v.to(P.dtype))
         y = y.to(q.dtype)
         ctx.save_for_backward(q, plain_q, prefix_k, prefix_v, borders, y, lse_HN, *keys)
         ctx.longest, ctx.left = longest, left
@@ -228,11 +229,13 @@ class _Flash(torch.autograd.Function):
         exact = state_dtype(q)
         P = (_prefix_scores(plain_q, k) - lse_HN[..., None]).exp()
         dy, y, v_ = dy.to(exact), y.to(exact), v.to(exact)
-        dP = torch.einsum("nhe,hpe->hnp", dy, v_) - (dy * y).sum(-1).T[..., None]
-        dS = P * dP * q.shape[-1] ** -0.5
-        dplain = torch.einsum("hnp,hpe->nhe", dS, k.to(exact)).to(q.dtype)
-        dk = torch.einsum("hnp,nhe->hpe", dS, plain_q.to(exact)).to(k.dtype)
-        return dq, dplain, dk, torch.einsum("hnp,nhe->hpe", P, dy).to(v.dtype), *after
+        with without_autocast(q):
+            dP = torch.einsum("nhe,hpe->hnp", dy, v_) - (dy * y).sum(-1).T[..., None]
+            dS = P * dP * q.shape[-1] ** -0.5
+            dplain = torch.einsum("hnp,hpe->nhe", dS, k.to(exact)).to(q.dtype)
+            dk = torch.einsum("hnp,nhe->hpe", dS, plain_q.to(exact)).to(k.dtype)
+            dv = torch.einsum("hnp,nhe->hpe", P, dy).to(v.dtype)
+        return dq, dplain, dk, dv, *after
 
 
 def batched(keys: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
@@ -243,7 +246,8 @@ def batched(keys: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
 def _prefix_scores(q_NHE: Tensor, k_HPE: Tensor) -> Tensor:
     """Scores of the prefix in the precision of a state, [H, N, P]."""
     exact = state_dtype(q_NHE)
-    return torch.einsum("nhe,hpe->hnp", q_NHE.to(exact), k_HPE.to(exact)) * q_NHE.shape[-1] ** -0.5
+    with without_autocast(q_NHE):
+        return torch.einsum("nhe,hpe->hnp", q_NHE.to(exact), k_HPE.to(exact)) * q_NHE.shape[-1] ** -0.5
 
 
 def flash_forward(q, k, v, borders, longest: int, left: int) -> tuple[Tensor, Tensor]:

@@ -46,7 +46,7 @@ class WindowOptions(NamedTuple):
     window: int | None
     """Number of keys that a token sees, its own among them; None for all."""
     keep: int
-    """How many of the last keys are returned, at most S + T; 0 for packed documents."""
+    """Number of the last keys to return, at most S + T; 0 for packed documents."""
     rotary: Pair | None
     """Cosine and sine at each token's position in its row or document, [T, E / 2]."""
     held_B: Tensor | None = None
@@ -56,7 +56,7 @@ class WindowOptions(NamedTuple):
 
 
 def serves_window(q: Tensor, others: Sequence[Tensor], window: int | None, held: int) -> bool:
-    """Whether the library supports a call for q [B, T, H, E], and is faster than PyTorch's operators.
+    """Return True if the library supports a call for q [B, T, H, E] and is faster than PyTorch's operators.
 
     ``others`` are the other tensors of the call, ``held`` the number of cached keys.
     """
@@ -161,7 +161,7 @@ class _Attend(torch.autograd.Function):
 
 
 class SegmentTokens(NamedTuple):
-    """What does not depend on the memory, of all tokens."""
+    """Inputs of all tokens that do not depend on the memory."""
 
     x: Tensor  # [B, T, D], the residual stream
     read: Tensor  # queries of the memory [B, T, H, E]
@@ -221,7 +221,7 @@ class SegmentOptions(NamedTuple):
 
 
 def serves_segments(x: Tensor, weights: SegmentWeights, segment_size: int) -> bool:
-    """Whether the library supports a call for x [B, T, D], and is faster than PyTorch's operators."""
+    """Return True if the library supports a call for x [B, T, D] and is faster than PyTorch's operators."""
     kernels = max(weights.read_conv.shape[0], weights.write_conv.shape[0])
     projections = weights.read_out, weights.read_in, weights.out, weights.write_in
     return (
@@ -268,7 +268,7 @@ def attend_segments(
 
 
 def _rows(x: Tensor, documents: int) -> Tensor:
-    """A state of each document, contiguous; documents may share memory."""
+    """Expand a state to one per document, each contiguous; documents may share memory."""
     x = x if x[0].is_contiguous() else x.contiguous()
     return x.expand(documents, *x.shape[1:])
 
@@ -295,9 +295,9 @@ class _Call:
         self, tokens: SegmentTokens, weights: SegmentWeights, state: Sequence[Tensor], o: SegmentOptions,
         borders: tuple[int, ...],
     ):  # fmt: skip
-        found, layers = library(tokens.x.dtype), state[: (len(state) - 2) // 2]
-        assert found is not None  # by `serves_segments`
-        self.library, self.rotary, self.documents = found, o.rotary, len(borders) - 1
+        compiled, layers = library(tokens.x.dtype), state[: (len(state) - 2) // 2]
+        assert compiled is not None  # by `serves_segments`
+        self.cdll, self.rotary, self.documents = compiled, o.rotary, len(borders) - 1
         self.sizes = len(tokens), len(weights), len(o.base), len(state)
         widths = *(W.shape[-2] for W in layers), layers[-1].shape[-1]
         lengths = tuple(b - a for a, b in pairwise(borders))
@@ -329,14 +329,16 @@ class _Call:
         weights = self._weights(weights)
         before = ctypes.byref(self.chain), pointers(weights), pointers([*tokens, *made]), pointers(state)
         rest = pointers(base) if base else None, pointers(after), pointer(kept)
-        run = self.library.segments_forward
+        run = self.cdll.segments_forward
         parallel_for(self.documents, lambda *jobs: run(*before, *rest, *jobs))
         return [made[7], made[8], made[-1], *after], made
 
     def backward(
         self, saved: Sequence[Any], douts: Sequence[Tensor], dafter: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """Gradients of the arguments, from those of y, z and the reads; None in ``dafter`` is zeros."""
+        """Return gradients of the arguments from the gradients of y, z and the reads; None in ``dafter`` is
+        zeros.
+        """
         count = sum(self.sizes)
         (tokens, weights, base, state), (kept, *made) = self._parts(saved[:count]), saved[count:]
         _, normed, r, _, _, _, a, _, z, pre, *_ = made
@@ -354,7 +356,7 @@ class _Call:
         before = ctypes.byref(self.chain), pointers(weights), pointers([*tokens, *made])
         rest = pointers(state), fixed, pointer(kept), pointers(dafter), pointers(grads)
         rest = *rest, pointers([*dstate, *dbase])
-        run = self.library.segments_backward
+        run = self.cdll.segments_backward
         parallel_for(N, lambda *jobs: run(*before, *rest, *jobs))
         dread_norm, dread_conv, dnorm, dwrite_conv, *dothers = (x.sum(0) for x in own)
         dx = dtokens[0]
@@ -369,7 +371,7 @@ class _Call:
         return [list(islice(given, size)) for size in self.sizes]
 
     def _weights(self, weights: Sequence[Tensor]) -> list[Tensor | None]:
-        """As `Weights` of segments.cpp; projections also transposed."""
+        """Lay out `Weights` of segments.cpp; projections also transposed."""
         w = SegmentWeights(*(x.contiguous() for x in weights))
         pairs = [(x, x.T.contiguous()) for x in (w.read_out, w.read_in, w.out, w.write_in)]
         rotary = self.rotary or (None, None)

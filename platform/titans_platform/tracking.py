@@ -58,10 +58,6 @@ _BATCH = {"metrics": 1000, "params": 100, "tags": 100}
 """MLflow's limits per call."""
 
 
-class Unreachable(UsageError):
-    """A server that does not answer, or is temporarily unavailable."""
-
-
 def store_uri(root: Path) -> str:
     """Return the address of the store of ``root``: TITANS_MLFLOW if set, else an SQLite file under it."""
     if (configured := os.environ.get(STORE)) and urlsplit(configured).password:
@@ -202,7 +198,7 @@ def check_server(uri: str) -> None:
                 uri, "takes no requests under this name", "start it with --allowed-hosts"
             ) from None
         if error.code >= 500:
-            raise Unreachable(str(_refused(uri, first_line(error), "check the server's log"))) from None
+            raise _refused(uri, first_line(error), "check the server's log") from None
         # a server that wants a password says so here and to nobody else
         if error.code not in (401, 403):
             raise _refused(uri, first_line(error), "is it an MLflow server?") from None

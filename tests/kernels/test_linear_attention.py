@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import needs_compiler
-from titans_kernels import forms_used, linear_attention, recurrence
+from titans_kernels import forms_used, linear_attention, scans
 from titans_kernels.recurrence import recurrent_linear_attention
 from titans_kernels.scans import recurrent_scan, scan, selective_scan
 
@@ -83,9 +83,10 @@ def by_token(dt, x, b, c, rate, h, index=None):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("T", [1, 16, 17, 41])
 def test_the_selective_scan_is_mambas_recurrence(T, packed, native, monkeypatch):
-    if not native:
-        monkeypatch.setattr(recurrence, "serves", lambda *_: False)
     x = scanned(T)
+    if not native:
+        monkeypatch.setattr(scans, "serves", lambda *_: False)
+        monkeypatch.setattr(scans, "PART_BYTES", 7 * x[-1].nbytes)  # of seven tokens
     index = documents(T) if packed else None
     compare(selective_scan(*x, index), by_token(*x, index), x)
 

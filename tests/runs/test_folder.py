@@ -15,7 +15,7 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, NotWritable, StorageError, UsageError
 from titans_platform.files import file_lock, is_locked, write_json
 from titans_platform.runs.folder import Busy, RunFolder
-from titans_platform.runs.spec import Machine, Node, Resources, concurrency
+from titans_platform.runs.spec import Machine, Resources, concurrency
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.plan import place
 from titans_platform.study.spec import Column, Row, Scale, Study
@@ -142,7 +142,8 @@ def test_runs_that_do_not_fit_are_refused_with_what_is_missing(resources, machin
 
 
 def cluster(*nodes: tuple[float, float]) -> Machine:
-    return Machine(sum(cpus for cpus, _ in nodes), sum(g for _, g in nodes), tuple(Node(*n) for n in nodes))
+    cpus, gpus = (sum(amounts) for amounts in zip(*nodes, strict=True))
+    return Machine(cpus, gpus, tuple(Machine(*node) for node in nodes))
 
 
 @pytest.mark.parametrize(("resources", "nodes", "fit"), [

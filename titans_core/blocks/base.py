@@ -29,10 +29,10 @@ def _policy(ctx: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPo
 
 
 SAVED = (
-    "mm", "bmm", "addmm", "baddbmm", "_scaled_dot_product_flash_attention",
+    "mm", "addmm", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
 )  # fmt: skip
-"""ATen operators that ``selective`` saves, beside ours and varlen attention."""
+"""ATen operators that ``selective`` saves, beside ours and varlen attention. Products of heads are cheap."""
 SELECTIVE = partial(create_selective_checkpoint_contexts, _policy)
 # it warns of operators that work in place, at every compilation; blocks have none
 logging.getLogger("torch._higher_order_ops.wrap").addFilter(

@@ -107,8 +107,8 @@ def effective_steps(
         k, theta = torch.cat([keys, k.to(keys.dtype)], 1), torch.cat([steps / 2, theta], 1)
     # the custom operator costs more than a small call: only for torch.compile and meta tensors
     opaque = torch.compiler.is_compiling() or k.is_meta
-    found = (budget_steps if opaque else _Steps.apply)(k, eta, theta, chunk_size, cu_seqlens, p)
-    limited, e = (x[:, p:] for x in found) if p else found
+    outcome = (budget_steps if opaque else _Steps.apply)(k, eta, theta, chunk_size, cu_seqlens, p)
+    limited, e = (x[:, p:] for x in outcome) if p else outcome
     if budget != 1:
         limited = torch.where(limited == theta[:, p:], own, limited * budget)
     return limited, e
@@ -151,9 +151,9 @@ class _Steps(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, k, eta, theta, chunk_size, cu_seqlens, held):
-        found = _steps(k, eta, theta, chunk_size, cu_seqlens, held)
-        _setup(ctx, (k, eta, theta, chunk_size, cu_seqlens, held), found)
-        return tuple(found)
+        steps = _steps(k, eta, theta, chunk_size, cu_seqlens, held)
+        _setup(ctx, (k, eta, theta, chunk_size, cu_seqlens, held), steps)
+        return tuple(steps)
 
     @staticmethod
     @once_differentiable
@@ -168,7 +168,7 @@ class _Steps(torch.autograd.Function):
     schema="(Tensor k, Tensor eta, Tensor theta, int chunk_size, Tensor? cu_seqlens, int held) -> Tensor[]",
 )
 def budget_steps(k, eta, theta, chunk_size, cu_seqlens, held):
-    """`_steps` for torch.compile, torch.export and meta tensors."""
+    """Compute `_steps` as a custom operator, for torch.compile, torch.export and meta tensors."""
     return _steps(k, eta, theta, chunk_size, cu_seqlens, held)
 
 
@@ -216,7 +216,7 @@ def _has_kernel(k: Tensor, chunk_size: int) -> bool:
 def _forward(
     k: Tensor, eta: Tensor, theta: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int
 ) -> list[Tensor]:
-    """With PyTorch's operators: token by token, over all chunks at once."""
+    """Limit the steps with PyTorch's operators: token by token, over all chunks at once."""
     layout = layout_of(k, chunk_size, cu_seqlens)
     free = torch.ones_like(theta, dtype=torch.bool)
     free[:, :held] = False
@@ -241,7 +241,7 @@ def _forward(
 
 
 def _backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) -> list[Tensor]:
-    """With PyTorch's operators: the total gradient of every e by one triangular solve.
+    """Go back with PyTorch's operators: the total gradient of every e by one triangular solve.
 
     The e of a limited token decreases by G_tu / G_tt per unit of each earlier e_u, so the gradients are
     ``lambda_u = g_u - sum_{t > u, t limited} lambda_t G_tu / G_tt``.
@@ -276,16 +276,16 @@ class _Shape(ctypes.Structure):
 class _Compiled:
     """A call of `native/budget.cpp`, parallel over documents and heads."""
 
-    def __init__(self, shape: _Shape, borders: ctypes.Array, found: ctypes.CDLL):
-        self.shape, self.borders, self.compiled = shape, borders, found
+    def __init__(self, shape: _Shape, borders: ctypes.Array, compiled: ctypes.CDLL):
+        self.shape, self.borders, self.compiled = shape, borders, compiled
 
     @staticmethod
     def of(k: Tensor, chunk_size: int, cu_seqlens: Tensor | None, held: int = 0) -> _Compiled:
         B, T, H, D = k.shape
         borders = range(0, B * T + 1, T) if cu_seqlens is None else document_borders(cu_seqlens, T)
-        table, found = numbers(tuple(borders)), library(k.dtype)
-        assert found is not None
-        return _Compiled(_Shape(H, D, min(chunk_size, T), held, ctypes.addressof(table)), table, found)
+        table, compiled = numbers(tuple(borders)), library(k.dtype)
+        assert compiled is not None
+        return _Compiled(_Shape(H, D, min(chunk_size, T), held, ctypes.addressof(table)), table, compiled)
 
     def forward(self, k: Tensor, eta: Tensor, theta: Tensor) -> list[Tensor]:
         out = [torch.empty_like(theta), torch.empty_like(theta)]

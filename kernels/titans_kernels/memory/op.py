@@ -225,7 +225,7 @@ def neural_memory(
 
 
 def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> Form:
-    """The first form in `FORMS` that supports the call, among those selected by ``backend``.
+    """Return the first form in `FORMS` that supports the call, among those selected by ``backend``.
 
     Raises:
         ValueError: ``backend`` is unknown, or none of its forms supports the call.
@@ -317,7 +317,9 @@ def memory_chunked(q, k, v, alpha, eta, theta, weights, momentum, base, norm, *o
     schema=f"(Tensor[] doutputs, {_ARGUMENTS}) -> Tensor[]",
 )
 def memory_chunked_backward(doutputs, q, k, v, alpha, eta, theta, weights, momentum, base, norm, *options):
-    """Gradients of the six inputs, weights, momenta, base and LN, in one list, from those of the results."""
+    """Return gradients of the six inputs, weights, momenta, base and LN, in one list, from the results'
+    gradients.
+    """
     inputs, options = Inputs.of(q, k, v, alpha, eta, theta), _options(base, norm, options)
     with torch.no_grad(), torch.autocast(q.device.type, enabled=False):
         grads = chunked.gradients(inputs, tuple(weights), tuple(momentum), options, doutputs)

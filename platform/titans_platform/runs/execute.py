@@ -41,10 +41,6 @@ MAX_FAILURES = 2
 """Number of times that Ray Train restarts workers that died."""
 
 
-class WorkersFailed(TitansError):
-    """The workers died more than MAX_FAILURES times without a new checkpoint."""
-
-
 @overload
 def execute(spec: RunSpec, until: None = None, wait: float = 90.0) -> Result: ...
 @overload
@@ -123,7 +119,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Any:
             # a run of weeks may lose workers any number of times
             if last_checkpoint_step(spec) <= before:
                 reason = (str(error).strip() or "unknown").splitlines()[-1].strip()
-                raise WorkersFailed(f"the workers failed: {reason}") from error
+                raise TitansError(f"the workers failed: {reason}") from error
     if isinstance(outcome, TitansError):
         # raised here, so that a run fails with the same error with one worker or several
         raise outcome

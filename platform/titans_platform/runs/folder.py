@@ -276,11 +276,6 @@ class RunFolder:
         trace = "".join(traceback.format_exception(error))[-8000:]
         self.update(failure={"reason": reason, "trace": trace, "commit": commit, "time": time.time()})
 
-    def forget_failure(self) -> None:
-        """Delete the record of the last failure, before a new attempt."""
-        if self.failure():
-            self.update(failure=None)
-
     def commit(self) -> str | None:
         """Return the commit that began the run, or None before it has begun."""
         return self.record().get("commit")

@@ -162,36 +162,20 @@ class RunSpec:
 
 
 @dataclass(frozen=True)
-class Node:
-    """CPUs and GPUs of one node. A worker cannot span nodes."""
-
-    cpus: float
-    gpus: float = 0
-
-    def workers(self, resources: Resources) -> int:
-        """Return the number of workers that fit on the node."""
-        fit = int(self.cpus // resources.cpus_per_worker)
-        if resources.gpus_per_worker:
-            # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
-            fit = min(fit, round(self.gpus * 10_000) // round(resources.gpus_per_worker * 10_000))
-        return fit
-
-
-@dataclass(frozen=True)
 class Machine:
     """The resources that runs are placed on: this machine, or the nodes of a cluster."""
 
     cpus: float
     gpus: float = 0
-    nodes: tuple[Node, ...] = ()
-    """Empty for this machine, which is a single node."""
+    nodes: tuple[Machine, ...] = ()
+    """The nodes of a cluster; empty for a single machine. A worker cannot span nodes."""
     gpu: Gpu | None = None
     """The kind of its GPUs, of several kinds the one with the least memory; None if it is unknown."""
 
     @staticmethod
     def of(nodes: list[dict[str, float]]) -> Machine:
         """Describe a cluster by its nodes' resources in Ray's names (CPU, GPU, accelerator_type:H100)."""
-        parts = tuple(Node(float(node.get("CPU", 0)), float(node.get("GPU", 0))) for node in nodes)
+        parts = tuple(Machine(float(node.get("CPU", 0)), float(node.get("GPU", 0))) for node in nodes)
         named = (key.partition("accelerator_type:")[2] for node in nodes for key in node)
         known = [gpu for name in named for gpu in _gpus(name)]
         least = min(known, key=lambda gpu: gpu.memory, default=None)
@@ -207,12 +191,18 @@ class Machine:
             raise UsageError(f"{where}: {name!r} is not a known GPU; {nearest(name, GPUS)}")
         whole, rest = divmod(int(count), NODE_GPUS)
         each = [NODE_GPUS] * whole + [rest] * bool(rest)
-        parts = tuple(Node(CPUS_PER_GPU * gpus, gpus) for gpus in each)
+        parts = tuple(Machine(CPUS_PER_GPU * gpus, gpus) for gpus in each)
         return Machine(CPUS_PER_GPU * int(count), int(count), parts, gpu)
 
     def workers(self, resources: Resources) -> int:
         """Return the number of workers with these resources that fit at once."""
-        return sum(node.workers(resources) for node in self.nodes or (Node(self.cpus, self.gpus),))
+        if self.nodes:
+            return sum(node.workers(resources) for node in self.nodes)
+        fit = int(self.cpus // resources.cpus_per_worker)
+        if resources.gpus_per_worker:
+            # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
+            fit = min(fit, round(self.gpus * 10_000) // round(resources.gpus_per_worker * 10_000))
+        return fit
 
 
 def _gpus(name: str) -> list[Gpu]:

@@ -121,17 +121,14 @@ def _check_rows(cells: Iterable[Cell], check: Callable[[RunConfig], None]) -> No
             check(config)
 
 
-Prepare = Callable[[RunConfig], Data]
-
-
-def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
+def name_cells(study: StudyRun, prepare: Callable[[RunConfig], Data] | None = None) -> StudyRun:
     """Name the requested cells, preparing their data, and all others whose data exist."""
     from titans_platform.data import NotPrepared
 
     known: dict[str, Data] = {}
     starts: dict[str | None, str | None] = {}
 
-    def named(cell: Cell, open_data: Prepare) -> Cell:
+    def named(cell: Cell, open_data: Callable[[RunConfig], Data]) -> Cell:
         config = cell.config
         key = digest([config.data.model_dump(mode="json"), config.objective.model_dump(mode="json")])
         if key not in known:
@@ -144,7 +141,7 @@ def name_cells(study: StudyRun, prepare: Prepare | None = None) -> StudyRun:
         name = run_name(config, data, study.resources.hashed_workers)
         return replace(cell, config=config, name=name, data=data)
 
-    def named_if_prepared(cell: Cell, open_data: Prepare) -> Cell:
+    def named_if_prepared(cell: Cell, open_data: Callable[[RunConfig], Data]) -> Cell:
         with suppress(NotPrepared):
             return named(cell, open_data)
         return cell

@@ -138,7 +138,8 @@ def run_cells(study: StudyRun, began: float) -> None:
     from ray import tune
 
     for cell in study.todo:
-        cell.folder(study.root).forget_failure()
+        if cell.folder(study.root).failure():
+            cell.folder(study.root).update(failure=None)
         if cell in study.stale:
             cell.folder(study.root).set_aside()
     left = [spec_of(study, cell, f"{cell.row} · seed {cell.seed}", study.rows) for cell in study.todo]

@@ -29,7 +29,7 @@ ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 
 
 def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
-    """Why the library does not support a call, or None if it does."""
+    """Return the reason for which the library does not support a call, or None if it does."""
     if reason := options.refusal(inputs, columns=False):
         return reason
     if inputs.q.device.type != "cpu":
@@ -107,14 +107,14 @@ class Call(NamedTuple):
     spec: Spec
     arrays: tuple[ctypes.Array, ...]  # keeps the memory of the spec alive
     documents: int
-    library: ctypes.CDLL
+    cdll: ctypes.CDLL
     kept_numel: int  # of the states that the backward needs
 
     @staticmethod
     def of(inputs: Inputs, weights: Layers, options: Options) -> Call:
-        """Raises ValueError if the library does not compile; `refusal` checks that first."""
-        found = library(inputs.state_dtype)
-        if found is None:
+        """Plan a call. Raises ValueError if the library does not compile; `refusal` checks that first."""
+        compiled = library(inputs.state_dtype)
+        if compiled is None:
             raise ValueError("backend: native needs a C++ compiler")
         lengths, b, heads = _lengths(inputs.q, options.cu_seqlens), options.chunk_size, inputs.q.shape[2]
         widths = (*(W.shape[-2] for W in weights), weights[-1].shape[-1])
@@ -127,7 +127,7 @@ class Call(NamedTuple):
             heads, len(weights), b, ACTIVATIONS.index(options.activation), bool(options.norm),
             options.surprise_bound or 0.0, 3 if options.base else 2, every, *map(ctypes.addressof, arrays),
         )  # fmt: skip
-        return Call(spec, arrays, len(lengths), found, arrays[2][len(lengths)] * size)
+        return Call(spec, arrays, len(lengths), compiled, arrays[2][len(lengths)] * size)
 
     def forward(
         self,
@@ -148,7 +148,7 @@ class Call(NamedTuple):
         y, after = torch.empty_like(tokens[2]), [x.new_empty(x.shape) for x in state if closes]
         strides = numbers(tuple(x.stride(0) for x in before))
         self._run(
-            self.library.memory_forward, pointers([*tokens, y]), pointers(before), strides,
+            self.cdll.memory_forward, pointers([*tokens, y]), pointers(before), strides,
             pointers(fixed), pointers(after) if closes else None, pointer(kept),
             ctypes.byref(edges or _Edges()),
         )  # fmt: skip
@@ -167,14 +167,14 @@ class Call(NamedTuple):
         dafter, dy = [None if x is None else x.contiguous() for x in dafter], dy.contiguous()
         grads, before = [torch.empty_like(x) for x in tokens], self._like_state(dy, fixed)
         self._run(
-            self.library.memory_backward, pointers([*tokens, None]), pointers(fixed), pointer(kept),
+            self.cdll.memory_backward, pointers([*tokens, None]), pointers(fixed), pointer(kept),
             pointers(dafter), pointers([*grads, dy]), pointers(before),
         )  # fmt: skip
         last = 2 * self.spec.depth
         return [*grads, *before[:last], *(x.sum(0) for x in before[last:])]
 
     def _like_state(self, x: Tensor, fixed: Sequence[Tensor]) -> list[Tensor]:
-        """Of each document and head, for the gradients of the state and of ``fixed``."""
+        """Allocate tensors of each document and head, for the gradients of the state and of ``fixed``."""
         shapes = [(self.spec.heads, *pair) for pair in itertools.pairwise(self.arrays[0])]
         shapes = [*2 * shapes, *(tuple(part.shape) for part in fixed)]
         return [x.new_empty(self.documents, *shape) for shape in shapes]
@@ -234,5 +234,5 @@ def tables(lengths: tuple[int, ...], every: int) -> tuple[ctypes.Array, ctypes.A
 
 
 def _rows(x: Tensor) -> Tensor:
-    """A state that is contiguous per document; documents may share memory."""
+    """Make a state contiguous per document; documents may share memory."""
     return x if x[0].is_contiguous() else x.contiguous()

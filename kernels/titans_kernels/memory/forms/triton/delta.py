@@ -31,7 +31,9 @@ KEYS = WIDTHS[:-1]
 
 
 def refusal(key: Tensor, value: Tensor) -> str | None:
-    """Why the kernels do not support blocks with keys [R, n, b, D] and values [R, n, b, F], or None."""
+    """Return the reason for which the kernels refuse blocks with keys [R, n, b, D], values [R, n, b, F], or
+    None.
+    """
     if not on_gpu(key) and not INTERPRETED:
         return f"tensors are on {key.device.type}, and Triton's interpreter is off"
     if key.dtype != torch.float32:
@@ -121,7 +123,7 @@ def _launch(kernel, *tensors: Tensor, like: Tensor, keys: Tensor) -> None:
 def delta_states(
     x: Tensor, y: Tensor, z: Tensor, k: Tensor, writes: Tensor, ends: Tensor, start: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The states [R, n + 1, 2 D, F] before each block and after the last one, and U [R, n, b, F].
+    """Return the states [R, n + 1, 2 D, F] before each block and after the last one, and U [R, n, b, F].
 
     Args:
         x: [R, n, b, F].

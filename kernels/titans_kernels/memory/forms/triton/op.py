@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What the forward saves for the backward; tensors are empty if they will be recomputed."""
+    """Tensors that the forward saves for the backward; empty if they will be recomputed."""
 
     C: Tensor  # [M, H, b, b]
     gates: Tensor  # [5, tokens, H]
@@ -164,7 +164,7 @@ class _Grads(NamedTuple):
     ddt: Tensor  # of dt
     dz: Tensor  # of z
     dC: Tensor
-    dtokens: Tensor  # [2 + 2 P, tokens, H], of beta and m, then P partial sums of those of c and n
+    dtokens: Tensor  # [2 + 2 P, tokens, H], of beta and m, then P partial sums for c and n
     inner: Tensor  # [M, H, 3], of beta, m, h of each chunk's last token
     dstates: Tensor  # of the state after each chunk
 
@@ -212,15 +212,15 @@ def backward(
     dgates = coefficients_backward(
         x.alpha, x.eta, x.theta, gates, grads.dC, grads.dtokens, grads.inner, shape.tables
     )
-    found = dq, dk, dv, *dgates, dstart.sum(0, keepdim=True) if shape.shared else dstart
+    gradients = dq, dk, dv, *dgates, dstart.sum(0, keepdim=True) if shape.shared else dstart
     if base is None:
-        return found
+        return gradients
     dbase = partial_sums(shape, dstart)
     for layer in shape.layers:
         below, top = layer.number - 1, layer.number == shape.depth - 1
         queries, du = kept.u[below] if layer.number else x.q, dy if top else grads.du[layer.number]
         base_layer_backward(shape, layer, queries, du, grads.dstates, gates, dbase)
-    return *found, dbase.sum(0)
+    return *gradients, dbase.sum(0)
 
 
 def _write_backward(
@@ -255,7 +255,7 @@ needs more recomputes in the backward, with the same result."""
 def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: Options) -> Result:
     """Write and read every token, as `reference.write_and_read` does, with ``options.operands``.
 
-    Widths are padded with zeros to those of the tiles, which is exact: f(0) = 0, and an error of 0 stays 0.
+    Widths are padded with zeros to the tiles', which is exact: f(0) = 0, and an error of 0 stays 0.
     """
     dtype = options.operands
     given = [inputs.q.shape[-1], *(W.shape[-1] for W in weights)]
@@ -291,10 +291,10 @@ def _in_parts(
     most = keep_bytes(tokens.q.device)
     if torch.is_grad_enabled() or packed or total <= most:
         keep = torch.is_grad_enabled() and total <= most
-        found = torch.ops.titans.memory_triton(
+        results = torch.ops.titans.memory_triton(
             *tokens, start, base, options.cu_seqlens, *rule, keep, options.final
         )  # fmt: skip
-        return found[:2]
+        return results[:2]
     out, length = [], b * max(1, most // (each * B))
     for t in range(0, T, length):
         part = (x[:, t : t + length] for x in tokens)
@@ -329,10 +329,10 @@ def _shape(
 ) -> Shape:  # fmt: skip
     B, T, H, _ = q.shape
     layers, size = layers_of(tuple(widths))
-    N, found = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
+    N, layout = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
     return Shape(
-        N, start.shape[0] < N, H, B * T, found.M, b, layers, size, activation, bound, float32_precision(),
-        found, card_of(q.device),
+        N, start.shape[0] < N, H, B * T, layout.M, b, layers, size, activation, bound, float32_precision(),
+        layout, card_of(q.device),
     )  # fmt: skip
 
 
@@ -369,10 +369,10 @@ def memory_triton_backward(
     """Gradients of q, k, v, alpha, eta, theta, start and the base, if any; an empty ``dafter`` is zeros."""
     shape = _shape(q, start, cu_seqlens, widths, chunk_size, activation, bound)
     x = Tokens(*_flat(q, k, v, alpha, eta, theta))
-    found = Kept(*kept)
-    if not found.states.numel():
-        found = recall(shape, x, start.contiguous(), base)
-    grads = backward(shape, x, base, found, _flat(dy)[0], dafter.contiguous())
+    saved = Kept(*kept)
+    if not saved.states.numel():
+        saved = recall(shape, x, start.contiguous(), base)
+    grads = backward(shape, x, base, saved, _flat(dy)[0], dafter.contiguous())
     of_tokens = (d.view(y.shape) for d, y in zip(grads, (q, k, v, alpha, eta, theta), strict=False))
     return [*of_tokens, *grads[6:]]
 
@@ -396,10 +396,10 @@ def _autograd(ctx, grads):
     kept = list(saved[9:])
     dy = torch.zeros_like(tensors[2]) if grads[0] is None else grads[0]
     dafter = tensors[6].new_empty(0) if grads[1] is None else grads[1]
-    found = torch.ops.titans.memory_triton_backward(
+    gradients = torch.ops.titans.memory_triton_backward(
         dy, dafter, *tensors, base, cu_seqlens, kept, *ctx.options
     )
-    return *found, *(() if base is not None else (None,)), None, None, None, None, None, None, None
+    return *gradients, *(() if base is not None else (None,)), None, None, None, None, None, None, None
 
 
 memory_triton.register_autograd(_autograd, setup_context=_setup_context)
