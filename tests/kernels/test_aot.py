@@ -104,10 +104,9 @@ def test_every_path_of_a_shipped_scale_is_enumerated():
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
-def test_no_path_of_a_shipped_scale_spills_much(dtype, tmp_path):
-    (tmp_path / "shapes.json").write_text(json.dumps(shipped()[dtype]))
-    asked = ("--packed", "--shapes", str(tmp_path / "shapes.json"), "--dtype", dtype)
+def test_no_path_of_a_shipped_scale_in_bf16_spills_much(tmp_path):
+    (tmp_path / "shapes.json").write_text(json.dumps(shipped()["bf16"]))
+    asked = ("--packed", "--shapes", str(tmp_path / "shapes.json"))
     rows = compiled(tmp_path / "out.json", *asked)
     assert [r for r in rows if r["spilled"] > SPILLED or r["shared"] > SHARED_LIMIT[r["target"]]] == []
 
