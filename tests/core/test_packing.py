@@ -23,10 +23,10 @@ def perturbed(variant: str, **options) -> LanguageModel:
 
 
 def starts() -> Tensor:
-    found = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+    marked = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
     for border in BORDERS:
-        found[border] = True
-    return found
+        marked[border] = True
+    return marked
 
 
 def grads(m: LanguageModel, y: Tensor) -> list[Tensor]:
