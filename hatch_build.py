@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -38,5 +39,7 @@ def _load(path: Path) -> Any:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    # where its dataclasses look for the types of their fields
+    sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

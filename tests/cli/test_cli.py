@@ -42,7 +42,7 @@ def test_help_has_an_example_that_parses(name, capsys):
 
 
 @pytest.mark.parametrize("group", [[], ["bench"], ["cluster"], ["data"], ["sweep"]])
-def test_a_group_alone_is_its_help(group, capsys):
+def test_group_alone_is_its_help(group, capsys):
     assert run(group) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"Usage: {' '.join(['titans', *group])} ")
@@ -70,7 +70,7 @@ def failing(monkeypatch):
     (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
     (["bench", "memory"], ""),
 ])  # fmt: skip
-def test_an_interrupt_promises_what_is_left(failing, capsys, line, left):
+def test_interrupt_promises_what_is_left(failing, capsys, line, left):
     failing(KeyboardInterrupt())
     assert run(line) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: interrupted{left}"
@@ -114,7 +114,7 @@ def test_bad_usage_is_one_line_and_nothing_is_written(line, says, tiny_yaml, tmp
     assert {p.name for p in root.glob("*")} <= {"data"}
 
 
-def test_a_store_that_cannot_be_opened_stops_train_before_it_begins(tiny_yaml, tmp_path, refused):
+def test_store_that_cannot_be_opened_stops_train_before_it_begins(tiny_yaml, tmp_path, refused):
     (tmp_path / "mlflow.db").write_text("not a database" * 100)
     assert "mlflow.db: cannot be opened" in refused("train", tiny_yaml, "--root", tmp_path)
     assert not (tmp_path / "cells").exists()
@@ -193,7 +193,14 @@ def install(tree: Path, site: Path) -> None:
         archive.extractall(site)
 
 
-def test_commit_of_a_tree_and_its_changes(tree):
+def test_commit_of_a_tree_its_changes_and_its_wheel(tree, tmp_path):
+    head = provenance.commit_of_tree(tree)
+    install(tree, tmp_path / "site")
+    code = "from titans_platform.provenance import commit; print(commit())"
+    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
+    assert told.strip() == head
+    assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tree, text=True).strip()
     assert provenance.commit_of_tree(tree) == head
     (tree / "README.md").write_text("new")
@@ -205,18 +212,8 @@ def test_commit_of_a_tree_and_its_changes(tree):
     assert provenance.commit_of_tree(tree / "none") == "unknown"
 
 
-def test_a_wheel_knows_its_commit(tree, tmp_path):
-    head = provenance.commit_of_tree(tree)
-    install(tree, tmp_path / "site")
-    code = "from titans_platform.provenance import commit; print(commit())"
-    env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    assert told.strip() == head
-    assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
-
-
 @pytest.mark.nightly
-def test_a_wheel_runs_a_study_without_a_clone(tree, tmp_path):
+def test_wheel_runs_a_study_without_a_clone(tree, tmp_path):
     """As after `pip install`: an environment with the dependencies and the wheel, in an empty folder."""
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")

@@ -51,8 +51,8 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
         config = tiny_run.model_copy(update=parts)
         with pytest.raises(UsageError) as caught:
             check.check_resources(config, Resources(workers=2), shared=True)
-        found = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))
-        tokens[parallel, micro] = int(found[1].replace(",", "")) / 2**24
+        result = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))
+        tokens[parallel, micro] = int(result[1].replace(",", "")) / 2**24
     assert tokens == {("ddp", None): 2, ("ddp", 1): 1, ("sequence", None): 2, ("sequence", 1): 0.5}
 
 

@@ -23,12 +23,7 @@ def book(tmp_path) -> Path:
     return path
 
 
-def test_comments_hold_no_marks_of_docstrings(book):
-    assert "`" not in "".join(run_file(str(book), "laptop").splitlines(keepends=True)[3:])
-    assert "``" not in reference_page()
-
-
-def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys, answer):
+def test_file_is_a_run_that_train_accepts_also_without_a_text(book, tmp_path, capsys, answer):
     path = tmp_path / "run.yaml"
     assert run(["init", str(path), "--data", str(book), "--preset", "smoke"]) == 0
     capsys.readouterr()
@@ -38,6 +33,10 @@ def test_its_file_is_a_run_that_train_accepts(book, tmp_path, capsys, answer):
     (source,) = answer("data", "prepare", path, "--root", str(tmp_path / "root"))["sources"].values()
     assert source["validation_rows"] > 0
     assert answer("train", path, "--root", str(tmp_path / "root"), "--dry-run")["parameters"] < 100_000
+    # without a text it trains on the corpus
+    path = tmp_path / "corpus.yaml"
+    assert run(["init", str(path)]) == 0
+    assert load_config(path).data.sources[0].kind == "corpus"
 
 
 def test_every_field_stands_in_it_with_its_default(book, tmp_path):
@@ -60,12 +59,6 @@ def test_every_field_stands_in_it_with_its_default(book, tmp_path):
     assert load_config(path) == before
 
 
-def test_it_trains_on_the_standard_library_where_no_text_is_given(tmp_path):
-    path = tmp_path / "run.yaml"
-    assert run(["init", str(path)]) == 0
-    assert load_config(path).data.sources[0].kind == "corpus"
-
-
 @pytest.mark.parametrize(("arguments", "says"), [
     (["{there}"], "exists already; --force overwrites it"),
     (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
@@ -78,14 +71,13 @@ def test_what_cannot_be_written_is_one_line(arguments, says, book, tmp_path, mon
     assert not (tmp_path / "new.yaml").exists()
 
 
-def test_the_reference_page_is_up_to_date():
+def test_reference_page_is_current_names_everything_and_holds_no_docstring_marks(book):
     assert PAGE.read_text() == reference_page(), "run: python -m tools.config_reference > docs/config.md"
-
-
-def test_the_reference_names_every_section_and_task():
     page = reference_page()
     for section in ("model.memory", "model.attention", "data.sources.0", "optim", "eval"):
         assert f"## {section}\n" in page
     for name, task in TASKS.items():
         assert f"## task: {name}\n" in page
         assert all(f"| `{option}` |" in page for option in task.Options.model_fields)
+    assert "`" not in "".join(run_file(str(book), "laptop").splitlines(keepends=True)[3:])
+    assert "``" not in reference_page()

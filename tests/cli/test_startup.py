@@ -46,7 +46,7 @@ def answers(tmp_path_factory):
 
 
 @pytest.mark.parametrize("command", LIGHT, ids=" ".join)
-def test_a_command_that_trains_nothing_imports_no_large_library(answers, command):
+def test_command_that_trains_nothing_imports_no_large_library(answers, command):
     code, imported, printed = answers[tuple(command)]
     assert code == 0, printed
     # the configs' library is small enough for all but the list of commands, which comes first

@@ -23,10 +23,10 @@ def perturbed(variant: str, **options) -> LanguageModel:
 
 
 def starts() -> Tensor:
-    found = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
+    marked = torch.zeros(ROWS, LENGTH, dtype=torch.bool)
     for border in BORDERS:
-        found[border] = True
-    return found
+        marked[border] = True
+    return marked
 
 
 def grads(m: LanguageModel, y: Tensor) -> list[Tensor]:
@@ -52,11 +52,15 @@ def test_segments_of_packed_documents_equal_document_by_document(monkeypatch, co
     )
 
 
-def test_telemetry_sees_packed_segments():
-    m = perturbed("mac")
-    with record(m) as seen:
-        m(tokens(ROWS, LENGTH), document_starts=starts())
-    assert 0 < seen.summary()["surprise"] < 1
+def test_telemetry_of_packed_segments_equals_document_by_document():
+    m, x = perturbed("mac"), tokens(ROWS, LENGTH)
+    with record(m) as packed:
+        m(x, document_starts=starts())
+    with record(m) as alone:
+        one_by_one(m, x)
+    names = ("surprise", "alpha_mean", "eta_mean", "theta_mean")
+    expected = {name: pytest.approx(alone.summary()[name], rel=1e-9) for name in names}
+    assert {name: packed.summary()[name] for name in names} == expected
 
 
 def test_packed_segments_of_real_lengths_waste_little():

@@ -133,34 +133,29 @@ def test_four_readers_lose_nothing_and_repeat_nothing(prepared, tmp_path):
     assert 0 < held <= prepared.cache_gb * 1e9
 
 
-def test_the_name_is_that_of_local_shards(prepared, tmp_path):
+def test_name_equals_local_shards_and_a_stalled_request_is_repeated(prepared, tmp_path, monkeypatch):
     local = prepared.model_copy(update={"store": None})
     assert prepare(local, tmp_path / "local").fingerprint == open_prepared(prepared, tmp_path).fingerprint
-
-
-def test_a_stalled_request_is_asked_again(prepared, tmp_path, monkeypatch):
     monkeypatch.setattr(Proxy, "every", 1)
     monkeypatch.setattr(Proxy, "ways", chain(["stall"], repeat("fine")))
     open_prepared(prepared, tmp_path).train_stream(99, 0).batch(0)
     assert Proxy.seen["stall"] == 1
 
 
-def test_storage_that_stays_away_is_one_error_naming_the_shard(prepared, tmp_path, monkeypatch):
+def test_bucket_without_the_data_or_an_answer_is_one_error(prepared, tmp_path, monkeypatch):
+    other = prepared.model_copy(update={"seed": 9})
+    with pytest.raises(NotPrepared, match=r"^data: not prepared in s3://.*run titans data prepare"):
+        open_prepared(other, tmp_path)
+    with pytest.raises(UsageError, match=r"^data\.store: nothing://x cannot be opened"):
+        open_prepared(prepared.model_copy(update={"store": "nothing://x"}), tmp_path)
     monkeypatch.setattr(store, "MAX_ATTEMPTS", 2)
+    monkeypatch.setattr(store, "FIRST_BACKOFF", 0.01)
     stream = open_prepared(prepared, tmp_path).train_stream(4, 0)
     monkeypatch.setattr(Proxy, "every", 1)
     monkeypatch.setattr(Proxy, "ways", repeat("500"))
     said = r"^s3://.*/train-000\d\d\.arrow: the object store does not respond, after 2"
     with pytest.raises(TitansError, match=said):
         stream.batch(0)
-
-
-def test_a_bucket_without_the_data_says_so(prepared, tmp_path):
-    other = prepared.model_copy(update={"seed": 9})
-    with pytest.raises(NotPrepared, match=r"^data: not prepared in s3://.*run titans data prepare"):
-        open_prepared(other, tmp_path)
-    with pytest.raises(UsageError, match=r"^data\.store: nothing://x cannot be opened"):
-        open_prepared(prepared.model_copy(update={"store": "nothing://x"}), tmp_path)
 
 
 def info_of(content: bytes, name: str = "a.arrow") -> shards.ShardInfo:
@@ -170,7 +165,7 @@ def info_of(content: bytes, name: str = "a.arrow") -> shards.ShardInfo:
     return shards.ShardInfo(file=name, rows=1, bytes=len(content), sha256=sha256, mtime_ns=0)
 
 
-def test_the_cache_lets_the_least_used_go_and_takes_no_wrong_content(tmp_path):
+def test_cache_drops_the_least_used_and_files_are_fetched_ahead(tmp_path):
     held = ShardCache(250 / 1e9, tmp_path)
     contents = [bytes([i]) * 100 for i in range(3)]
     first, second, third = map(info_of, contents)
@@ -184,9 +179,6 @@ def test_the_cache_lets_the_least_used_go_and_takes_no_wrong_content(tmp_path):
     with pytest.raises(UsageError, match=r"^s3://b/second: corrupted shard"):
         held.fetch(second, lambda: iter([b"wrong" * 20]), "s3://b/second")
     assert not list(tmp_path.glob("*.partial"))
-
-
-def test_files_are_fetched_ahead_in_order():
     fetched: list[str] = []
     done = threading.Event()
 

@@ -29,20 +29,17 @@ def test_train_minimal_learns_and_writes(monkeypatch, capsys):
     assert len(out.partition("|")[2]) > 100
 
 
-def test_train_minimal_says_what_is_wrong_with_a_text(monkeypatch, tmp_path):
+def test_train_minimal_stays_minimal_and_refuses_a_wrong_text(monkeypatch, tmp_path):
     (tmp_path / "short.txt").write_text("too short")
     for name, says in (("short.txt", "9 bytes are too few"), ("none.txt", "No such file")):
         with pytest.raises(SystemExit, match=says):
             run(monkeypatch, "train_minimal.py", str(tmp_path / name))
-
-
-def test_train_minimal_stays_minimal():
     source = (EXAMPLES / "train_minimal.py").read_text("utf-8")
     assert len(source.splitlines()) <= 150
     assert "titans_platform" not in source
 
 
-def test_a_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys):
+def test_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys):
     run(monkeypatch, "memory_in_your_model.py")
     carried, new = re.findall(r"(\d+)%(?: of the questions| \(chance)", capsys.readouterr().out)
     assert int(carried) > 80
@@ -50,7 +47,7 @@ def test_a_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys)
 
 
 @pytest.mark.slow
-def test_the_notebook_shows_what_the_memory_retrieves(monkeypatch, capsys):
+def test_notebook_shows_what_the_memory_retrieves(monkeypatch, capsys):
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
     from matplotlib import pyplot

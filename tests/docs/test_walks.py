@@ -56,13 +56,13 @@ CHECKS = {
         rule = find_rule("lp(p=2.5)")
         q, k, v = torch.randn(3, 1, 20, 2, 4, dtype=torch.float64)
         gates = torch.rand(3, 1, 20, 2, dtype=torch.float64) * 0.2
-        found = []
+        results = []
         for backend in ("reference", "auto"):
             weights = tuple(torch.full((2, 4, 4), 0.1).double().requires_grad_() for _ in range(2))
             options = {"chunk_size": 8, "extension": Extension(rule=rule), "backend": backend}
             y, _ = neural_memory(q, k, v, *gates, weights, **options)
-            found.append((y, *torch.autograd.grad(y.square().sum(), weights)))
-        torch.testing.assert_close(found[0], found[1], rtol=1e-9, atol=1e-9)
+            results.append((y, *torch.autograd.grad(y.square().sum(), weights)))
+        torch.testing.assert_close(results[0], results[1], rtol=1e-9, atol=1e-9)
         plain, _ = neural_memory(q, k, v, *gates, weights, chunk_size=8)
         assert not torch.allclose(plain, y)
         memory = MemoryConfig(rule="lp(p=2.5)", heads=2, chunk_size=8)
@@ -157,7 +157,7 @@ Path("done.json").write_text(json.dumps(done))
 
 @pytest.fixture(scope="module")
 def applied(tmp_path_factory) -> dict[str, str]:
-    """What each check said, after all walks were applied; empty for one that passed."""
+    """Apply all walks and return the error of each check, empty for one that passed."""
     tree = tmp_path_factory.mktemp("walks")
     for root in SOURCE:
         shutil.copytree(TOP / root, tree / root)
@@ -179,7 +179,7 @@ def applied(tmp_path_factory) -> dict[str, str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("walk", CHECKS)
-def test_a_walk_touches_two_files_at_most_and_what_it_adds_works(walk, applied):
+def test_walk_touches_two_files_at_most_and_what_it_adds_works(walk, applied):
     files = [name for name, _, _ in walks()[walk]]
     assert 1 <= len(files) <= 2
     assert len(set(files)) == len(files)

@@ -68,14 +68,14 @@ class Call:
 
     def apart(self, borders: list[int], **options) -> list[Tensor]:
         """The results of `whole` on packed documents, by a call for each that has tokens."""
-        found, whole = [], (self.tokens, self.state)
+        actual, whole = [], (self.tokens, self.state)
         for i, (start, end) in enumerate(pairwise(borders)):
             self.tokens = [x[:, start:end] for x in whole[0]]
             self.state = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in whole[1]))
             one = self.whole(**options) if start < end else [self.tokens[2], *self.state[0], *self.state[1]]
             self.tokens, self.state = whole
-            found.append(one)
-        return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*found, strict=True))]
+            actual.append(one)
+        return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*actual, strict=True))]
 
 
 class Case(Call):
@@ -120,7 +120,7 @@ class Case(Call):
 
 def assert_same(
     expected: list[Tensor],
-    found: list[Tensor],
+    actual: list[Tensor],
     leaves: list[Tensor],
     results: tuple[float, float] = (1e-10, 1e-11),
     gradients: tuple[float, float] = (1e-8, 1e-9),
@@ -129,9 +129,9 @@ def assert_same(
     absolute tolerances.
     """
     assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
-    torch.testing.assert_close(found, expected, rtol=results[0], atol=results[1])
+    torch.testing.assert_close(actual, expected, rtol=results[0], atol=results[1])
     generator = torch.Generator().manual_seed(7)
     weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
     total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
-    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, found)]
+    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, actual)]
     torch.testing.assert_close(grads[1], grads[0], rtol=gradients[0], atol=gradients[1])

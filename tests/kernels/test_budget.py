@@ -96,13 +96,13 @@ def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held):
         pytest.skip("packed documents begin on a border")
     tokens = [x.float() for x in inputs(*shape, grad=False)]
     options = chunk_size, None if borders is None else torch.tensor(borders)
-    found = kernels.forward(*tokens, *options, held)
+    result = kernels.forward(*tokens, *options, held)
     double = [x.double() for x in tokens]
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5, check_dtype=False)
-    close(found, budget._forward(*double, *options, held))
-    given = [torch.randn_like(x) for x in found]
-    grads = kernels.backward([*given, *tokens, *found], *options)
-    close(grads, budget._backward([x.double() for x in (*given, *tokens, *found)], *options))
+    close(result, budget._forward(*double, *options, held))
+    given = [torch.randn_like(x) for x in result]
+    grads = kernels.backward([*given, *tokens, *result], *options)
+    close(grads, budget._backward([x.double() for x in (*given, *tokens, *result)], *options))
 
 
 @pytest.mark.parametrize("form", [NATIVE, "pytorch"])
@@ -164,7 +164,7 @@ def test_a_token_looks_at_earlier_tokens_of_its_chunk_alone():
         assert not grad[0, t + 1 :].any()
 
 
-def test_a_step_that_fits_is_left_bit_for_bit():
+def test_steps_that_fit_are_left_and_a_repeated_key_is_written_one_full_step():
     k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
     eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
     assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
@@ -172,9 +172,6 @@ def test_a_step_that_fits_is_left_bit_for_bit():
     for limited in (write_budget(*mixed, 16), definition(*mixed, 16)):
         assert 0.1 < (limited == mixed[2]).double().mean() < 0.9
         assert (limited <= mixed[2]).all()
-
-
-def test_one_key_repeated_is_written_one_full_step():
     k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
     steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
     expected = torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2)
@@ -212,10 +209,10 @@ def test_steps_of_a_cut_chunk_equal_those_of_the_whole(limit):
         first, p = cut - cut % 5, cut % 5
         held = (k[:, first:cut].transpose(1, 2), steps[:, first:cut].transpose(1, 2)) if p else None
         rest = (x[:, cut:] for x in (k, eta, theta))
-        found, _ = budget.effective_steps(*rest, **options, held=held)
-        same(found, expected[:, cut:])
+        actual, _ = budget.effective_steps(*rest, **options, held=held)
+        same(actual, expected[:, cut:])
         grads = [torch.autograd.grad(x.square().sum(), (k, eta, theta), retain_graph=True)
-                 for x in (found, expected[:, cut:])]  # fmt: skip
+                 for x in (actual, expected[:, cut:])]  # fmt: skip
         same(*grads)
 
 
@@ -227,19 +224,15 @@ def test_packed_documents_are_each_alone():
 
 
 @pytest.mark.slow
-def test_the_operators_keep_the_rules_of_the_library():
+def test_operators_keep_the_rules_of_the_library_and_compile():
     for shape, chunk_size, borders in (CASES[1], CASES[4]):
         leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
         options = chunk_size, borders
         library.opcheck(budget.budget_steps, (*leaves, *options, 0))
         tokens = [x.detach() for x in leaves]
-        found = budget.budget_steps(*tokens, *options, 0)
-        arguments = (*map(torch.ones_like, found), *tokens, *found, *options)
+        result = budget.budget_steps(*tokens, *options, 0)
+        arguments = (*map(torch.ones_like, result), *tokens, *result, *options)
         library.opcheck(budget.budget_steps_backward, arguments)
-
-
-@pytest.mark.slow
-def test_compiled_is_eager():
     leaves = inputs(2, 23, 2, 3)
     run = torch.compile(partial(write_budget, chunk_size=5), fullgraph=True, backend="aot_eager")
     same(with_gradients(run, leaves), with_gradients(write_budget, leaves, 5))
@@ -304,9 +297,9 @@ def largest_errors(depth: int, chunk_size: int, *, limit: float | None, T: int =
 @pytest.mark.parametrize("chunk_size", [1, 16, 64])
 @pytest.mark.parametrize(("limit", "depth"), list(product(LARGEST, (1, 2, 3, 4))))
 def test_no_token_breaks_the_memory(limit, depth, chunk_size):
-    found = largest_errors(depth, chunk_size, limit=limit)
-    worst = dict(zip(ATTACKS, found.amax((1, 2)).tolist(), strict=True))
-    assert found.max() < LARGEST[limit], worst
+    result = largest_errors(depth, chunk_size, limit=limit)
+    worst = dict(zip(ATTACKS, result.amax((1, 2)).tolist(), strict=True))
+    assert result.max() < LARGEST[limit], worst
 
 
 def test_without_the_budget_repeated_tokens_do():

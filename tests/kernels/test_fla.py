@@ -48,35 +48,29 @@ def recurrent(T: int, E: int, V: int, channels: int) -> list[Tensor]:
 
 def agree(ours: Sequence, other: Sequence, given: Sequence, within: float = 1e-5) -> None:
     """Outputs, and the gradients of a sum of them with fixed weights."""
-    found = []
+    collected = []
     for outputs in (ours, other):
         weights = [torch.linspace(-1, 1, y.numel()).view_as(y) for y in outputs]
         loss = torch.stack([(y * w).sum() for y, w in zip(outputs, weights, strict=True)]).sum()
-        found.append([*outputs, *torch.autograd.grad(loss, given, retain_graph=True)])
-    assert any(x.abs().max() > 0.1 for x in found[0])
-    torch.testing.assert_close(*found, rtol=within, atol=within)
+        collected.append([*outputs, *torch.autograd.grad(loss, given, retain_graph=True)])
+    assert any(x.abs().max() > 0.1 for x in collected[0])
+    torch.testing.assert_close(*collected, rtol=within, atol=within)
 
 
 def heads_first(*xs: Tensor) -> list[Tensor]:
     return [x.transpose(1, 2) for x in xs]
 
 
-def test_a_decay_of_each_channel_is_gla():
+def test_decays_of_channels_and_heads_and_the_scan_are_gla_retention_and_hgrn():
     given = q, k, v, gate, state = recurrent(T, E, V, E)
     log_decay = F.logsigmoid(gate) / 4
     ours = linear_attention(q * E**-0.5, k, v, log_decay, state)
     agree(ours, theirs("gla", "naive_recurrent_gla")(q, k, v, log_decay, state, True), given)
-
-
-def test_a_decay_of_each_head_is_retention():
     given = q, k, v = leaves((B, T, H, E), (B, T, H, E), (B, T, H, V))
     log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(H))))[:, None].expand(B, T, H, 1)
     ours, _ = linear_attention(q * E**-0.5, k, v, log_decay, torch.zeros(B, H, E, V))
     other = theirs("retention", "naive_retention")(*heads_first(q, k, v))
     agree([ours], heads_first(other), given)
-
-
-def test_the_scan_is_that_of_hgrn():
     given = x, gate, state = leaves((B, T, E), (B, T, E), (B, E))
     log_decay = F.logsigmoid(gate)
     ours = scan(log_decay.exp(), x, state)
@@ -85,7 +79,7 @@ def test_the_scan_is_that_of_hgrn():
 
 @pytest.mark.parametrize("backend", ["reference", "auto", "online"])
 @pytest.mark.parametrize("gated", [False, True])
-def test_the_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
+def test_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
     keys = (B, T, H, E)
     given = q, k, v, write, keep, state = leaves(keys, keys, (B, T, H, V), keys[:3], keys[:3], (B, H, E, V))
     if not gated:
@@ -149,8 +143,8 @@ def packed(T: int) -> Tensor:
 def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
     given = q, k, v, gate, state = recurrent(T, 16, 32, channels)
     tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
-    found, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
-    agree(found, expected, given)
+    actual, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
+    agree(actual, expected, given)
 
 
 @pytest.mark.slow
@@ -190,7 +184,7 @@ def overflowing(test: Callable[..., None]) -> Callable[..., None]:
 
 @overflowing
 @pytest.mark.parametrize("channels", [1, pytest.param(16, marks=pytest.mark.slow)])
-def test_a_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
+def test_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
     given = q, k, v, gate, state = recurrent(70, 16, 32, channels)
     for decay in (-1e6, -torch.inf):
         log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, 41]), decay)
@@ -211,16 +205,16 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
 
     forms_used(forget=True)
     torch._dynamo.reset()
-    found = torch.compile(block, backend="aot_eager")(*given)
+    actual = torch.compile(block, backend="aot_eager")(*given)
     assert forms_used() == ["linear_attention: flash-linear-attention's chunk_simple_gla"]
     expected = recurrent_linear_attention(q / 4, k, v, F.logsigmoid(gate), state)
-    agree(found, [y / 2 for y in expected], given)
+    agree(actual, [y / 2 for y in expected], given)
 
 
 @overflowing
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", ["retnet", "gla", "hgrn2", "mamba2"])
-def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
+def test_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
     # the kernels' tests are collected with torch alone
     from titans_core import LanguageModel, presets
 
@@ -246,7 +240,7 @@ def test_a_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
 
 
 class OnAGPU:
-    """What is asked of values there, without one."""
+    """A stand-in for values on a GPU."""
 
     is_cuda = True
     device = torch.device("cuda", 0)

@@ -60,7 +60,7 @@ def poisoned() -> Iterator[None]:
 
 
 def served(shape: BenchShape, dtype: torch.dtype) -> None:
-    """What is timed as the kernels must be them."""
+    """Require that a shape is served by the kernels, not by another form."""
     assert TRITON.refuse(make(shape.short(), dtype, torch.device("cuda"), seed=0)) is None
 
 
@@ -94,7 +94,7 @@ def test_states_of_single_tokens_are_right_at_real_sizes():
 @on_gpu
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["l1-d128", "l2-d64-h64", "l2-d64-h256"])
-def test_a_result_does_not_move(name, dtype):
+def test_result_does_not_move(name, dtype):
     served(SHAPES[name], dtype)
     judge = judges(SHAPES[name], dtype, torch.device("cuda"))[0]
     first, *more = (TRITON.verify([judge])[0] for _ in range(5))
@@ -140,7 +140,7 @@ def test_no_access_is_out_of_bounds(name):
 
 
 @on_gpu
-def test_the_benchmark_times_them(tmp_path):
+def test_benchmark_times_them(tmp_path):
     path = tmp_path / "out.json"
     line = "--small --shape l1-d128 --shape l2-d64-h64 --repeats 3 --json"
     done = bench(*line.split(), str(path))
@@ -176,9 +176,9 @@ def gradients(layer: nn.Module, x: Tensor) -> list[Tensor]:
     """Of a loss, for every parameter, each from zero."""
     layer.zero_grad()
     layer(x).float().square().sum().backward()
-    found = [p.grad for p in layer.parameters()]
-    assert all(g is not None and g.isfinite().all() and g.norm() > 0 for g in found)
-    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in found]
+    collected = [p.grad for p in layer.parameters()]
+    assert all(g is not None and g.isfinite().all() and g.norm() > 0 for g in collected)
+    return [g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for g in collected]
 
 
 def layer_and_input(device: str, backend: str, depth: int) -> tuple[Memory, Tensor]:
@@ -186,8 +186,8 @@ def layer_and_input(device: str, backend: str, depth: int) -> tuple[Memory, Tens
     return Memory(backend, depth).to(device), torch.randn(2, 50, 64, device=device)
 
 
-def assert_close(found: list[Tensor], expected: list[Tensor], relative: float) -> None:
-    for a, b in zip(found, expected, strict=True):
+def assert_close(actual: list[Tensor], expected: list[Tensor], relative: float) -> None:
+    for a, b in zip(actual, expected, strict=True):
         assert (a - b).norm() <= relative * b.norm()
 
 
@@ -203,24 +203,16 @@ def alone(tmp_path) -> Iterator[None]:
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize(("device", "backend"), PLACES)
-def test_ddp_and_fsdp_pass_over_it(device, backend, depth):
+def test_ddp_fsdp_and_autocast_pass_over_it(device, backend, depth):
     from torch.distributed.fsdp import fully_shard
 
     layer, x = layer_and_input(device, backend, depth)
     expected = gradients(layer, x)
+    with torch.autocast(device, torch.bfloat16):
+        assert_close(gradients(layer, x), expected, 0.1)
     assert_close(gradients(nn.parallel.DistributedDataParallel(layer), x), expected, 1e-5)
     mesh = dist.init_device_mesh(device, (1,))
     assert_close(gradients(fully_shard(layer, mesh=mesh), x), expected, 1e-5)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
-@pytest.mark.parametrize(("device", "backend"), PLACES)
-def test_autocast_passes_over_it(device, backend, depth):
-    layer, x = layer_and_input(device, backend, depth)
-    expected = gradients(layer, x)
-    with torch.autocast(device, torch.bfloat16):
-        found = gradients(layer, x)
-    assert_close(found, expected, 0.1)
 
 
 @on_gpu
@@ -251,17 +243,17 @@ class Packed:
 
 
 @on_gpu
-def test_a_stream_does_not_wait_for_the_tables_of_another():
+def test_stream_does_not_wait_for_the_tables_of_another():
     call = Packed()
     borders, streams = call.borders(), [torch.cuda.Stream() for _ in range(2)]
     torch.cuda.synchronize()
-    found = []
+    collected = []
     for stream, cycles in zip(streams, (10**8, 0), strict=True):
         with torch.cuda.stream(stream):
             torch.cuda._sleep(cycles)
-            found.append(call(borders))
+            collected.append(call(borders))
     torch.cuda.synchronize()
-    assert all(torch.equal(y, call.expected) for y in found)
+    assert all(torch.equal(y, call.expected) for y in collected)
     assert torch.equal(call(borders.cpu()), call.expected), "borders may stay on the CPU"
 
 
@@ -277,15 +269,15 @@ def test_baselines_take_flash_linear_attentions_kernels(channels, packed):
     index = torch.arange(2000, device="cuda").view(2, 1000) // 300 if packed else None
     tokens = [x.to(torch.bfloat16) for x in (q, k, v)]
     exact = [x.double() for x in (*tokens, log_decay, state)]
-    found, expected = [], []
-    for given, results in (([*tokens, log_decay, state], found), (exact, expected)):
+    actual, expected = [], []
+    for given, results in (([*tokens, log_decay, state], actual), (exact, expected)):
         given = [x.detach().requires_grad_() for x in given]
         forms_used(forget=True)
         outputs = linear_attention(*given, index)
         results += [*outputs, *torch.autograd.grad(sum(y.square().mean() for y in outputs), given)]
-        served = "flash-linear-attention's" if results is found else "chunked"
+        served = "flash-linear-attention's" if results is actual else "chunked"
         assert served in str(forms_used())
-    for ours, theirs in zip(found, expected, strict=True):
+    for ours, theirs in zip(actual, expected, strict=True):
         assert (ours - theirs).norm() < 0.02 * theirs.norm()
 
 
@@ -300,7 +292,7 @@ def test_in_a_graph_it_gives_the_same_again_and_again():
 
 
 @pytest.mark.slow
-def test_the_marked_tests_are_collected_with_torch_alone(tmp_path):
+def test_marked_tests_are_collected_with_torch_alone(tmp_path):
     blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml", "mlflow", "pyarrow"]
     files = sorted(map(str, Path(__file__).parent.glob("test_*.py")))
     code = (

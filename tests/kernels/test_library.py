@@ -33,7 +33,7 @@ def operands(case: Case, borders: list[int] | None) -> tuple:
     ({"batch": 2}, None), ({"documents": 3}, BORDERS),
     ({"documents": 3, "kind": "norm", "base": True}, BORDERS),
 ])  # fmt: skip
-def test_the_operators_keep_the_rules_of_the_library(given, borders):
+def test_operators_keep_the_rules_of_the_library(given, borders):
     case = Case(20, 3, **given)
     torch.library.opcheck(memory_chunked, operands(case, borders))
     for x in case.leaves:
@@ -48,11 +48,11 @@ def test_compiled_is_eager_and_so_is_every_gradient(borders):
     rows = {"batch": 1 if borders else 2, "documents": borders and 3}
     case, options = Case(20, 3, **rows), OPTIONS | {"cu_seqlens": borders and torch.tensor(borders)}
     compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
-    expected, found = case.whole(**options), compiled()
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    expected, actual = case.whole(**options), compiled()
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
     # of some results only: the others' gradients are then undefined
     for part in (slice(0, 1), slice(1, 3), slice(0, 7)):
-        sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, found))
+        sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, actual))
         grads = [
             torch.autograd.grad(total, case.leaves, retain_graph=True, materialize_grads=True)
             for total in sums
@@ -61,7 +61,7 @@ def test_compiled_is_eager_and_so_is_every_gradient(borders):
 
 
 @pytest.mark.slow
-def test_the_compiler_is_not_imported_before_it_is_used():
+def test_compiler_is_not_imported_before_it_is_used():
     code = "import sys, titans_kernels; assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True)
 
@@ -118,7 +118,7 @@ def test_borders_are_read_once_for_each_tensor(reads):
         case.whole(**options)
 
 
-def test_a_change_of_the_borders_through_numpy_is_seen():
+def test_change_of_the_borders_through_numpy_is_seen():
     """It shares the tensor's memory, and torch counts no change of it."""
     for mode, backend in product((torch.enable_grad, torch.inference_mode), ("auto", "reference")):
         with mode():
@@ -126,22 +126,19 @@ def test_a_change_of_the_borders_through_numpy_is_seen():
             before, *_ = case.whole(backend=backend, **options)
             options["cu_seqlens"].numpy()[1] = 4
             other, changed = packed(0, 4, 6, 20)
-            found, expected = case.whole(backend=backend, **options), other.whole(backend=backend, **changed)
-            torch.testing.assert_close(found, expected, rtol=0, atol=0)
-            assert not torch.equal(found[0], before)
+            actual, expected = case.whole(backend=backend, **options), other.whole(backend=backend, **changed)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+            assert not torch.equal(actual[0], before)
 
 
-def test_borders_read_in_inference_serve_a_training_step():
+def test_what_inference_reads_and_keeps_serves_a_training_step():
     case, options = packed(*BORDERS)
     with torch.inference_mode():
         expected, *_ = case.whole(**options)
     y, *_ = case.whole(**options)
     torch.testing.assert_close(y, expected, rtol=0, atol=0)
     y.sum().backward()
-
-
-def test_what_inference_keeps_serves_training_too():
-    """Masks are made once; one made in inference mode could not be saved for a backward."""
+    # masks are made once; one made in inference mode could not be saved for a backward
     gates._kept_not_later.cache_clear()
     r = torch.rand(2, 7)
     with torch.inference_mode():

@@ -28,10 +28,10 @@ def documents(T: int) -> Tensor:
     return starts.cumsum(1) + torch.tensor([[0], [T]])
 
 
-def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Tensor]) -> None:
+def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Tensor]) -> None:
     """Outputs and every gradient, to 1e-9."""
     results = []
-    for outputs in (found, expected):
+    for outputs in (actual, expected):
         loss = sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs)
         results.append([*outputs, *torch.autograd.grad(loss, x)])
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
@@ -43,15 +43,15 @@ def compare(found: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Ten
 def test_chunks_give_the_recurrence(T, channels, packed):
     x = inputs(T, channels)
     index = documents(T) if packed else None
-    found = linear_attention(*x, index, chunk_size=8)
-    compare(found, recurrent_linear_attention(*x, index), x)
+    result = linear_attention(*x, index, chunk_size=8)
+    compare(result, recurrent_linear_attention(*x, index), x)
 
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("T", [1, 7, 16, 17, 41])
 @pytest.mark.parametrize("threads", [1, 2])
 @needs_compiler
-def test_the_compiled_form_is_the_recurrence(T, packed, threads, torch_threads):
+def test_compiled_form_is_the_recurrence(T, packed, threads, torch_threads):
     torch_threads(threads)
     x = inputs(T, 4)
     index = documents(T) if packed else None
@@ -82,7 +82,7 @@ def by_token(dt, x, b, c, rate, h, index=None):
 @pytest.mark.parametrize("native", [pytest.param(True, marks=needs_compiler), False])
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("T", [1, 16, 17, 41])
-def test_the_selective_scan_is_mambas_recurrence(T, packed, native, monkeypatch):
+def test_selective_scan_is_mambas_recurrence(T, packed, native, monkeypatch):
     x = scanned(T)
     if not native:
         monkeypatch.setattr(scans, "serves", lambda *_: False)
@@ -99,7 +99,7 @@ def test_few_rows_are_shared_out_by_channels(torch_threads):
 
 
 @pytest.mark.parametrize("channels", [1, 4])
-def test_a_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(channels):
+def test_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(channels):
     x = [y.float().detach().requires_grad_() for y in inputs(41, channels, strongest=400.0)]
     y, state = linear_attention(*x)
     expected, end = recurrent_linear_attention(*x)
@@ -110,7 +110,7 @@ def test_a_decay_that_forgets_everything_neither_overflows_nor_is_an_epsilon(cha
 
 @pytest.mark.parametrize("chunk_size", [8, 64])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
-def test_a_scan_of_chunks_gives_the_recurrence(T, chunk_size):
+def test_scan_of_chunks_gives_the_recurrence(T, chunk_size):
     g = torch.Generator().manual_seed(T)
     a, b = (torch.rand(2, T, 3, 4, generator=g, dtype=torch.float64) for _ in range(2))
     a[0, T // 2] = 0  # where a document begins
@@ -131,7 +131,7 @@ def test_without_rows_or_tokens_the_result_is_empty(rows, T):
 
 
 @pytest.mark.slow
-def test_a_compiled_scan_takes_rows_of_any_length():
+def test_compiled_scan_takes_rows_of_any_length():
     torch._dynamo.reset()
     compiled = torch.compile(scan, backend="aot_eager", fullgraph=True)
     for T in (40, 50, 600):

@@ -48,10 +48,10 @@ def test_states_that_are_not_kept_are_computed_again(states, borders, monkeypatc
     expected = case.whole(**options)
     monkeypatch.setattr(compiled.Call, "of", lambda *args: sizes.append(of(*args)) or sizes[-1])
     monkeypatch.setattr(compiled, "KEEP_BYTES", states * 2 * 3 * 2 * 16 * 16 * 8)
-    found = case.whole(**options)
+    actual = case.whole(**options)
     every = {(1, False): 6, (9, False): 3, (1, True): 5, (9, True): 2}
     assert sizes[0].spec.every == every[states, borders is not None]
-    assert_same(expected, found, case.leaves, results=(0, 0), gradients=(0, 0))
+    assert_same(expected, actual, case.leaves, results=(0, 0), gradients=(0, 0))
 
 
 @needs_compiler
@@ -69,7 +69,7 @@ def test_denormals_are_flushed_in_the_kernels_and_not_after_them():
 
 
 @needs_compiler
-def test_an_unused_state_and_an_unused_read_have_their_gradients():
+def test_unused_state_and_an_unused_read_have_their_gradients():
     case = Case(20, 2)
     for part in (0, 1):
         grads = []
@@ -97,17 +97,12 @@ def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
 
 @pytest.mark.slow
 @needs_compiler
-def test_processes_that_compile_at_once_leave_one_library(monkeypatch, tmp_path):
+def test_library_is_compiled_once_from_the_sources_of_the_import(monkeypatch, tmp_path):
     with ThreadPoolExecutor(2) as pool:
         built = set(pool.map(lambda _: native.build("float", tmp_path), range(2)))
     assert list(tmp_path.iterdir()) == list(built)
     modified = built.copy().pop().stat().st_mtime_ns
     assert native.build("float", tmp_path).stat().st_mtime_ns == modified  # not compiled again
-
-
-@pytest.mark.slow
-@needs_compiler
-def test_sources_that_change_after_the_import_are_not_compiled(monkeypatch, tmp_path):
     monkeypatch.setattr(native, "FOLDER", tmp_path / "gone")
     assert native.build("float", tmp_path).exists()
 

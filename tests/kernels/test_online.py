@@ -18,7 +18,7 @@ RULES = [Rule(), GatedDelta()]
 
 
 def made(T: int, **given: Any) -> Case:
-    """A linear memory, whose gates are larger than those of a model."""
+    """A linear memory with larger gates than a model's."""
     case = Case(T, 1, **{"widths": [5, 4], "batch": 2} | given)
     with torch.no_grad():
         for gate, factor in zip(case.tokens[3:6], (6, 1, 5), strict=True):
@@ -51,7 +51,7 @@ def test_packed_documents_start_afresh(rule):
     made(50, batch=1, documents=4).check("online", rule=rule, cu_seqlens=borders, **ONLINE)
 
 
-def test_auto_takes_it_where_it_serves():
+def test_auto_takes_it_where_it_serves_also_on_a_gpu():
     case = made(8)
     for rule, options, served in (
         ("paper", ONLINE, True), ("gated_delta", ONLINE, True), ("paper", ONLINE | {"chunk_size": 2}, False),
@@ -60,6 +60,11 @@ def test_auto_takes_it_where_it_serves():
         forms_used(forget=True)
         case.whole(rule=rule, **options)
         assert ("neural_memory: online" in forms_used()) == served, (rule, options)
+    case = made(8)
+    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in case.tokens))
+    for chunk_size, taken in ((1, True), (16, False)):
+        form = op.choose("auto", inputs, case.state.weights, op.Options(chunk_size, "silu", None, None))
+        assert (form.name == "online") == taken
 
 
 class OnAGPU(Tensor):
@@ -68,23 +73,15 @@ class OnAGPU(Tensor):
     is_cuda = True
 
 
-def test_a_gpu_takes_it_too():
-    case = made(8)
-    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in case.tokens))
-    for chunk_size, taken in ((1, True), (16, False)):
-        form = op.choose("auto", inputs, case.state.weights, op.Options(chunk_size, "silu", None, None))
-        assert (form.name == "online") == taken
-
-
 @pytest.mark.parametrize(("options", "reason"), [
     ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
 ])  # fmt: skip
-def test_a_call_that_it_does_not_serve_is_refused_by_name(options, reason):
+def test_call_that_it_does_not_serve_is_refused_by_name(options, reason):
     with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
         made(8).whole(backend="online", **options)
 
 
-def test_float32_at_length_is_near_float64():
+def test_float32_at_length_is_near_float64_and_the_state_keeps_no_more_than_itself():
     case, options = made(2048, widths=[32, 32]), ONLINE | {"backend": "online"}
     with torch.no_grad():
         exact, *_ = case.whole(**options)
@@ -92,6 +89,9 @@ def test_float32_at_length_is_near_float64():
         case.state = MemoryState(*(tuple(x.float() for x in part) for part in case.state))
         rounded, *_ = case.whole(**options)
     assert (rounded - exact).norm() < 1e-5 * exact.norm()
+    for T in (31, 320):
+        for x in made(T).whole(backend="online", **ONLINE)[1:]:
+            assert x.untyped_storage().nbytes() == x.nbytes
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
@@ -108,15 +108,15 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
     monkeypatch.setattr(online, "_by_kernel", lambda k, v: k.shape[1] > 1 and delta.refusal(k, v) is None)
     case.tokens, case.state = [single(x) for x in case.tokens], MemoryState(*map(singles, case.state))
     forms_used(forget=True)
-    found = graded(case, backend="online", **options)
+    actual = graded(case, backend="online", **options)
     assert "delta_states: triton" in forms_used()
-    for x, wanted in zip(found, expected, strict=True):
+    for x, wanted in zip(actual, expected, strict=True):
         assert (x - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
-def test_the_kernels_are_operators_of_torch():
-    """What torch.compile and torch.export rely on: shapes without data, no changed inputs, gradients."""
+def test_kernels_are_operators_of_torch():
+    """torch.compile and torch.export rely on it: shapes without data, no changed inputs, gradients."""
     R, n, b, D, F = 2, 3, 16, 16, 32
     sizes = [(R, n, b, F), *[(R, n, b, D)] * 3, (2, R, n, b), (3, R, n), (R, 2 * D, F)]
     inputs = [(0.1 * torch.randn(size)).requires_grad_() for size in sizes]
@@ -138,9 +138,3 @@ def graded(case: Case, **options: Any) -> list[Tensor]:
     results, generator = case.whole(**options), torch.Generator().manual_seed(3)
     seeds = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in results]
     return [*results, *torch.autograd.grad(results, case.leaves, seeds)]
-
-
-def test_the_state_keeps_no_more_than_itself_in_memory():
-    for T in (31, 320):
-        for x in made(T).whole(backend="online", **ONLINE)[1:]:
-            assert x.untyped_storage().nbytes() == x.nbytes

@@ -93,13 +93,13 @@ class Drawn(Call):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_memory_is_the_recurrence(forms, seed):
+def test_memory_is_the_recurrence(forms, seed):
     call = Drawn(seed)
     expected = call.run("reference")
     forms_used(forget=True)
-    found = call.run("auto")
+    actual = call.run("auto")
     assert forms == "compiled" or "neural_memory: native" not in forms_used()
-    assert_same(expected, found, call.leaves)
+    assert_same(expected, actual, call.leaves)
     with torch.no_grad():  # the compiled form continues a chunk without a gradient alone
         for y in call.in_pieces():
             torch.testing.assert_close(y, expected[0][:1, : y.shape[1]], rtol=1e-10, atol=1e-11)
@@ -110,7 +110,7 @@ HERE = {form.name: form for form in op.FORMS if form.tolerance and form.name != 
 
 
 @pytest.mark.parametrize("name", HERE)
-def test_a_form_computes_what_its_row_of_the_table_says(name):
+def test_form_computes_what_its_row_of_the_table_says(name):
     """Each call that a form does not refuse is within its tolerance of the reference."""
     form, computed = HERE[name], 0
     for seed in range(60):
@@ -126,15 +126,15 @@ def test_a_form_computes_what_its_row_of_the_table_says(name):
             with pytest.raises(ValueError, match="does not support this call: it "):
                 call.run(form.name)
             continue
-        found = call.run(form.name)
+        result = call.run(form.name)
         computed += 1
-        for x, y in zip(call.run("reference"), found, strict=True):
+        for x, y in zip(call.run("reference"), result, strict=True):
             assert (x - y).norm() <= form.tolerance * x.norm() + 1e-12
     assert computed >= 15
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_write_budget_is_its_definition(forms, seed):
+def test_write_budget_is_its_definition(forms, seed):
     call = Drawn(seed)
     k, eta, theta = leaves = [call.tokens[i] for i in (1, 4, 5)]
     options = {"chunk_size": call.options["chunk_size"], "cu_seqlens": call.borders, "budget": 0.5}
@@ -154,13 +154,13 @@ def test_norm_and_convolution_are_their_definitions(forms, seed):
     assert_same([gated], [rms_norm(x, weight, 1e-6, gate)], [x, weight, gate])
     K = draw.choice([1, 2, 4])
     kernel, state = randn(K, D), randn(B, K - 1, D)
-    found = short_convolution(x, kernel, state, [False], 1)
+    actual = short_convolution(x, kernel, state, [False], 1)
     # without the library the models have one of their own
-    assert (found is None) == (forms == "pytorch")
-    if found is not None:
+    assert (actual is None) == (forms == "pytorch")
+    if actual is not None:
         held = torch.cat([state, F.silu(x)], 1)
         y = torch.stack([sum(kernel[j] * held[:, K - 1 + t - j] for j in range(K)) for t in range(T)], 1)
-        assert_same([y], [part.squeeze(2) for part in found], [x, kernel, state])
+        assert_same([y], [part.squeeze(2) for part in actual], [x, kernel, state])
 
 
 def ill_conditioned(dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...]]:
@@ -176,18 +176,18 @@ def ill_conditioned(dtype: torch.dtype) -> tuple[list[Tensor], tuple[Tensor, ...
 
 def float32_errors(backend: str, **options) -> tuple[float, float]:
     """Relative error of the reads, and the largest one of a gradient."""
-    found = []
+    collected = []
     for dtype in (torch.float32, torch.float64):
         tokens, weights = ill_conditioned(dtype)
         y, _ = neural_memory(*tokens, weights, chunk_size=16, backend=backend, **options)
         functional = torch.linspace(-1, 1, y.numel(), dtype=dtype).view_as(y).cos()
-        found.append([y.detach(), *torch.autograd.grad((y * functional).sum(), [*tokens, *weights])])
-    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(*found, strict=True)]
+        collected.append([y.detach(), *torch.autograd.grad((y * functional).sum(), [*tokens, *weights])])
+    errors = [((a - b).norm() / b.norm()).item() for a, b in zip(*collected, strict=True)]
     return errors[0], max(errors[1:])
 
 
 @pytest.mark.parametrize("backend", ["generic", "auto"])
-def test_a_surprise_bound_keeps_float32_near_float64(forms, backend):
+def test_surprise_bound_keeps_float32_near_float64(forms, backend):
     """Without one an unbounded deep memory magnifies rounding ten thousand times, in every form."""
     assert max(float32_errors(backend)) > 1e-3
     assert max(float32_errors(backend, surprise_bound=1.0)) < 1e-5

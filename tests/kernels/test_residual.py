@@ -71,8 +71,8 @@ def test_any_cut_compiled_is_the_recurrence(chunk_size, depth, bound, kind, base
     with torch.no_grad():
         expected = case.whole(backend="reference", **options)
         for sizes in ([45], [4, 41], [3, 1, 1, 30, 10], [21, 22, 2], [1] * 45):
-            found = case.pieces(sizes, **options)
-            torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-11)
+            actual = case.pieces(sizes, **options)
+            torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-11)
     assert len(calls) > 5
 
 
@@ -106,8 +106,8 @@ def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, 
     residual = Residual(weight[None], bias[None]) if normed else None
     batched = tuple(W[None, None] for W in one_head)
     options = Options(1, activation, bound, None, residual=residual)
-    found = reference.inner_gradient(batched, k[None, None], v[None, None], options, k[None, None, :0])
-    torch.testing.assert_close([g[0, 0] for g in found], expected, rtol=1e-10, atol=1e-12)
+    actual = reference.inner_gradient(batched, k[None, None], v[None, None], options, k[None, None, :0])
+    torch.testing.assert_close([g[0, 0] for g in actual], expected, rtol=1e-10, atol=1e-12)
 
 
 BY_HEAD = [("input", None, False), ("norm", None, False), ("none", None, True)]
@@ -193,9 +193,9 @@ def test_what_is_kept_for_the_backward_changes_nothing(monkeypatch, storage, bor
     names = ("KEEP_BYTES", "KEEP_WORK_BYTES", "BLOCK_BYTES", "CACHE_BYTES")
     for name, value in zip(names, STORAGE[storage], strict=True):
         monkeypatch.setattr(chunked, name, value)
-    found = case.whole(backend="chunked", **options)
+    actual = case.whole(backend="chunked", **options)
     for _ in range(2):  # the backward leaves what was kept as it was
-        assert_same(expected, found, case.leaves)
+        assert_same(expected, actual, case.leaves)
 
 
 def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch):
@@ -203,9 +203,9 @@ def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch)
     expected, calls, step = case.whole(backend="reference", **options), [], channels._step
     monkeypatch.setattr(channels, "KEEP_BYTES", 0)
     monkeypatch.setattr(channels, "_step", lambda *args: calls.append(1) or step(*args))
-    found = case.whole(backend="chunked", **options)
+    actual = case.whole(backend="chunked", **options)
     assert len(calls) == 6
-    assert_same(expected, found, case.leaves)
+    assert_same(expected, actual, case.leaves)
     assert len(calls) == 12
 
 
@@ -248,8 +248,8 @@ def test_a_read_without_a_write(kind, base):
     tokens = [*case.tokens[:3], *(torch.zeros_like(x) for x in case.tokens[3:])]
     weights, extension = tuple(W[0] for W in case.state.weights), case.extension()
     y, _ = neural_memory(*tokens, weights, chunk_size=16, extension=extension)
-    found = read_memory(case.tokens[0], weights, extension=extension)
-    torch.testing.assert_close(found, y, rtol=1e-10, atol=1e-12)
+    result = read_memory(case.tokens[0], weights, extension=extension)
+    torch.testing.assert_close(result, y, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("borders", [None, [0, 5, 5, 20]])

@@ -35,7 +35,7 @@ class Case:
     B: int = 1
     H: int = 1
     resets: bool = True
-    """Whether some tokens forget all, the others much: too little is then left of a deep memory for operands
+    """True if some tokens forget all, the others much: too little is then left of a deep memory for operands
     of half precision."""
     base: bool = False
     """Decay of the weights to a base; the initial weights are then offsets from it."""
@@ -126,13 +126,13 @@ def errors(case: Case, operands: torch.dtype = torch.float32) -> dict[str, float
     call = Call(case)
     call.tokens[:3] = [x.to(operands).double() for x in call.tokens[:3]]
     expected = call.results("reference", torch.float64)
-    found = call.results("triton", torch.float32, operands)
-    assert all(torch.isfinite(x).all() for x in found.values())
+    actual = call.results("triton", torch.float32, operands)
+    assert all(torch.isfinite(x).all() for x in actual.values())
     size = lambda x: float(x.detach().pow(2).mean().sqrt()) + 1e-30  # noqa: E731
     scale = {name: size(x) for name, x in expected.items()}
     for l, B in enumerate(call.base):  # an offset W - B is as exact as W is
         scale[f"W{l}"] += size(B)
-    return {name: size(found[name] - x) / scale[name] for name, x in expected.items()}
+    return {name: size(actual[name] - x) / scale[name] for name, x in expected.items()}
 
 
 @pytest.fixture(autouse=True)
@@ -155,8 +155,8 @@ def marked(cases: list[Case]) -> list:
 
 @pytest.mark.parametrize("case", marked(CASES))
 def test_kernels_equal_the_reference(case):
-    found = errors(case)
-    assert max(found.values()) < 1e-5, found
+    result = errors(case)
+    assert max(result.values()) < 1e-5, result
 
 
 @pytest.mark.parametrize("case", [Case((32, 64), 50, 32, bound=None), Case((64, 32), 50, 32)], ids=str)
@@ -168,14 +168,14 @@ def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2**40 if keep else 0)
     ride = triton_op.reads_ride_along
     monkeypatch.setattr(triton_op, "reads_ride_along", lambda *a: asked.append(ride(*a)) or asked[-1])
-    found = errors(case)
+    result = errors(case)
     assert asked == [True]
-    assert max(found.values()) < 1e-5, found
+    assert max(result.values()) < 1e-5, result
 
 
 @pytest.mark.parametrize("widths", [SHORT, DEEP, pytest.param((16, 16, 16, 16), marks=pytest.mark.slow)])
 def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
-    """What training on packed documents wants: one start for all, and no state of each at the end."""
+    """As training on packed documents calls it: one start for all, and no state of each at the end."""
     call, seen, forward = Call(Case(widths, 50, 16, borders=(0, 1, 18, 18, 50))), [], triton_op.forward
 
     def spied(shape, x, start, base, **options):
@@ -195,9 +195,9 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
         return [y, *torch.autograd.grad(y, leaves, call.seeds[0].to(dtype))]
 
     monkeypatch.setattr(triton_op, "forward", spied)
-    expected, found = results("reference", torch.float64), results("triton", torch.float32)
+    expected, actual = results("reference", torch.float64), results("triton", torch.float32)
     assert seen == [(1, 0)]
-    for x, wanted in zip(found, expected, strict=True):
+    for x, wanted in zip(actual, expected, strict=True):
         assert (x - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12
 
 
@@ -233,8 +233,8 @@ def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(32, 32), (32, 32, 32), (32, 32, 32, 32)], ids=["1", "2", "3"])
 def test_operands_of_half_precision(widths, operands, limit):
-    found = errors(Case(widths, 64, 32, activation="gelu", resets=False), operands)
-    assert max(found.values()) < limit, found
+    result = errors(Case(widths, 64, 32, activation="gelu", resets=False), operands)
+    assert max(result.values()) < limit, result
 
 
 def test_every_path_is_among_the_cases():
@@ -367,11 +367,11 @@ def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_s
     expected = call.results("chunked", torch.float32)
     with caplog.at_level(logging.WARNING, "titans_kernels"), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-        found = [call.results("auto", torch.float32) for _ in range(2)]
+        actual = [call.results("auto", torch.float32) for _ in range(2)]
     lines = [r.getMessage() for r in caplog.records if r.name == "titans_kernels"]
     (line,) = lines  # once, and again when a call is traced
     assert line.startswith("neural_memory: chunked in place of triton: chunk_size: 24 is not one of")
-    assert all(torch.equal(found[0][name], expected[name]) for name in expected)
+    assert all(torch.equal(actual[0][name], expected[name]) for name in expected)
     caplog.clear()
 
 
@@ -410,17 +410,14 @@ def test_packed_documents_in_inference_mode():
     torch.testing.assert_close(y, expected)
 
 
-def test_tables_of_packed_documents():
+def test_tables_of_packed_documents_are_worked_out_once():
     """Rows of equal length need none."""
-    found = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
-    assert found.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
-    assert found.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
-    assert all(count == 0 for _, count in found.chunks.tolist()[5:])
+    result = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
+    assert result.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
+    assert result.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
+    assert all(count == 0 for _, count in result.chunks.tolist()[5:])
     assert tables.tables(3, 50, None, 16, torch.device("cpu")) == (12, 50, None, None)
-
-
-def test_tables_are_worked_out_once_for_the_same_borders():
-    """On the host; what a call's stream has of them is sent along with the call."""
+    # on the host; what a call's stream has of them is sent along with the call
     borders = torch.tensor([0, 20, 50])
     first = tables.tables(1, 50, borders, 16, torch.device("cpu"))
     assert tables.tables(1, 50, borders, 16, torch.device("cpu")).chunks is first.chunks

@@ -48,7 +48,7 @@ def write(folder: Path, **changes) -> str:
     return str(path)
 
 
-def test_rows_are_the_product_of_the_axes(tmp_path):
+def test_rows_are_the_product_of_the_axes_and_selected_by_pattern(tmp_path):
     study = load_study(write(tmp_path))
     cells = expand(study, "small")
     assert [cell.row for cell in cells][:3] == ["LMM depth 1 T=32", "LMM depth 1 T=64", "LMM depth 3 T=32"]
@@ -56,30 +56,20 @@ def test_rows_are_the_product_of_the_axes(tmp_path):
     row, last = study.rows_at("small")[-1], cells[-1].config
     assert row.axes == {"variant": "MAG", "depth": 3, "length": 64}
     assert (last.model.variant, last.model.memory.depth, last.data.sequence_length) == ("mag", 3, 64)
-
-
-def test_an_axis_of_a_scale_replaces_the_studys(tmp_path):
-    rows = load_study(write(tmp_path)).rows_at("long")
-    assert [row.name for row in rows] == [
-        "LMM depth 1 128", "LMM depth 3 128", "MAG depth 1 128", "MAG depth 3 128",
-    ]  # fmt: skip
+    for pattern, count in (("MAG*", 4), ("*depth 3*", 4), ("lmm DEPTH 1 t=32", 1), ("*T=6?", 4)):
+        assert len(expand(study, "small", rows=[pattern])) == count, pattern
+    # an axis of a scale replaces the study's
+    names = [f"{variant} depth {depth} 128" for variant in ("LMM", "MAG") for depth in (1, 3)]
+    assert [row.name for row in study.rows_at("long")] == names
 
 
 def test_listed_rows_are_run_at_every_point(tmp_path):
     without = {"name": "without", "set": {"model.memory.conv": False}, "paper": {"lm_ppl": 3.0}}
     rows, axes = [{"name": "with"}, without], {"depth": GRID["axes"]["depth"]}
-    path = write(tmp_path, rows=rows, axes=axes, scales=SMALL)
-    found = load_study(path).rows_at("small")
-    assert [row.name for row in found] == [
-        "with depth 1", "with depth 3", "without depth 1", "without depth 3",
-    ]  # fmt: skip
-    assert expand(load_study(path), "small")[3].config.model.memory.conv is False
-
-
-def test_rows_are_selected_by_pattern(tmp_path):
-    study = load_study(write(tmp_path))
-    for asked, count in (("MAG*", 4), ("*depth 3*", 4), ("lmm DEPTH 1 t=32", 1), ("*T=6?", 4)):
-        assert len(expand(study, "small", rows=[asked])) == count, asked
+    study = load_study(write(tmp_path, rows=rows, axes=axes, scales=SMALL))
+    names = [f"{row} depth {depth}" for row in ("with", "without") for depth in (1, 3)]
+    assert [row.name for row in study.rows_at("small")] == names
+    assert expand(study, "small")[3].config.model.memory.conv is False
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [
@@ -159,19 +149,16 @@ def grid():
     return load_study(str(SWEEPS / "grid.yaml"))
 
 
-def test_the_grid_is_48_cells_a_seed_that_differ_in_the_axes_alone(grid):
+def test_grid_is_48_cells_a_seed_that_differ_in_the_axes_alone(grid):
     for scale in grid.scales:
-        models = [cell.config.model for cell in expand(grid, scale, seeds=[0])]
+        configs = [cell.config for cell in expand(grid, scale, seeds=[0])]
+        models = [config.model for config in configs]
         assert len(models) == 48
         assert len({(m.variant, m.memory.depth, m.memory.chunk_size) for m in models}) == 48
         same = {(m.memory.max_theta, m.attention.window, m.attention.segment_size, m.d_model) for m in models}
         assert len(same) == 1
-
-
-def test_a_row_of_the_grid_holds_several_of_the_largest_chunk(grid):
-    for scale in grid.scales:
-        for cell in expand(grid, scale, seeds=[0]):
-            assert cell.config.data.sequence_length >= 2 * cell.config.model.memory.chunk_size
+        # a row holds several of the largest chunk
+        assert all(c.data.sequence_length >= 2 * c.model.memory.chunk_size for c in configs)
 
 
 def test_the_lengths_of_memory_depth_cost_the_same_tokens():

@@ -68,15 +68,6 @@ def train(*arguments: str) -> int:
     return cli.run(["train", "run.yaml", "--root", "runs", *arguments])
 
 
-@pytest.mark.usefixtures("lab")
-def test_a_preset_gives_it_the_parameters_of_the_size():
-    config = preset("laptop", VARIANT, options={"width": 9})
-    baseline = block_parameters(preset("laptop", "transformer"))
-    assert block_parameters(config) == pytest.approx(baseline, rel=0.02)
-    assert config.mlp_expansion > preset("laptop", "transformer").mlp_expansion
-    assert config.options == {"width": 9}
-
-
 def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, answer, monkeypatch):
     model = preset("smoke", VARIANT, vocab_size=260, options={"width": 3}).model_dump(mode="json")
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
@@ -135,7 +126,7 @@ def test_it_is_a_row_of_a_study(lab):
     (BLOCK + "import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'"),
     ("x = 1 +", "cannot be imported: SyntaxError"),
 ])  # fmt: skip
-def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line):
+def test_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line):
     (lab / "my_lab" / "blocks.py").write_text(source)
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
     for arguments in ([], ["--dry-run"]):
@@ -149,16 +140,22 @@ def test_a_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, li
     ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
     ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
 ])  # fmt: skip
-def test_its_options_are_checked(lab, refused, options, line):
+def test_options_are_checked(lab, refused, options, line):
     model = {"variant": VARIANT, "vocab_size": 260, "options": options}
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
     assert line in refused("train", "run.yaml", "--root", "runs")
 
 
-def test_a_mixer_larger_than_the_size_is_refused(lab):
+def test_preset_gives_it_the_parameters_of_the_size_unless_its_mixer_is_larger(lab):
+    config = preset("laptop", VARIANT, options={"width": 9})
+    baseline = block_parameters(preset("laptop", "transformer"))
+    assert block_parameters(config) == pytest.approx(baseline, rel=0.02)
+    assert config.mlp_expansion > preset("laptop", "transformer").mlp_expansion
+    assert config.options == {"width": 9}
     linear = "nn.Linear(config.d_model, {}config.d_model"
     source = BLOCK.replace(linear.format(""), linear.format("64 * "))
-    (lab / "my_lab" / "blocks.py").write_text(source)
-    said = r"preset: my_lab.* parameters a block before its feed-forward layer"
-    with pytest.raises(ValueError, match=said):
-        preset("smoke", VARIANT)
+    (lab / "my_lab" / "wide.py").write_text(source)
+    with pytest.raises(
+        ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward layer"
+    ):
+        preset("smoke", VARIANT.replace("blocks", "wide"))

@@ -54,9 +54,9 @@ def call(*more: str) -> int:
 
 def searched(folder):
     study = load_study("hunt.yaml")
-    found = StudyRun(study, "small", folder / "runs", "c0ffee").with_search().search
-    assert found is not None
-    return found
+    result = StudyRun(study, "small", folder / "runs", "c0ffee").with_search().search
+    assert result is not None
+    return result
 
 
 def written(folder) -> dict[str, int]:
@@ -67,12 +67,12 @@ def written(folder) -> dict[str, int]:
 @pytest.mark.nightly
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
-def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer):
+def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer):
     assert call("--json") == 0
     table = json.loads(capsys.readouterr().out)
-    default, found = (row["columns"]["loss"]["mean"] for row in table["rows"])
+    default, result = (row["columns"]["loss"]["mean"] for row in table["rows"])
     assert [row["row"] for row in table["rows"]] == ["default", "found"]
-    assert found < default - 0.1
+    assert result < default - 0.1
     before = searched(hunt)
     assert before.over
     assert len(before.trials) == 6
@@ -109,7 +109,7 @@ def test_a_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answe
     ({"optim.lrr": {"low": 1e-3, "high": 1e-2}}, "did you mean lr?"),
     ({"model.d_model": {"choices": [16, 15]}}, "search.space at model.d_model=15"),
 ])  # fmt: skip
-def test_the_corners_of_a_search_space_are_checked(hunt, space, said):
+def test_corners_of_a_search_space_are_checked(hunt, space, said):
     (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "space": space}}))
     with pytest.raises(UsageError) as error:  # noqa: PT012
         study = load_study("hunt.yaml")

@@ -1,7 +1,7 @@
 """One worker of three that share every row, as a program: `python parts.py FOLDER RANK WORLD_SIZE`.
 
 Two rows in turn, the second with one stream reset, in float64: the losses, gradients and carried state of all
-workers together against those of one. Rank 0 writes the largest differences of each variant to
+workers together against the ones of a single worker. Rank 0 writes the largest differences of each variant to
 FOLDER/differences.json.
 """
 
@@ -68,11 +68,11 @@ def main() -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     torch.set_num_threads(1)
-    found = {variant: differences(variant) for variant in BLOCKS}
+    result = {variant: differences(variant) for variant in BLOCKS}
     # a window of one token keeps no keys
-    found["mag, window 1"] = differences("mag", window=1)
+    result["mag, window 1"] = differences("mag", window=1)
     if rank == 0:
-        (folder / "differences.json").write_text(json.dumps(found))
+        (folder / "differences.json").write_text(json.dumps(result))
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)

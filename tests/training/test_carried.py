@@ -40,10 +40,10 @@ def trainer(variant: str = "lmm", seed: int = 0, **optim) -> Trainer:
 
 @pytest.mark.parametrize("variant", CARRIED)
 def test_streams_are_read_as_one_sequence_each(variant):
-    """With frozen weights the losses equal those of whole sequences."""
+    """With frozen weights the losses equal the losses of whole sequences."""
     t = trainer(variant, lr=1e-30, weight_decay=0.0, warmup_fraction=0.0)
     t.model.double()
-    found = [t.step()["loss"] for _ in range(6)]
+    collected = [t.step()["loss"] for _ in range(6)]
     text = torch.cat([Streams().batch(step).tokens[:, :-1] for step in range(7)], 1)[:, : 6 * LENGTH + 1]
     with torch.no_grad():
 
@@ -52,11 +52,13 @@ def test_streams_are_read_as_one_sequence_each(variant):
             return t.model(part[:, :-1], targets_BT=part[:, 1:]).losses[0]
 
         rows = [losses(0, 0, 6), torch.cat([losses(1, 0, 4), losses(1, 4, 6)]), losses(2, 0, 6)]
-    assert found == pytest.approx(torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9)
+    assert collected == pytest.approx(
+        torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9
+    )
 
 
 def test_groups_of_streams_take_turns():
-    """Each group's loss is that of its own streams, whose state waits while other groups have their turn."""
+    """Each group has the loss of its own streams, whose state waits while other groups have their turn."""
 
     class Turns(Streams):
         def batch(self, step: int) -> StreamBatch:
@@ -65,9 +67,8 @@ def test_groups_of_streams_take_turns():
     frozen = {"lr": 1e-30, "weight_decay": 0.0, "warmup_fraction": 0.0}
     both, alone = trainer(stream_groups=2, **frozen), trainer(**frozen)
     both.stream = Turns()
-    found = [both.step()["loss"] for _ in range(8)]
-    assert found[::2] == [alone.step()["loss"] for _ in range(4)]
-    assert len(set(found)) == 8
+    actual = [both.step()["loss"] for _ in range(8)]
+    assert (actual[::2], len(set(actual))) == ([alone.step()["loss"] for _ in range(4)], 8)
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "mamba2"])
@@ -84,7 +85,7 @@ def loss_of(model: LanguageModel, batch: StreamBatch, state: ModelState | None) 
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal"])
-def test_the_gradient_stops_where_the_step_began(variant):
+def test_gradient_stops_where_the_step_began(variant):
     """By finite differences: the gradient of the step's loss with the incoming state held fixed."""
     torch.manual_seed(0)
     model = LanguageModel(config(variant)).double()
@@ -109,7 +110,7 @@ def test_the_gradient_stops_where_the_step_began(variant):
     assert whole != pytest.approx(held, rel=1e-3)
 
 
-def test_a_row_that_is_reset_trains_the_initial_memory():
+def test_row_that_is_reset_trains_the_initial_memory():
     t = trainer()
     t.step()
     grads = []
@@ -123,7 +124,7 @@ def test_a_row_that_is_reset_trains_the_initial_memory():
 
 
 @pytest.mark.parametrize(("variant", "groups"), [("lmm", 1), ("mac", 3), ("mag", 1), ("samba", 2)])
-def test_a_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
+def test_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
     """Bitwise equal after restarts at random steps; a lost or swapped state would be detected."""
     new = partial(trainer, variant, stream_groups=groups)
     straight, draw = new(), random.Random(variant)
@@ -152,7 +153,7 @@ def test_a_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, Tensor))
 
 
-def test_a_step_that_diverged_leaves_the_state_as_it_was():
+def test_step_that_diverged_leaves_the_state_as_it_was():
     t = trainer(on_divergence="skip")
     t.step()
     before = t.states[0]

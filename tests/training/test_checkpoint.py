@@ -44,40 +44,39 @@ def interrupted(folder, upto: int, seed: int = 5) -> Trainer:
     return t
 
 
-def test_a_restored_run_goes_on_to_the_same_weights(tmp_path):
-    straight = trainer(5)
+def test_restored_run_goes_on_to_the_same_weights(tmp_path):
+    straight, resumed = trainer(5), trainer(6)
     straight.run(Hooks())
     interrupted(tmp_path, 7)
-    resumed = trainer(6)
-    path = checkpoint.restore(tmp_path, resumed)
-    assert path is not None
-    assert path.name == "step-00000006"
+    assert checkpoint.restore(tmp_path, resumed) == tmp_path / "step-00000006"
     resumed.run(Hooks())
     assert same(weights(straight), weights(resumed))
     assert resumed.progress.final_loss == straight.progress.final_loss
 
 
-def test_restore_brings_every_rng_back(tmp_path):
+def test_restore_brings_every_rng_back_and_load_model_the_weights_alone(tmp_path):
     t = interrupted(tmp_path, 3)
     drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
     checkpoint.restore(tmp_path, t)
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
+    fresh = Tied()
+    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
+    assert same(weights(t), fresh.state_dict())
 
 
 @pytest.mark.parametrize("fault", ["truncate", "delete", "manifest", "no manifest"])
-def test_a_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault):
+def test_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault):
     interrupted(tmp_path, 6)
     latest = tmp_path / "step-00000006"
-    shard = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size)
+    shard, manifest = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size), latest / "manifest.json"
     {
         "truncate": lambda: shard.write_bytes(shard.read_bytes()[:-10]),
         "delete": shard.unlink,
-        "manifest": lambda: (latest / "manifest.json").write_text('{"schema": 1, "fi'),
-        "no manifest": (latest / "manifest.json").unlink,
+        "manifest": lambda: manifest.write_text('{"schema": 1, "fi'),
+        "no manifest": manifest.unlink,
     }[fault]()
     t = trainer(5)
-    assert checkpoint.restore(tmp_path, t) == tmp_path / "step-00000003"
-    assert t.progress.step == 3
+    assert (checkpoint.restore(tmp_path, t), t.progress.step) == (tmp_path / "step-00000003", 3)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert "step-00000006 is not whole" in line
     with pytest.raises(UsageError, match="step-00000006: not a whole checkpoint: "):
@@ -117,15 +116,13 @@ def test_with_every_checkpoint_damaged_the_run_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("changes", "reason"), [
-    *((text, "is not a checkpoint's") for text in ("[]", "7", "", "\x00", '{"progress": {}}')),
+    *((text, "is not a checkpoint's") for text in ("[]", "", '{"progress": {}}')),
     ({"files": ["a"]}, "files Input should be an object"),
     ({"files": {"__0_0.distcp": 7}}, r"__0_0\.distcp.? Input should be a valid string"),
-    ({"files": None}, "files Input should be an object"),
-    ({"progress": 3}, "progress Input should be an object"),
     ({"progress": {"step": "3"}}, r"progress\.step Input should be a valid integer"),
     ({"progress": {"telemetry": [1]}}, r"progress\.telemetry Input should be an object"),
 ])  # fmt: skip
-def test_a_manifest_that_is_none_of_this_format_is_one_line(tmp_path, changes, reason):
+def test_manifest_of_another_format_is_one_line(tmp_path, changes, reason):
     """Another text, or fields changed and the hash computed again."""
     interrupted(tmp_path, 3)
     path = tmp_path / "step-00000003" / checkpoint.MANIFEST
@@ -134,10 +131,12 @@ def test_a_manifest_that_is_none_of_this_format_is_one_line(tmp_path, changes, r
         del content["hash"]
         changes = json.dumps(content | {"hash": checkpoint._hash_of(content)})
     path.write_text(changes)
-    with pytest.raises(UsageError, match=reason):
-        checkpoint.load_model(path.parent, Tied())
-    with pytest.raises(UsageError, match=reason):
-        checkpoint.restore(tmp_path, trainer())
+    for load in (
+        lambda: checkpoint.load_model(path.parent, Tied()),
+        lambda: checkpoint.restore(tmp_path, trainer()),
+    ):
+        with pytest.raises(UsageError, match=reason):
+            load()
 
 
 class Disk:
@@ -160,7 +159,7 @@ class Disk:
         monkeypatch.setattr("time.sleep", sleep)
 
 
-def test_a_disk_that_stays_full_is_one_line_and_its_own_exit_code(tmp_path, monkeypatch):
+def test_disk_that_stays_full_is_one_line_and_its_own_exit_code(tmp_path, monkeypatch):
     disk = Disk(monkeypatch, math.inf)
     with pytest.raises(StorageError, match=r"step-00000003: cannot be written: .*No space left") as raised:
         interrupted(tmp_path, 3)
@@ -181,7 +180,7 @@ def test_training_goes_on_while_the_disk_is_full_for_a_while(tmp_path, monkeypat
     assert "the next checkpoint tries again" in caplog.text
 
 
-def test_a_full_disk_is_borne_for_so_long(tmp_path, monkeypatch):
+def test_full_disk_is_borne_for_so_long(tmp_path, monkeypatch):
     t = trainer(5)
     with Saver(tmp_path, t) as saver:
         saver.save()
@@ -210,19 +209,6 @@ def test_storage_that_is_gone_for_a_while_does_not_cost_the_newest_checkpoint(tm
     monkeypatch.setattr(Path, "read_bytes", stale)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     assert checkpoint.restore(tmp_path, trainer(6)) == tmp_path / "step-00000006"
-
-
-def test_a_save_that_fails_at_its_end_leaves_the_one_before(tmp_path, monkeypatch):
-    t = interrupted(tmp_path, 3)
-    t.step()
-
-    def refused(*arguments):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("os.replace", refused)
-    with pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*Permission denied"):
-        save(tmp_path, t)
-    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000003"
 
 
 @pytest.fixture
@@ -255,7 +241,7 @@ def test_steps_continue_while_a_checkpoint_is_written(tmp_path, disk):
     assert same(kept, weights(resumed))
 
 
-def test_a_save_waits_for_the_one_before(tmp_path, disk):
+def test_save_waits_for_the_one_before(tmp_path, disk):
     t, phases = trainer(), Phases()
     with Saver(tmp_path, t, phases=phases) as saver:
         saver.save()
@@ -267,7 +253,7 @@ def test_a_save_waits_for_the_one_before(tmp_path, disk):
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000001"
 
 
-def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):
+def test_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_path):
     t = trainer()
     t.step()
     seen: list[list[str]] = []
@@ -283,33 +269,34 @@ def test_the_first_worker_stores_what_a_checkpoint_covers_before_it_counts(tmp_p
     assert [p.name for p in tmp_path.glob("step-*")] == ["step-00000001"]
 
 
-def test_an_error_of_the_run_is_not_hidden_by_one_of_the_write(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr("os.replace", lambda *_: 1 / 0)
-    t = trainer()
+def test_saves_that_fail_leave_the_last_checkpoint_and_the_error_of_the_run(tmp_path, monkeypatch, caplog):
+    t = interrupted(tmp_path, 3)
+    t.step()
 
-    def save_and_fail(step: int, metrics: dict[str, float]) -> None:
+    def refused(*arguments):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("os.replace", refused)
+    with pytest.raises(TitansError, match=r"step-00000004: cannot be written: .*Permission denied"):
+        save(tmp_path, t)
+    assert checkpoint.newest(tmp_path) == tmp_path / "step-00000003"
+    with pytest.raises(KeyError, match="the run"), Saver(tmp_path, t) as saver:  # noqa: PT012
         saver.save()
         raise KeyError("the run")
-
-    with pytest.raises(KeyError, match="the run"), Saver(tmp_path, t) as saver:
-        t.run(Hooks(save_and_fail))
-    assert "step-00000001: cannot be written" in caplog.text
+    assert "step-00000004: cannot be written" in caplog.text
 
 
-def test_a_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
+def test_damaged_later_checkpoint_does_not_push_out_a_whole_one(tmp_path):
     interrupted(tmp_path, 9)
     for step in (6, 9):
         (tmp_path / f"step-{step:08d}" / "manifest.json").unlink()
+    # what a killed write has left goes too
+    (tmp_path / ".partial-step-00000001").mkdir()
     t = trainer()
     t.run(Hooks(), until=4)
     save(tmp_path, t, keep=1)
     assert checkpoint.newest(tmp_path) == tmp_path / "step-00000004"
-
-
-def test_what_a_killed_write_left_goes_at_the_next(tmp_path):
-    (tmp_path / ".partial-step-00000001").mkdir()
-    save(tmp_path, trainer())
-    assert [p.name for p in tmp_path.iterdir()] == ["step-00000000"]
+    assert not (tmp_path / ".partial-step-00000001").exists()
 
 
 def test_another_model_is_refused_by_name(tmp_path):
@@ -323,9 +310,3 @@ def test_another_model_is_refused_by_name(tmp_path):
     model.extra = nn.Linear(2, 2)
     with pytest.raises(UsageError, match=r"extra\.weight is missing in the checkpoint and \(2, 2\)"):
         checkpoint.load_model(tmp_path / "step-00000003", model)
-
-
-def test_load_model_takes_the_weights_alone(tmp_path):
-    t, fresh = interrupted(tmp_path, 3), Tied()
-    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
-    assert same(weights(t), fresh.state_dict())

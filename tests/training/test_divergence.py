@@ -64,7 +64,7 @@ def train(t: Trainer, folder: Path, until: int | None = None, **more) -> Trainer
     return t
 
 
-def test_a_spike_is_measured_by_the_median_of_what_was():
+def test_spike_is_measured_by_the_median_of_what_was():
     usual = [2.0] * 20
     assert judge(5.9, 1.0, usual, 3.0) is None
     assert "loss 6.1 after a median of 2" in (judge(6.1, 1.0, usual, 3.0) or "")
@@ -74,7 +74,7 @@ def test_a_spike_is_measured_by_the_median_of_what_was():
     assert judge(2.0, math.inf, [], None)
 
 
-def test_the_batch_at_fault_is_kept_and_named(tmp_path):
+def test_batch_at_fault_is_kept_and_named(tmp_path):
     t = sick(6)
     with pytest.raises(Diverged, match=r"step 7: loss nan.*surprise_bound.*max_theta.*07-rank0") as raised:
         train(t, tmp_path)
@@ -109,27 +109,23 @@ def test_when_every_batch_is_at_fault_the_run_stops(tmp_path):
     assert t.progress.step == 5
 
 
-@pytest.mark.parametrize("killed", [6, 9, 10, 11, 14, 18])
+@pytest.mark.parametrize("killed", [6, 10, 11, 18])
 def test_killed_and_resumed_it_skips_the_same(tmp_path, killed):
-    options = {"on_divergence": "skip", "spike": 1.5}
-    straight = train(sick(10, 17, **options), tmp_path / "straight")
-    assert straight.progress.offset
-
-    class Killed(Exception):
-        pass
+    def new():
+        return sick(10, 17, on_divergence="skip", spike=1.5)
 
     def kill(step: int, metrics: dict[str, float]) -> None:
         if step == killed:
-            raise Killed
+            raise InterruptedError
 
-    folder = tmp_path / "killed"
-    with pytest.raises(Killed):
-        train(sick(10, 17, **options), folder, on_step=kill)
+    straight, folder = train(new(), tmp_path / "straight"), tmp_path / "killed"
+    assert straight.progress.offset
+    with pytest.raises(InterruptedError):
+        train(new(), folder, on_step=kill)
     # stopped at a step where no checkpoint was due
-    resumed = sick(10, 17, **options)
+    resumed, again = new(), new()
     checkpoint.restore(folder / "checkpoints", resumed)
     train(resumed, folder, until=min(20, resumed.progress.step + 3))
-    again = sick(10, 17, **options)
     checkpoint.restore(folder / "checkpoints", again)
     train(again, folder)
     assert same(weights(straight), weights(again))

@@ -54,16 +54,16 @@ def together(folder: Path, count: int, program: Path = PROGRAM) -> list[dict[str
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+def both(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
     """The folder with the checkpoints of two workers, and the results of each."""
     folder = tmp_path_factory.mktemp("two")
     return folder, together(folder, 2)
 
 
 @pytest.fixture(scope="module")
-def two(found) -> tuple[Path, dict[str, Any]]:
+def two(both) -> tuple[Path, dict[str, Any]]:
     """The folder, and the training results, which are equal on both workers."""
-    folder, (first, second) = found
+    folder, (first, second) = both
     assert first["trained"] == second["trained"]
     return folder, first["trained"]
 
@@ -76,15 +76,15 @@ def one(workers) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_workers_train_like_one(two, one, kind):
-    _, found = two
-    assert found[kind] == pytest.approx(one, rel=2e-6)
+    _, result = two
+    assert result[kind] == pytest.approx(one, rel=2e-6)
     assert one[-1] < one[0] - 0.2
-    assert found[f"{kind} resumed"] == found[kind]
+    assert result[f"{kind} resumed"] == result[kind]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatch):
-    folder, found = two
+    folder, actual = two
     if kind == "fsdp":
         # logits of all positions, as of a sharded model, round otherwise than of the scored ones alone
         monkeypatch.setattr("titans_platform.evals.scoring.sharded_modules", lambda model: [model])
@@ -94,7 +94,7 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatc
     assert checkpoint.load_model(folder / kind / "step-00000010", model) == 10
     with deterministic(0, threads=1):
         alone = json.loads(json.dumps(workers.measured(model)))
-    together = found[f"{kind} measured"]
+    together = actual[f"{kind} measured"]
     assert together["columns"].pop("speed") > 0
     assert together["tasks"].pop("speed/throughput@16")["items"] == 32
     assert alone["scores"] == together["scores"]
@@ -112,33 +112,35 @@ def test_one_worker_goes_on_from_a_sharded_checkpoint(two, one, workers):
 
 @pytest.mark.nightly
 def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tmp_path, one, workers):
-    found = together(tmp_path, 4)
-    assert all(each == found[0] for each in found)
-    assert found[0]["placements"] == ["Replicate", "Shard"]
-    assert found[0]["hsdp"] == pytest.approx(one[:10], rel=2e-6)
+    actual = together(tmp_path, 4)
+    assert all(each == actual[0] for each in actual)
+    assert actual[0]["placements"] == ["Replicate", "Shard"]
+    assert actual[0]["hsdp"] == pytest.approx(one[:10], rel=2e-6)
     with deterministic(0, threads=1):
         alone = workers.trainer("ddp")
         checkpoint.restore(tmp_path / "hsdp", alone)
         assert workers.losses(alone) == pytest.approx(one[10:], rel=5e-6)
 
 
-def test_an_error_of_one_worker_ends_the_evaluation_of_all(found):
-    _, (first, second) = found
+def test_error_of_one_worker_ends_the_evaluation_of_all(both):
+    _, (first, second) = both
     assert second["failed"] == "ValueError: out of memory"
     assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
 
 
-def test_rows_that_do_not_divide_are_refused_for_sharded_parameters(workers, monkeypatch):
-    monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 3)
-    with pytest.raises(UsageError, match=r"optim\.global_batch_size: 8 rows do not divide among 3 workers"):
-        workers.trainer("fsdp")
-
-
-def test_workers_that_make_no_groups_are_refused(workers, monkeypatch):
-    monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 4)
+def test_numbers_of_workers_that_do_not_fit_are_refused(workers, monkeypatch):
     monkeypatch.setattr("titans_platform.training.parallel.dist.broadcast", lambda *_: None)
-    with pytest.raises(UsageError, match=r"optim\.shard_workers: 4 workers make no groups of 3"):
-        workers.trainer("hsdp", shard_workers=3)
+    for count, parallel, options, message in (
+        (3, "fsdp", {}, r"optim\.global_batch_size: 8 rows do not divide among 3 workers"),
+        (4, "hsdp", {"shard_workers": 3}, r"optim\.shard_workers: 4 workers make no groups of 3"),
+    ):
+        monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda count=count: count)
+        with pytest.raises(UsageError, match=message):
+            workers.trainer(parallel, **options)
+    config = ModelConfig(vocab_size=8, d_model=16, memory=MemoryConfig(heads=2, chunk_size=8))
+    assert row_parts(64, 3, config) == [0, 16, 40, 64]
+    with pytest.raises(ValueError, match="16 tokens have no part of 8 tokens for each of 3 workers"):
+        row_parts(16, 3, config)
 
 
 # the compiler looks at .grad of a block's input and hides what torch says of that, unless it is an error
@@ -173,8 +175,8 @@ def carried(workers) -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "sequence"])
-def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(found, carried, workers, kind):
-    folder, (first, second) = found
+def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(both, carried, workers, kind):
+    folder, (first, second) = both
     assert first["carried"] == second["carried"]
     assert first["carried"][kind] == pytest.approx(carried, rel=2e-6)
     with deterministic(0, threads=1):
@@ -197,7 +199,7 @@ def test_three_workers_resume_the_streams_of_one(tmp_path, carried, workers):
 @QUIET
 @pytest.mark.usefixtures("front_end")
 @pytest.mark.parametrize("field", ["recompute", "micro_batch_size", "compile"])
-def test_the_same_state_is_carried_however_a_step_is_computed(workers, carried, field):
+def test_same_state_is_carried_however_a_step_is_computed(workers, carried, field):
     options = {field: None if field == "micro_batch_size" else True}
     with deterministic(0, threads=1):
         of = workers.trainer("ddp", stream=workers.CarriedStream, **options)
@@ -208,13 +210,6 @@ def test_three_workers_that_share_each_row_have_the_numbers_of_one(tmp_path):
     """`parallel: sequence`, every variant in float64: losses, gradients and the carried state."""
     program = PROGRAM.with_name("parts.py")
     together(tmp_path, 3, program)
-    found = json.loads((tmp_path / "differences.json").read_text())
-    assert found.keys() > BLOCKS.keys()
-    assert {variant: off for variant, off in found.items() if max(off.values()) > 1e-12} == {}
-
-
-def test_rows_too_short_for_the_workers_are_refused():
-    config = ModelConfig(vocab_size=8, d_model=16, memory=MemoryConfig(heads=2, chunk_size=8))
-    assert row_parts(64, 3, config) == [0, 16, 40, 64]
-    with pytest.raises(ValueError, match="16 tokens have no part of 8 tokens for each of 3 workers"):
-        row_parts(16, 3, config)
+    result = json.loads((tmp_path / "differences.json").read_text())
+    assert result.keys() > BLOCKS.keys()
+    assert {variant: off for variant, off in result.items() if max(off.values()) > 1e-12} == {}

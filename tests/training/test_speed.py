@@ -2,7 +2,6 @@
 
 import gzip
 import json
-import time
 
 import pytest
 import torch
@@ -39,7 +38,7 @@ def test_counted_operations_are_those_of_the_whole_model_forward_and_backward(va
     assert forms_used() == []
 
 
-def test_a_transformer_s_operations_are_six_a_weight_and_those_of_attention():
+def test_operations_are_six_a_weight_and_attention():
     cfg = run_of("transformer", layers=4, length=128)
     model = build_objective(cfg).build_model()
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)
@@ -49,41 +48,25 @@ def test_a_transformer_s_operations_are_six_a_weight_and_those_of_attention():
 
 def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 3 * 2**30)
-    for name, share in (("NVIDIA H100 80GB HBM3", 0.4), ("a card of tomorrow", None)):
+    for name, share in (("NVIDIA H100 80GB HBM3", {"mfu": 0.4}), ("a card of tomorrow", {})):
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device, name=name: name)
-        found = parallel.device_metrics(torch.device("cuda"), 0.4 * 989e12)
-        assert found == pytest.approx({"memory_gib": 3, "tflops": 395.6} | ({"mfu": share} if share else {}))
+        metrics = parallel.device_metrics(torch.device("cuda"), 0.4 * 989e12)
+        assert metrics == pytest.approx({"memory_gib": 3, "tflops": 395.6} | share)
     assert parallel.device_metrics(torch.device("cuda"), None) == {"memory_gib": 3}
     assert parallel.device_metrics(torch.device("cpu"), 1e9) == {}
-
-
-def test_operations_of_a_step_are_shared_by_the_workers(monkeypatch):
+    # the rate of operations is the model's operations a token times the tokens a second
     given: list[float | None] = []
-    metrics = "titans_platform.training.loop.device_metrics"
-    monkeypatch.setattr(metrics, lambda _, rate: given.append(rate) or {})
+    rates: list[float] = []
+    monkeypatch.setattr(
+        "titans_platform.training.loop.device_metrics", lambda _, rate: given.append(rate) or {}
+    )
     t = trainer()
-    t.flops_per_token, t.world_size = 100.0, 4
-    assert t._speed(tokens_per_second=8.0) == {"tokens_per_second": 8.0}
-    assert given == [200.0]
+    t.flops_per_token = 100.0
+    t.run(Hooks(on_step=lambda step, metrics: rates.append(100 * metrics["tokens_per_second"])), until=2)
+    assert given == pytest.approx(rates)
 
 
-def test_the_wait_for_data_is_part_of_a_step():
-    class Late:
-        def __init__(self, stream):
-            self.stream = stream
-
-        def batch(self, step: int):
-            time.sleep(0.1)
-            return self.stream.batch(step)
-
-    seen: list[dict[str, float]] = []
-    t = trainer(steps=2)
-    t.stream = Late(t.stream)
-    t.run(Hooks(on_step=lambda step, metrics: seen.append(metrics)))
-    assert 0.05 < seen[0]["data_wait_seconds"] < t.progress.seconds
-
-
-def test_a_trace_is_of_three_steps(tmp_path):
+def test_trace_is_of_three_steps(tmp_path):
     path = tmp_path / "profile" / "worker-0.json.gz"
     with parallel.profiled(path) as stepped:
         trainer(steps=10).run(Hooks(on_step=lambda step, metrics: stepped()))

@@ -73,9 +73,9 @@ def trainer(parallel: str, rank: int = 0, world_size: int = 1, stream=Stream, **
 
 def losses(of: Trainer, until: int = STEPS) -> list[float]:
     """The loss of each step, inspecting the memory at every fifth."""
-    found: list[float] = []
-    of.run(Hooks(on_step=lambda step, metrics: found.append(metrics["loss"]), telemetry_every=5), until)
-    return found
+    collected: list[float] = []
+    of.run(Hooks(on_step=lambda step, metrics: collected.append(metrics["loss"]), telemetry_every=5), until)
+    return collected
 
 
 def measured(model: torch.nn.Module, speed: bool = False) -> dict[str, Any]:
@@ -92,26 +92,26 @@ def measured(model: torch.nn.Module, speed: bool = False) -> dict[str, Any]:
     if speed:
         columns["speed"] = (TaskConfig(task="throughput", options={"rows": 2, "repeats": 1}),)
     config = EvalConfig(columns=columns, items=7, perplexity_tokens=10**6, batch_tokens=3 * LENGTH)
-    found = evaluate(model, prepared, config, LENGTH)
+    result = evaluate(model, prepared, config, LENGTH)
     requests = [Request(list(range(n)), [n, n + 1]) for n in (3, 9, 1, 12, 7)]
     with torch.no_grad():
         scores = Scorer(model, BYTE, torch.device("cpu"), 24).score(requests, LENGTH)
-    return found | {"scores": scores}
+    return result | {"scores": scores}
 
 
 def train_in_groups(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
     """HSDP, two groups of two, with activation checkpointing: losses; leaves a checkpoint in the folder."""
     of = trainer("hsdp", rank, world_size, shard_workers=2, recompute=True)
-    found = losses(of, STEPS // 2)
+    result = losses(of, STEPS // 2)
     with checkpoint.Saver(folder / "hsdp", of) as saver:
         saver.save()
     weight: Any = next(of.model.blocks.parameters())
-    return {"hsdp": found, "placements": [type(p).__name__ for p in weight.placements]}
+    return {"hsdp": result, "placements": [type(p).__name__ for p in weight.placements]}
 
 
 def carry(folder: Path, rank: int, world_size: int, kinds=("ddp", "fsdp", "sequence")) -> dict[str, Any]:
     """Streams, resumed from the checkpoint in the folder, or writing one there for other world sizes."""
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for kind in kinds:
         shard = (0, 1) if kind == "sequence" else (rank, world_size)
         of = trainer(kind, *shard, CarriedStream)
@@ -120,8 +120,8 @@ def carry(folder: Path, rank: int, world_size: int, kinds=("ddp", "fsdp", "seque
         if first:
             with checkpoint.Saver(folder / f"carried-{kind}", of) as saver:
                 saver.save()
-        found[kind] = first + losses(of)
-    return found
+        result[kind] = first + losses(of)
+    return result
 
 
 def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
@@ -129,18 +129,18 @@ def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, An
 
     Leaves the checkpoint from the middle in the folder, for other world sizes.
     """
-    found: dict[str, Any] = {}
+    actual: dict[str, Any] = {}
     for kind in ("ddp", "fsdp"):
         straight = trainer(kind, rank, world_size)
         first = losses(straight, STEPS // 2)
-        found[f"{kind} measured"] = measured(straight.model, speed=True)
+        actual[f"{kind} measured"] = measured(straight.model, speed=True)
         with checkpoint.Saver(folder / kind, straight) as saver:
             saver.save()
-        found[kind] = first + losses(straight)
+        actual[kind] = first + losses(straight)
         resumed = trainer(kind, rank, world_size)
         checkpoint.restore(folder / kind, resumed)
-        found[f"{kind} resumed"] = first + losses(resumed)
-    return found
+        actual[f"{kind} resumed"] = first + losses(resumed)
+    return actual
 
 
 def fail_alone(rank: int) -> str:
@@ -165,13 +165,13 @@ def main() -> None:
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     with deterministic(0, threads=1):
         if world_size == 4:
-            found = train_in_groups(folder, rank, world_size)
+            result = train_in_groups(folder, rank, world_size)
         elif world_size == 3:
-            found = carry(folder, rank, world_size, ("ddp",))
+            result = carry(folder, rank, world_size, ("ddp",))
         else:
-            found = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
-            found["carried"] = carry(folder, rank, world_size)
-    (folder / f"worker-{rank}.json").write_text(json.dumps(found))
+            result = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
+            result["carried"] = carry(folder, rank, world_size)
+    (folder / f"worker-{rank}.json").write_text(json.dumps(result))
     dist.destroy_process_group()
     # gloo and checkpoint threads occasionally abort the process at interpreter shutdown
     os._exit(0)

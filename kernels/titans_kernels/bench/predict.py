@@ -133,9 +133,11 @@ def issued(sass: str, kernel: str) -> float:
 
 
 def trips(kernel: str, depth: int, products: bool) -> float:
-    """Return how often a loop runs: over a row's chunks, or in the write budget over blocks of 16 tokens."""
+    """Return how often a loop runs: over a row's chunks and tiles, in the write budget over blocks of 16."""
     if not kernel.startswith("budget"):
-        return LENGTH / CHUNK if kernel.startswith(("resident", "columns", "streamed")) and depth == 1 else 1
+        if depth == 1:
+            return LENGTH / CHUNK if kernel.startswith(("resident", "columns", "streamed")) else 1
+        return HEAD / 32 if kernel.startswith("streamed") else 1  # tiles of features
     if depth == 1:
         return CHUNK / 16 if "keys" not in kernel else 1
     return (CHUNK / 16 - 1) / 2 if products else 16  # earlier blocks, and the tokens of one

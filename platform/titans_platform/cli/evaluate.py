@@ -117,7 +117,7 @@ def _by_position(
         if not isinstance(model, LanguageModel):
             kind = cfg.objective.kind
             raise UsageError(f"--by-position: objective {kind} does not read text; next_token does")
-        own = None if file else _own(objective, point, root, other_data)
+        own: Any = None if file else _own(objective, point, root, other_data)
         with _read(cfg, file, console) if file else nullcontext(own) as data:
             rows = rows or max(2, min(ROWS, by_position.longest_text(data) // row))
             texts = by_position.long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)

@@ -244,7 +244,7 @@ class FilesSource(RecordSource):
         elif "**" in Path(path).parts:
             import fsspec.utils
 
-            base = path[: glob.magic_check.search(path).start()].rpartition("/")[0]
+            base = re.split(r"[*?[]", path)[0].rpartition("/")[0]
             names = filter(re.compile(fsspec.utils.glob_translate(path)).match, walk(base or "/"))
         else:
             names = filter(os.path.isfile, glob.glob(path))
@@ -299,7 +299,7 @@ class FilesSource(RecordSource):
             # the position within a file is unknown
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
             try:
-                with self.opened(file) as records:
+                with self.records(file) as records:
                     for text in self.texts(file.name, records, self.source.text_field):
                         # keyed by text, so that duplicates go to the same split
                         yield Document(text, text, done)
@@ -310,7 +310,7 @@ class FilesSource(RecordSource):
                 log.warning("%s; skipped", error)
 
     @contextmanager
-    def opened(self, file: File) -> Iterator[Iterator[Any]]:
+    def records(self, file: File) -> Iterator[Iterator[Any]]:
         """Open the records of a file: mappings or texts. Raises UsageError."""
         name = file.name
         try:

@@ -168,7 +168,7 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
 
 
 def _saved_bytes(block: ModelConfig, rows: int, length: int, **options: Any) -> float:
-    """As `saved_bytes_per_token`; a usual number for a block that cannot be traced as one graph."""
+    """Return `saved_bytes_per_token`, or a usual number for a block that cannot be traced as one graph."""
     try:
         # a number, also where the trace has symbols
         return float(saved_bytes_per_token(block, rows, length, **options))
