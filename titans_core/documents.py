@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -146,14 +147,15 @@ class Segments(NamedTuple):
                 torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1)
         return segments
 
-    def split(self, x_BTD: Tensor) -> list[Tensor]:
+    def split(self, x_BTD: Tensor) -> Sequence[Tensor]:
         """[B, T, D] to the tokens of each step, [1, N, D]."""
         x = F.pad(x_BTD.flatten(0, 1), (0, 0, 0, self.order.shape[0] - x_BTD.shape[:2].numel()))
-        return moved(x, self.order, self.place)[None].split([s.index_BT.shape[1] for s in self.steps], 1)
+        lengths = [step.index_BT.shape[1] for step in self.steps]
+        return torch.split(moved(x, self.order, self.place)[None], lengths, 1)
 
-    def join(self, x_1ND: list[Tensor], like_BTD: Tensor) -> Tensor:
+    def join(self, x_1ND: Sequence[Tensor], like_BTD: Tensor) -> Tensor:
         """Inverse of `split`."""
-        x = moved(torch.cat(x_1ND, 1)[0], self.place, self.order)
+        x = moved(torch.cat(tuple(x_1ND), 1)[0], self.place, self.order)
         return x[: like_BTD.shape[:2].numel()].view_as(like_BTD)
 
 
@@ -166,7 +168,7 @@ class _Moved(torch.autograd.Function):
         return _taken(x, index)
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         index, back = ctx.saved_tensors
         return _Moved.apply(dy, back, index), None, None
 

@@ -34,6 +34,10 @@ class Nearest(NamedTuple):
     for a deep one, of the output of its first layer. NaN where `MemoryTrace.coefficient` is.
     """
 
+    def shifted(self, first: int) -> Nearest:
+        """Return positions in the whole text of a run that starts at its token ``first``."""
+        return self._replace(position=torch.where(self.position < 0, self.position, self.position + first))
+
 
 class MemoryTrace(NamedTuple):
     """One memory over T tokens, on the CPU in the precision of its state; [T, H] unless stated otherwise.
@@ -224,12 +228,12 @@ class _Watch:
         known = by_head and type(rule).update is Rule.update and not rule.has_own_chunk
         mixed = _GradientCoefficients(seen, nearest, known)
         mixed.run(run.reads, run.chunk_starts if rule.reads == "chunk" else None)
-        near = (
-            x and x._replace(position=_shifted(x.position, run.first)) for x in (mixed.own, mixed.context)
-        )
+        own, context = mixed.own.shifted(run.first), mixed.context and mixed.context.shifted(run.first)
+        alpha, eta, theta = gates
         return MemoryTrace(
             name, seen.surprise, seen.written, _squared_error(prediction[0], seen.v),
-            *gates, seen.weight_norm, seen.momentum_norm, mixed.coefficient, *near, seen.q.new_empty(0),
+            alpha, eta, theta, seen.weight_norm, seen.momentum_norm, mixed.coefficient, own, context,
+            seen.q.new_empty(0),
         )  # fmt: skip
 
 
@@ -294,10 +298,6 @@ class _GradientCoefficients:
 def _squared_error(prediction: Tensor, v: Tensor) -> Tensor:
     """``||M(k) - v||^2``."""
     return (prediction - v).square().sum(-1)
-
-
-def _shifted(position: Tensor, first: int) -> Tensor:
-    return torch.where(position < 0, position, position + first)
 
 
 def _norm_at_end(layers: Sequence[Tensor], tokens: int) -> Tensor:

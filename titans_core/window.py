@@ -199,12 +199,15 @@ class _Flash(torch.autograd.Function):
     def forward(ctx, q, plain_q, prefix_k, prefix_v, borders, longest, left, *keys):
         parts = [flash_forward(q, *pair, borders, longest, left) for pair in batched(keys)]
         lses = [lse for _, lse in parts]
-        if prefix_k is not None:
-            scores = _prefix_scores(plain_q, prefix_k)
+        scores = None if prefix_k is None else _prefix_scores(plain_q, prefix_k)
+        if scores is not None:
             lses.append(scores.logsumexp(-1))
         lse_HN = torch.stack(lses).logsumexp(0)
-        y = sum(y * (lse - lse_HN).exp().T[..., None] for y, lse in parts)
-        if prefix_k is not None:
+        (y, lse), *others = parts
+        y = y * (lse - lse_HN).exp().T[..., None]
+        for other, lse in others:
+            y = y + other * (lse - lse_HN).exp().T[..., None]
+        if scores is not None:
             P = (scores - lse_HN[..., None]).exp()
             with without_autocast(q):
                 y = y + torch.einsum("hnp,hpe->nhe", P, prefix_v.to(P.dtype))
@@ -214,7 +217,7 @@ class _Flash(torch.autograd.Function):
         return y
 
     @staticmethod
-    def backward(ctx, dy):
+    def backward(ctx, dy):  # pyright: ignore[reportIncompatibleMethodOverride]
         q, plain_q, k, v, borders, y, lse_HN, *keys = ctx.saved_tensors
         dy = dy.contiguous()
         grads = [

@@ -124,7 +124,7 @@ class _Writes:
     def __init__(self, seen: list[Writes]):
         self.seen = seen
 
-    def on_write(self, q: Tensor, writes: Writes, cache: object) -> None:
+    def on_write(self, q: Tensor, writes: Writes, cache: object, after: object) -> None:
         self.seen.append(writes)
 
     def on_read(self, q: Tensor, weights: tuple[Tensor, ...]) -> None: ...

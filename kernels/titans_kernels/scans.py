@@ -165,8 +165,9 @@ def scan_parts(dt, x, b, c, rate, state, starts):
     """y [B, T, C] and the states before each part and after the last, [parts + 1, B, C, N]."""
     outputs, states = [], [state.clone()]
     for part in _parts(state, dt, x, b, c, starts):
-        _, h = _part_states(*part, rate, states[-1])
-        outputs.append((h @ part[3][..., None]).squeeze(-1))
+        dt_t, x_t, b_t, c_t, starts_t = part
+        _, h = _part_states(dt_t, x_t, b_t, c_t, starts_t, rate, states[-1])
+        outputs.append((h @ c_t[..., None]).squeeze(-1))
         states.append(h[:, -1].clone())
     return [torch.cat(outputs, 1), torch.stack(states)]
 

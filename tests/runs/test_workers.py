@@ -105,16 +105,18 @@ def test_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(tol
 
 
 TERMINATED = """
-import os, signal, sys, time
-from titans_platform.cli import _interrupt
+import os, signal, time
+from titans_platform import cli
 from titans_platform.runs.ray_session import ray_session
-signal.signal(signal.SIGTERM, _interrupt)
-try:
-    with ray_session(1):
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(30)
-except KeyboardInterrupt:
-    sys.exit(130)
+def session(arguments):
+    try:
+        with ray_session(1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(30)
+    except KeyboardInterrupt:
+        return 130
+cli.run = session
+cli.main([])
 """
 
 

@@ -58,14 +58,13 @@ def attempt(config: str, root: str, uri: str | None, options: dict[str, Any]) ->
     """Train as `titans train` does; the exit code is its own."""
     os.environ["CHAOS"] = json.dumps({"root": root} | options)
     patch()
-    from titans_platform.cli import _interrupt
     from titans_platform.config import RunConfig
     from titans_platform.errors import TitansError
     from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
     from titans_platform.runs.spec import Tracking
 
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     tracking = Tracking(uri, "chaos") if uri else None
     try:
         execute(spec_for(RunConfig.model_validate_json(config), Path(root), name="run", tracking=tracking))

@@ -79,14 +79,14 @@ def kernels(
     if support:
         click.echo("\n".join(table()))
         return 0
-    if aot or predict:
-        from titans_kernels.bench import aot as ahead
-        from titans_kernels.bench import predict as prediction  # both import the compiler
-
     if aot:
+        from titans_kernels.bench import aot as ahead  # imports the compiler
+
         ahead.show(ahead.reports(chosen(_known("--shape", names, list(SHAPES))), ["bf16"], ahead.TARGETS))
         return 0
     if predict:
+        from titans_kernels.bench import predict as prediction  # imports the compiler
+
         for line in prediction.lines():
             click.echo(line)
         return 0

@@ -54,8 +54,8 @@ class HarnessModel:
 
     def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         """(log-likelihood in nats, greedy decoding gives it) of each `(context, continuation)`."""
-        texts = (map(plain, request.args[:2]) for request in requests)
-        pairs = [encode_pair(*text, self.scorer.tokenizer) for text in texts]
+        texts = ((plain(context), plain(more)) for context, more in (r.args[:2] for r in requests))
+        pairs = [encode_pair(context, more, self.scorer.tokenizer) for context, more in texts]
         return [(score.logprob, score.greedy) for score in self.scorer.score(pairs, self.max_length)]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:

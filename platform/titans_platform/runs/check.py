@@ -255,8 +255,8 @@ def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **f
     Raises UsageError if the data are not prepared.
     """
     data = build_objective(cfg).open(root).fingerprint
-    identity = {"name": run_name(cfg, data, resources.hashed_workers), "commit": commit(), "data": data}
-    return RunSpec(cfg, root.resolve(), **identity | {"resources": resources} | fields)
+    name = fields.pop("name", None) or run_name(cfg, data, resources.hashed_workers)
+    return RunSpec(cfg, root.resolve(), name, commit(), data, resources, **fields)
 
 
 def check_resources(

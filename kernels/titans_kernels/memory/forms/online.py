@@ -77,10 +77,10 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
 
 def _by_fla(inputs: Inputs, W: Tensor, momentum: Layers, options: Options, operands: torch.dtype) -> Result:
     """Run the delta rule with the kernels of flash-linear-attention: theta writes 2 theta of the error."""
-    q, k, v = (x.to(operands) for x in inputs[:3])
+    q, k, v = inputs.q.to(operands), inputs.k.to(operands), inputs.v.to(operands)
     gated = isinstance(options.rule, GatedDelta)
     log_keep = torch.log1p(-inputs.alpha) if gated else None
-    y, after = fla_delta_rule(q, k, v, 2 * inputs.theta, log_keep, W, options.cu_seqlens)
+    y, after = fla_delta_rule(q, k, v, 2 * inputs.theta, log_keep, W, options.cu_seqlens)  # pyright: ignore[reportCallIssue]
     return y, (after.to(W.dtype),), momentum
 
 

@@ -275,8 +275,10 @@ def write_and_read(inputs: Inputs, weights: Layers, momentum: Layers, options: O
     if not options.final:
         return y, (), ()
     state = unflatten(after, layers_of(tuple(widths))[0])
-    narrow = (tuple(x[..., :D, :F] for x, (D, F) in zip(p, pairwise(given), strict=True)) for p in state)
-    return y, *narrow
+    weights, momentum = (
+        tuple(x[..., :D, :F] for x, (D, F) in zip(part, pairwise(given), strict=True)) for part in state
+    )
+    return y, weights, momentum
 
 
 def _in_parts(
