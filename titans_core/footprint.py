@@ -74,7 +74,7 @@ def saved_bytes_per_token(
 
 @cache
 def _saved_bytes(config: str, *options: Any) -> int:
-    return trace(ModelConfig.model_validate_json(config), *options).saved_bytes
+    return int(trace(ModelConfig.model_validate_json(config), *options).saved_bytes)  # a size may be symbolic
 
 
 def trace(

@@ -11,7 +11,7 @@ from titans_platform.cli import COMMANDS
 LARGE = ["torch", "numpy", "pandas", "pyarrow", "datasets", "ray", "mlflow", "scipy", "matplotlib"]
 LIGHT = [
     ["--help"], ["--version"], *([name, "--help"] for name in COMMANDS), ["init", "run.yaml"],
-    ["init", "own.yaml", "--data", "run.yaml", "--preset", "smoke"], ["cluster", "list"],
+    ["init", "own.yaml", "--preset", "smoke"], ["cluster", "list"],
     ["cluster", "up", "nodes", "--dry-run"], ["cluster", "up", "kuberay", "--dry-run"],
     ["runs", "list"], ["sweep", "list"], ["sweep", "status"],
 ]  # fmt: skip

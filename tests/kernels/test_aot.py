@@ -11,7 +11,6 @@ import torch
 
 from titans_kernels import supports
 from titans_kernels.bench.shapes import SHAPES
-from titans_platform.study.grid import expand, known_studies, load_study
 
 pytestmark = pytest.mark.slow
 
@@ -61,7 +60,9 @@ def test_every_kernel_is_compiled_for_every_target(reports):
         "streamed_backward.backward", "reads.update_backward", "delta.forward", "delta.backward",
     }  # fmt: skip
     for kernel in kernels:
-        assert {row["target"] for row in reports if row["kernel"].startswith(kernel)} == {80, 90, 100}
+        # an A100 has too little shared memory for a state that stays resident
+        targets = {90, 100} if kernel == "resident.write" else {80, 90, 100}
+        assert {row["target"] for row in reports if row["kernel"].startswith(kernel)} == targets
     assert set(COVERED) <= set(SHAPES)
 
 
@@ -78,6 +79,9 @@ def test_little_is_spilled(reports):
 
 def shipped() -> dict[str, list[dict]]:
     """Shapes of the memories that every scale of every study trains on GPUs with kernels, by dtype."""
+    # here, so that the tests for a GPU are collected without the platform
+    from titans_platform.study.grid import expand, known_studies, load_study
+
     shapes: dict[str, dict[tuple, dict]] = {"bf16": {}, "fp32": {}}
     for study in map(load_study, known_studies()):
         for scale in (name for name, one in study.scales.items() if one.resources.gpus_per_worker):

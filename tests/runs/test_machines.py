@@ -59,6 +59,8 @@ def test_ray_gets_a_short_temporary_directory(name, value, temp, tmp_path, monke
     wide = Path("/tmp") / ("字" * 15)
     for path in (made, wide):
         path.mkdir(exist_ok=True)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have started it
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "init", lambda **options: given.append(options))
     monkeypatch.setattr(ray_session.tempfile, "tempdir", None)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
@@ -72,6 +74,8 @@ def test_ray_gets_a_short_temporary_directory(name, value, temp, tmp_path, monke
 def test_home_that_cannot_be_written_gets_no_token(home, monkeypatch, tmp_path):
     import ray
 
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have started it
+    monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "init", lambda **options: None)
     monkeypatch.setenv("HOME", home.format(here=tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")

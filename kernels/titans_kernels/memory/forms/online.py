@@ -160,7 +160,7 @@ def _blocks(inputs: Inputs, W: Tensor, S: Tensor, b: int, gated: bool) -> tuple[
         from titans_kernels.memory.forms.triton.delta import delta_states
 
         last = [torch.stack([x[:, :, -1] for x in part]) for part in ((C, N), (beta, m, h))]
-        ran.note("delta_states", "triton")
+        ran.select("delta_states", "triton")
         states, written = delta_states(X, Y, Z, k, *last, start)
         starts = states[:, :-1]
     else:
