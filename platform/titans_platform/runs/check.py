@@ -250,13 +250,13 @@ def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
-    """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` are passed to it.
+    """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` replace its own.
 
     Raises UsageError if the data are not prepared.
     """
     data = build_objective(cfg).open(root).fingerprint
-    name = fields.pop("name", None) or run_name(cfg, data, resources.hashed_workers)
-    return RunSpec(cfg, root.resolve(), name, commit(), data, resources, **fields)
+    name = run_name(cfg, data, resources.hashed_workers)
+    return replace(RunSpec(cfg, root.resolve(), name, commit(), data, resources), **fields)
 
 
 def check_resources(
