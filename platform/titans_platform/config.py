@@ -182,11 +182,6 @@ class OptimConfig(Frozen):
     beta2: Beta = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
-    on_divergence: Literal["stop", "skip"] = "stop"
-    """When the loss or gradient is not finite, or the loss spikes: stop the run, or skip the batch, which is
-    saved in the run's folder."""
-    spike: Annotated[float, Field(gt=1)] | None = None
-    """A loss above this multiple of the median of the last 64 steps is a spike; None: no spike detection."""
     parallel: Literal["ddp", "fsdp", "hsdp", "sequence"] = "ddp"
     """With several workers: replicate the model (ddp), shard it over all workers (fsdp, FSDP2), or shard it
     within a node and replicate across nodes (hsdp), or replicate it and give each worker a part of every row

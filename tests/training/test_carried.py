@@ -154,7 +154,7 @@ def test_restart_anywhere_ends_in_the_same_weights(variant, groups, tmp_path):
 
 
 def test_step_that_diverged_leaves_the_state_as_it_was():
-    t = trainer(on_divergence="skip")
+    t = trainer()
     t.step()
     before = t.states[0]
     bad = Streams().batch(1)

@@ -309,7 +309,6 @@ class Worker:
             telemetry=progress.telemetry,
             best_validation_loss=progress.best_loss,
             best_step=progress.best_step,
-            batches_left_out=progress.offset,
             world_sizes=progress.worlds,
             mlflow_run_id=self.reporter.run_id,
             study=self.spec.labels.get("study", ""),

@@ -93,7 +93,6 @@ class Result(Measures):
     """The inner memory at the last step that recorded it."""
     best_validation_loss: float | None = None
     best_step: int | None = None
-    batches_left_out: int = 0
     world_sizes: list[list[int]] = Field(default_factory=list)
     """[step, workers] for each change of the number of workers."""
     mlflow_run_id: str | None = None
@@ -143,7 +142,7 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
 """Stem of the copy of the tokenizer's file; a built-in tokenizer has none."""
 DIVERGED = "diverged"
-"""Batches whose loss was not finite, or spiked."""
+"""The batch whose loss was not finite."""
 LOCK = "lock"
 ALIVE = 120.0
 """Seconds without progress after which a run on another machine counts as dead."""
