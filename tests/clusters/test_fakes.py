@@ -13,8 +13,9 @@ import pytest
 
 from titans_platform.cli import run
 from titans_platform.clusters import KINDS, load_cluster
-from titans_platform.clusters.packaging import titans_job
 from titans_platform.clusters.steps import free_ports
+from titans_platform.loading import read_yaml
+from titans_platform.provenance import shipped
 
 SECRET = "feed" * 16
 
@@ -130,16 +131,13 @@ def test_kuberay_up_and_down_and_its_token(fake, tmp_path, capfd):
     assert SECRET not in "".join(calls(tmp_path))
 
 
-def test_ray_up_keeps_the_token_out_of_the_yaml_and_the_command(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+def test_files_of_rays_launcher_require_the_token_that_the_cluster_file_reads():
     for name in ("aws", "gcp", "onprem"):
-        config = load_cluster(name).config()
-        assert config["file_mounts"]["~/.ray/auth_token"].endswith(f"clusters/{name}/token")
+        config = read_yaml(shipped() / f"clusters/launcher/{name}.yaml")
+        assert config["file_mounts"] == {"~/.ray/auth_token": "~/.ray/auth_token"}
         for key in ("head_start_ray_commands", "worker_start_ray_commands"):
             assert "RAY_AUTH_MODE=token" in config[key][-1]
-        assert run(["cluster", "up", name, "--dry-run"]) == 0
-        assert "ray.scripts.scripts up --yes" in capsys.readouterr().out
-    assert titans_job(load_cluster("aws"), ["sweep", "list"]).command[1:3] == ("-m", "titans_platform")
+    assert str(load_cluster("launcher").token_used) == f"file {Path.home()}/.ray/auth_token"
 
 
 DASHBOARD = """
