@@ -12,6 +12,7 @@ from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
 from titans_platform.report.picture import Picture
 from titans_platform.report.table import Comparison, Table, best_rows, cell, compare, method, tally
+from titans_platform.study.search import search_lines
 from titans_platform.text import commit, number, plural
 
 DAGGERS = "†‡§¶"
@@ -105,9 +106,7 @@ def build_report(
         search: Record of the study's search: its trials, and what it found.
         links: Addresses of the runs; None if the tracking store could not be read.
     """
-    search = search or {}
     seeds = plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
-    search_notes = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
     commits = {result.commit for result in table.results}
     only = commits.pop() if len(commits) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
@@ -121,7 +120,7 @@ def build_report(
         best={key: best_rows(table, key) for key in table.columns},
         chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
         bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
-        notes=(*_notes(table, marks, only), *filter(None, search_notes)), marks=marks,
+        notes=(*_notes(table, marks, only), *search_lines(search)), marks=marks,
         comparisons=tuple(comparisons),
         sections=tuple(filter(None, [verdict(comparisons, table)])),
         facts=_facts(table), links=links,

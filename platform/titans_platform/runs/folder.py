@@ -13,7 +13,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -214,7 +214,7 @@ class RunFolder:
         return progress
 
     def attempt(self) -> dict[str, Any] | None:
-        """Return the last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
+        """Return the last attempt that ended: ``began``, ``ended``, ``host``."""
         return self.record().get("attempt")
 
     def is_held(self) -> bool:
@@ -294,10 +294,10 @@ class RunFolder:
         self.update(failure=None, **fields)
         return restarted
 
-    def record_attempt(self, seconds: Mapping[str, float]) -> None:
-        """Record the attempt that ends now, with its seconds by phase."""
-        began, ended = self.record().get("began"), time.time()
-        self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
+    def record_attempt(self) -> None:
+        """Record the attempt that ends now."""
+        attempt = {"began": self.record().get("began"), "ended": time.time(), "host": platform.node()}
+        self.update(attempt=attempt)
 
     def ended(self) -> float | None:
         """Return the time of the run's last record, in seconds since the epoch; None if it has none."""

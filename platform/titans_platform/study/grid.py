@@ -61,7 +61,7 @@ class StudyRun:
     """One study at one scale under one storage root: its cells, and how they are run.
 
     `plan.open_study` makes it, `plan.place` adds the concurrency. Its folder, ``root/studies/<label>``, holds
-    ``cells.json``, ``search.json``, ``timings.json``, logs and the report.
+    ``cells.json``, ``search.json``, logs and the report.
     """
 
     study: Study

@@ -16,7 +16,6 @@ from typing import Any
 from titans_core.config import ModelConfig
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
-from titans_platform.files import write_json
 from titans_platform.objectives import build_objective, run_name
 from titans_platform.runs.execute import execute, last_checkpoint_step
 from titans_platform.runs.folder import Busy, Result, RunFolder
@@ -29,7 +28,6 @@ from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import check_with_data, name_cells
 from titans_platform.study.search import FOUND, TRIALS, number_trial, tune_sampler
 from titans_platform.study.spec import Row
-from titans_platform.study.status import TIMINGS, timings
 from titans_platform.text import flatten
 
 LOG = "ray.log"
@@ -129,8 +127,8 @@ def run_search(study: StudyRun) -> StudyRun:
     return study
 
 
-def run_cells(study: StudyRun, began: float) -> None:
-    """Run the missing cells in a `session`, and record where the time since ``began`` went.
+def run_cells(study: StudyRun) -> None:
+    """Run the missing cells in a `session`.
 
     A cell that fails is recorded and does not stop the others. A cell whose process keeps dying is restarted
     for as long as it writes new checkpoints in between.
@@ -155,8 +153,6 @@ def run_cells(study: StudyRun, began: float) -> None:
                 # a process that dies cannot record it itself
                 cause = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
                 spec.folder.record_failure(TitansError(f"{cause}; see {study.path / LOG}"), study.commit)
-    record = timings(began, study.todo, study.root, study.concurrency)
-    write_json(study.path / TIMINGS, record)
 
 
 def _run_cell(space: dict[str, Any]) -> dict[str, Any]:

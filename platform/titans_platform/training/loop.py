@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
@@ -41,26 +41,6 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2
 """Number of batches to prefetch."""
-
-
-class Phases:
-    """Wall-clock seconds by phase. A nested phase is not counted in the outer one, so the phases add up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block as phase ``name``, without the phases nested in it."""
-        self._inner.append(0.0)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            taken = time.perf_counter() - started
-            self.seconds[name] += taken - self._inner.pop()
-            self._inner[-1] += taken
 
 
 class Stream(Protocol):
@@ -114,9 +94,8 @@ class Hooks:
     ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` are intervals in steps; 0 means never. A
     checkpoint is also due after step ``checkpoint_at`` and, with ``checkpoint_best``, after each validation
     with the lowest loss so far. Training stops early after ``patience`` validations without improvement.
-    ``validate()`` returns the validation loss, which is passed to ``on_step``. ``phases`` records the time
-    spent waiting for batches ("data wait") and in validation ("validate"). ``on_divergence(batch, error)``
-    saves the batch and returns a message with its path.
+    ``validate()`` returns the validation loss, which is passed to ``on_step``.
+    ``on_divergence(batch, error)`` saves the batch and returns a message with its path.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
@@ -129,7 +108,6 @@ class Hooks:
     telemetry_every: int = 0
     validate_every: int = 0
     patience: int = 0
-    phases: Phases = field(default_factory=Phases)
 
 
 @dataclass
@@ -198,8 +176,7 @@ class Trainer:
             while self.progress.step < last and not self._patience_exhausted(hooks):
                 number = self.progress.step + 1
                 started = time.perf_counter()
-                with hooks.phases.phase("data wait"):
-                    batch = next(batches)
+                batch = next(batches)
                 waited = time.perf_counter() - started
                 try:
                     metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
@@ -228,9 +205,8 @@ class Trainer:
 
     def _validated(self, hooks: Hooks) -> float:
         """Return the validation loss, averaged over ranks so that all agree on the best checkpoint."""
-        with hooks.phases.phase("validate"):
-            own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
-            loss = self._over_workers(own).item()
+        own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
+        loss = self._over_workers(own).item()
         lowest = self.progress.best_loss
         if hooks.checkpoint_best and (lowest is None or loss < lowest):
             self.progress.best_loss, self.progress.best_step = loss, self.progress.step
