@@ -39,7 +39,6 @@ from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, M
 from titans_platform.config import digest
 from titans_platform.errors import NotWritable, UsageError
 from titans_platform.files import write_error
-from titans_platform.text import flatten
 
 # alembic logs every migration, mlflow every table
 for _name in ("mlflow", "alembic"):
@@ -249,7 +248,7 @@ class TrackingStore:
             own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: cell}
             own |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self.client.create_run(self.experiment, tags=own, run_name=name).info.run_id
-            columns = [Param(name_of(k), str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
+            columns = [Param(name_of(k), str(v)[:_PARAM_LENGTH]) for k, v in (params or {}).items()]
             log_entries(self.client, run_id, params=columns)
             if config:
                 self.client.log_dict(run_id, dict(config), "config.json")

@@ -226,7 +226,7 @@ def run(
                 with session(study) as opened:
                     if opened.searching:
                         with live.searching(opened, console):
-                            study = opened = run_search(opened)
+                            study = opened = prepare(run_search(opened))
                     with live.running(opened, console):
                         run_cells(opened)
             table = report_study(study, console, link=bool(study.todo))
