@@ -127,10 +127,7 @@ class DataConfig(Frozen):
     seed: int = 0
     """Seed of generated data and of the train/validation split; the order of rows uses the run's seed."""
     store: str | None = None
-    """Folder of prepared shards: a path, s3://bucket/folder, gs://bucket/folder; None: `data/` under
-    --root. Not part of the run's hash."""
-    cache_gb: Annotated[float, Field(gt=0)] = 20.0
-    """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
+    """Folder of prepared shards; None: `data/` under --root. Not part of the run's hash."""
 
     @model_validator(mode="after")
     def _long_items_need_streams(self) -> DataConfig:

@@ -127,7 +127,7 @@ def test_half_written_folder_is_ignored_and_failure_leaves_nothing(texts, tmp_pa
 
 def shard_of(prepared) -> Path:
     source = prepared.sources[0]
-    return source.files.path / source.manifest.train.shards[0].file
+    return source.files / source.manifest.train.shards[0].file
 
 
 @pytest.mark.parametrize(("damage", "says"), [
