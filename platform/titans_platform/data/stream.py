@@ -61,16 +61,12 @@ class SourceOrder:
         for epoch in np.unique(epochs).tolist():
             in_epoch = np.flatnonzero(epochs == epoch)
             positions = drawn[in_epoch] - epoch * self.rows
-            which = self.window_of(epoch, positions)
+            starts = [window.first for window in self.windows(epoch)]
+            which = np.searchsorted(starts, positions, side="right") - 1
             for w in np.unique(which).tolist():
                 inside = which == w
-                first = self.windows(epoch)[w].first
-                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
+                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - starts[w]]
         return rows
-
-    def window_of(self, epoch: int, positions: Integers) -> Integers:
-        """Return the window of each position of an epoch."""
-        return np.searchsorted([w.first for w in self.windows(epoch)], positions, side="right") - 1
 
     def _windows(self, epoch: int) -> list[ShuffleWindow]:
         held = np.flatnonzero(self._counts)

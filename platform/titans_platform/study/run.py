@@ -10,10 +10,8 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-from titans_core.config import ModelConfig
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective, run_name
@@ -33,18 +31,11 @@ from titans_platform.text import flatten
 LOG = "ray.log"
 MAX_FAILURES = 3
 """Number of times that Tune restarts a trial whose process died without writing a new checkpoint."""
-MEMORY = "model.memory."
-ALWAYS = {
-    "variant": "model.variant",
-    "depth": f"{MEMORY}depth",
-    "chunk_size": f"{MEMORY}chunk_size",
-    "d_model": "model.d_model",
-    "layers": "model.n_layers",
-    "sequence_length": "data.sequence_length",
-    "steps": "optim.steps",
-    "global_batch_size": "optim.global_batch_size",
-    "lr": "optim.lr",
-}
+ALWAYS = (
+    "model.variant", "model.memory.depth", "model.memory.chunk_size", "model.d_model", "model.n_layers",
+    "data.sequence_length", "optim.steps", "optim.global_batch_size", "optim.lr",
+)  # fmt: skip
+"""Fields of the config that are params of every run in MLflow."""
 
 
 def prepare(study: StudyRun, progress: Progress | None = None) -> StudyRun:
@@ -90,7 +81,7 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
                     raise
         except BaseException:
             # a study that is done is closed with its table; this one would stay RUNNING
-            store.end(parent, "KILLED")
+            store.run(parent).close("KILLED")
             raise
         finally:
             end_orphaned_runs(store, parent, study.root)
@@ -265,32 +256,9 @@ def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> Run
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the MLflow params of a cell: row, seed, every study's fields, and the ones that ``rows`` change.
-
-    Fields of the neural memory are left out for a model without one.
-    """
-    memory = _has_memory(cell.config.model.model_copy(update={"n_layers": 1}).model_dump_json())
-    columns, config = fields(rows), flatten(cell.config.model_dump(mode="json"))
-    known = {field for field in config if memory or not field.startswith(MEMORY)}
-    named = {name: config[field] for name, field in columns.items() if field in known}
-    return {"row": cell.row, "seed": cell.seed} | named
-
-
-@cache
-def _has_memory(model: str) -> bool:
-    import torch
-
-    from titans_core import LanguageModel, NeuralMemory
-
-    with torch.device("meta"):
-        built = LanguageModel(ModelConfig.model_validate_json(model))
-    return any(isinstance(module, NeuralMemory) for module in built.modules())
-
-
-def fields(rows: Iterable[Row]) -> dict[str, str]:
-    """Config fields by column name: the field's last word, or all of it where two fields share the word."""
-    changed = dict.fromkeys(key for row in rows for key in flatten(row.set))
-    more = [key for key in changed if key not in ALWAYS.values()]
-    last = [key.rpartition(".")[2] for key in more]
-    unique = [word not in ALWAYS and last.count(word) == 1 for word in last]
-    return ALWAYS | {word if alone else key: key for word, key, alone in zip(last, more, unique, strict=True)}
+    """Return the params of a cell's run in MLflow: row, seed, the fields ``ALWAYS`` and what ``rows`` set."""
+    config = flatten(cell.config.model_dump(mode="json"))
+    fields = dict.fromkeys([*ALWAYS, *(field for row in rows for field in flatten(row.set))])
+    return {"row": cell.row, "seed": cell.seed} | {
+        field: config[field] for field in fields if field in config
+    }
