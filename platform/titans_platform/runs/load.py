@@ -21,7 +21,6 @@ from titans_platform.runs.folder import (
     TOKENIZER,
     Result,
     RunFolder,
-    folders_under,
 )
 from titans_platform.runs.spec import RunSpec, Start
 from titans_platform.text import flatten
@@ -142,7 +141,7 @@ def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[
 
 def find_run(run: str, root: Path) -> RunFolder:
     """Find a run by the beginning of its name or its MLflow run id. Raises UsageError: none, or several."""
-    folders = folders_under(root)
+    folders = [RunFolder(root, path.name) for path in sorted((root / "cells").glob("*")) if path.is_dir()]
     named = [folder for folder in folders if run and folder.name.startswith(run)]
     named = named or [f for f in folders if f.record().get("mlflow", {}).get("run_id") == run]
     if len(named) == 1:

@@ -259,6 +259,5 @@ def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
     """Return the params of a cell's run in MLflow: row, seed, the fields ``ALWAYS`` and what ``rows`` set."""
     config = flatten(cell.config.model_dump(mode="json"))
     fields = dict.fromkeys([*ALWAYS, *(field for row in rows for field in flatten(row.set))])
-    return {"row": cell.row, "seed": cell.seed} | {
-        field: config[field] for field in fields if field in config
-    }
+    named = {field: config[field] for field in fields if field in config}
+    return {"row": cell.row, "seed": cell.seed} | named
