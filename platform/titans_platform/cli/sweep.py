@@ -208,6 +208,7 @@ def run(
     from titans_platform.report.publish import make as report_study
     from titans_platform.runs.reporter import send_left
     from titans_platform.study.run import prepare, run_cells, run_search, session
+    from titans_platform.study.search import search_lines
     from titans_platform.tracking import check_store
 
     with joined(study.root):
@@ -230,7 +231,8 @@ def run(
                     with live.running(opened, console):
                         run_cells(opened)
             table = report_study(study, console, link=bool(study.todo))
-        for line in send_left(study.root) if study.todo else ():
+        state = search_lines(study.search.record()) if study.search else []
+        for line in [*state, *(send_left(study.root) if study.todo else ())]:
             live.say(console, line)
     return _exit_code(table, as_json)
 
