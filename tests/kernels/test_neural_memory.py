@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import NATIVE, Case, assert_same
+from tests.kernels.cases import PARALLEL, Case
 from titans_kernels import neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import chunked
@@ -24,15 +24,14 @@ def lengths(depth: int, chunk_size: int) -> list[int]:
 
 @pytest.mark.parametrize("chunk_size", [1, 7, 16, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_chunked_is_the_recurrence(depth, chunk_size):
+def test_parallel_forms_are_the_recurrence(depth, chunk_size):
     for T, bound in product(lengths(depth, chunk_size), (None, 0.5)):
-        Case(T, depth).check("chunked", chunk_size=chunk_size, surprise_bound=bound)
+        Case(T, depth).check(*PARALLEL, chunk_size=chunk_size, surprise_bound=bound)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("edge", list(product((0.0, 1.0), repeat=2)))
-@pytest.mark.parametrize("backend", ["chunked", NATIVE])
-def test_gates_at_an_end_everywhere(edge, backend):
+def test_gates_at_an_end_everywhere(edge):
     for depth, (b, theta), chunks in product((1, 3), ((1, 1.0), (7, 0.5), (16, 0.1), (64, 0.005)), (1, 2)):
         case, options = Case(b * chunks, depth), {"chunk_size": b}
         options["surprise_bound"] = 0.5 if chunks == 1 else None
@@ -41,8 +40,7 @@ def test_gates_at_an_end_everywhere(edge, backend):
                 gate.fill_(value)
             for steps in (case.tokens[5], *case.state.momentum):
                 steps.mul_(theta)
-        expected = case.whole(backend="reference", **options)
-        assert_same(expected, case.whole(backend=backend, **options), case.leaves)
+        case.check(*PARALLEL, **options)
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels.cases import Case, assert_same, needs_compiler
+from tests.kernels.cases import PARALLEL, Case, assert_same, needs_compiler
 from titans_kernels import Extension, MemoryState, Residual, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.options import Options
-from titans_kernels.native import library
 
 KINDS = ["none", "input", "norm"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -23,8 +22,7 @@ CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)
 
 def parallel(groups: int | tuple | None) -> list[str]:
     """Parallel forms that support a case."""
-    compiled = groups is None and library(torch.float64) is not None
-    return ["chunked", *(["native"] if compiled else [])]
+    return PARALLEL if groups is None else ["chunked"]
 
 
 GATES = [(4, 4, 4), (None, 4, None), (None, None, 4), (2, None, 2)]
