@@ -12,7 +12,7 @@ import torch
 from titans_kernels import supports
 from titans_kernels.bench.shapes import SHAPES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}

@@ -48,7 +48,8 @@ def test_page_has_no_links_escapes_the_text_and_marks_the_position(inspected, va
     html = page(inspected[variant], "a & b.txt", position=70, warning="memory out of range")
     assert not re.search(r"https?://(?!www\.w3\.org)|<(a|link|img|iframe)\b", html)
     assert html.count("<script") == 2
-    assert "<b>" not in html
+    assert f"a <{variant}>" not in html
+    assert ">&lt;</span>" in html
     (chosen,) = re.findall(r"<span[^>]*chosen[^>]*>", html)
     assert 'data-i="70"' in chosen
     # gates and errors of two memories
