@@ -171,18 +171,16 @@ def two_rows(call: Any, T: int = 192) -> tuple[Tensor, Any]:
 def differences(variant: str, window: int = 24) -> dict[str, float]:
     """Workers that share each of two rows in turn, the second with one stream reset, in float64.
 
-    On rank 0 the losses, gradients and carried state of all of them against a single worker's.
+    The losses, gradients and carried state of all of them together against those of a single worker.
     """
-    shared = parts_model(variant, window)
+    shared, alone = parts_model(variant, window), parts_model(variant, window)
     losses, state = two_rows(SequenceParallel(shared))
-    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in shared.parameters()]
-    for reduced in (losses, *gradients):
-        dist.all_reduce(reduced)
-    if dist.get_rank():
-        return {}
-    expected, state_of_one = two_rows(alone := parts_model(variant, window))
+    dist.all_reduce(losses)
+    expected, state_of_one = two_rows(alone)
     relative = []
-    for own, q in zip(gradients, alone.parameters(), strict=True):
+    for p, q in zip(shared.parameters(), alone.parameters(), strict=True):
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(own)
         wanted = torch.zeros_like(q) if q.grad is None else q.grad
         relative.append(((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item())
     pairs = zip(tree_leaves(state), tree_leaves(state_of_one), strict=True)
