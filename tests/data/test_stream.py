@@ -94,15 +94,6 @@ def test_workers_share_the_same_global_batch(mixed, world_size):
                 assert torch.equal(part, all_rows[rank::world_size])
 
 
-@pytest.mark.parametrize(("weights", "counts"), [
-    ([1.0], [1]), ([1.0, 3.0], [1, 3]), ([0.7, 0.3], [7, 3]), ([0.1, 0.2, 0.7], [1, 2, 7]),
-    ([2.0, 0.0], [1, 0]),
-])  # fmt: skip
-def test_interleave_counts(weights, counts):
-    order = interleave(weights)
-    assert [order.count(i) for i in range(len(weights))] == counts
-
-
 def test_interleaving_spreads_weights_and_shuffling_is_fixed():
     order = interleave([1.0, 1.0, 2.0])
     assert ([order.count(i) for i in range(3)], order[0]) == ([1, 1, 2], 2)

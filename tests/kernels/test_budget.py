@@ -4,7 +4,7 @@ Shapes: B rows, T tokens, H heads, D key width.
 """
 
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 
 import pytest
 import torch
@@ -72,8 +72,9 @@ def definition(
 
 
 @pytest.mark.parametrize("form", [NATIVE, "pytorch"])
-@pytest.mark.parametrize(("shape", "chunk_size", "borders"), CASES)
-@pytest.mark.parametrize("limit", [1.0, 0.6, 2.0])
+@pytest.mark.parametrize(("limit", "shape", "chunk_size", "borders"), [
+    *((1.0, *case) for case in CASES), *((limit, *case) for limit in (0.6, 2.0) for case in CASES[2::3]),
+])  # fmt: skip
 def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, limit, monkeypatch):
     if form == "pytorch":
         monkeypatch.setattr(budget, "serves", lambda *tensors: False)
@@ -153,17 +154,6 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(partial(write_budget, chunk_size=4), leaves)
 
 
-def test_a_token_looks_at_earlier_tokens_of_its_chunk_alone():
-    leaves = inputs(1, 20, 1, 4)
-    limited = write_budget(*leaves, 8)
-    in_part = (limited > 0) & (limited < leaves[2])
-    t = next(t for t in range(10, 16) if in_part[0, t, 0])
-    for grad in torch.autograd.grad(limited[0, t, 0], leaves):
-        assert grad[0, 8:t].any()  # of theta too: an earlier step that is not limited
-        assert not grad[0, :8].any()
-        assert not grad[0, t + 1 :].any()
-
-
 def test_steps_that_fit_are_left_and_a_repeated_key_is_written_one_full_step():
     k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
     eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
@@ -214,13 +204,6 @@ def test_steps_of_a_cut_chunk_equal_those_of_the_whole(limit):
         grads = [torch.autograd.grad(x.square().sum(), (k, eta, theta), retain_graph=True)
                  for x in (actual, expected[:, cut:])]  # fmt: skip
         same(*grads)
-
-
-def test_packed_documents_are_each_alone():
-    k, eta, theta = inputs(1, 23, 2, 3)
-    limited = write_budget(k, eta, theta, 5, torch.tensor([0, 7, 7, 8, 23]))
-    for start, end in ((0, 7), (7, 8), (8, 23)):
-        same(limited[:, start:end], write_budget(*(x[:, start:end] for x in (k, eta, theta)), 5))
 
 
 @pytest.mark.slow
@@ -294,8 +277,11 @@ def largest_errors(depth: int, chunk_size: int, *, limit: float | None, T: int =
     return worst.view(rows, len(ETAS), len(THETAS))
 
 
-@pytest.mark.parametrize("chunk_size", [1, 16, 64])
-@pytest.mark.parametrize(("limit", "depth"), list(product(LARGEST, (1, 2, 3, 4))))
+# a token a chunk takes seconds
+@pytest.mark.parametrize(("limit", "depth", "chunk_size"), [
+    *((1.0, depth, 16) for depth in (1, 2, 3, 4)), *((2.0, depth, 64) for depth in (1, 2, 3, 4)),
+    (1.0, 3, 64), (2.0, 4, 16), (1.0, 4, 1), (2.0, 2, 1),
+])  # fmt: skip
 def test_no_token_breaks_the_memory(limit, depth, chunk_size):
     result = largest_errors(depth, chunk_size, limit=limit)
     worst = dict(zip(ATTACKS, result.amax((1, 2)).tolist(), strict=True))
