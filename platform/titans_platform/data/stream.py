@@ -181,6 +181,10 @@ class RowStream:
         which, rows = self._drawn(step)
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
+    def sources_of(self, step: int) -> Integers:
+        """[B] the source of each row of the global batch."""
+        return self._drawn(step)[0]
+
     def _drawn(self, step: int) -> tuple[Integers, Integers]:
         """Return the source and the row of each sample of a step."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
@@ -318,6 +322,10 @@ class Streams:
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
             source.train.max_open = max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN))
+
+    def sources_of(self, step: int) -> Integers:
+        """[B] the source of each stream of the step's group."""
+        return self.source
 
     def rows(self, step: int) -> Integers:
         """[B] the row of its source that each stream of the step's group is at."""

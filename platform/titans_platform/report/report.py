@@ -65,7 +65,8 @@ class StudyReport:
     """Columns that the paper has numbers for."""
     best: Mapping[str, set[str]]
     """The best rows of each column."""
-    chance: Mapping[str, str]
+    levels: Mapping[str, Mapping[str, str]]
+    """`chance` and, where it is another, `floor`: the text of each column."""
     bold_note: str
     notes: tuple[str, ...]
     marks: Mapping[str, str]
@@ -114,12 +115,17 @@ def build_report(
     comparisons, entries = compare(table), [item for row in table.rows for item in row.entries.items()]
     references = ", ".join(row.row.name for row in table.rows if row.row.reference)
     left_out = f"; {references} left out, for reference only" if references else ""
+    levels = {
+        name: {key: number(level.get(key), c.decimals) for key, c in table.columns.items()}
+        for name, level in (("chance", table.chance), ("floor", table.floors))
+        if level and (name == "chance" or level != table.chance)
+    }  # fmt: skip
     return StudyReport(
         table=table, title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
         paper_columns=frozenset(key for key, entry in entries if entry.paper is not None),
         best={key: best_rows(table, key) for key in table.columns},
-        chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
-        bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
+        levels=levels,
+        bold_note=f"Bold: the best row of a column, where it is better than its floor{left_out}.",
         notes=(*_notes(table, marks, only), *search_lines(search)), marks=marks,
         comparisons=tuple(comparisons),
         sections=tuple(filter(None, [verdict(comparisons, table)])),
@@ -158,6 +164,11 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
             # a scale may have fewer columns than the study
             if key in table.columns:
                 lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
+    if table.floors != table.chance:
+        what = "n-grams of the text trained on, the best heuristic of a generated task, or chance"
+        lines.append(
+            f"Floor: {what}. In parentheses: not better than the floor; such a number counts in no verdict."
+        )
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
@@ -23,6 +24,7 @@ from titans_kernels import forms_used
 from titans_platform.config import TaskConfig
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
+from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
@@ -256,11 +258,14 @@ class Worker:
             telemetry_every=max(1, cfg.optim.steps // DETAILED),
         )
 
-    def _measure(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def _measure(self, trainer: Trainer, columns: Mapping[str, Any], floors: bool = False) -> dict[str, Any]:
         """Evaluate these columns. Collective: every worker gets the same values."""
         config = self.cfg.eval.model_copy(update={"columns": columns})
         length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
-        return evaluate(trainer.model, self.data, config, length, device=trainer.device, precision=precision)
+        of = {"device": trainer.device, "precision": precision}
+        if floors:
+            of["ngrams"] = partial(count_text, self.data, self.cfg)
+        return evaluate(trainer.model, self.data, config, length, **of)
 
     def _validation_loss(self, trainer: Trainer) -> float:
         """Return the loss on held-out rows."""
@@ -274,7 +279,7 @@ class Worker:
         if self.cfg.eval.at == "best" and (best := trainer.progress.best_step):
             point = checkpoint.at_step(self.spec.folder.path / CHECKPOINTS, best)
             checkpoint.load_model(point, trainer.model)
-        measured = self._measure(trainer, self.cfg.eval.columns)
+        measured = self._measure(trainer, self.cfg.eval.columns, floors=True)
         if not self.reporter:
             return {}
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
