@@ -14,7 +14,7 @@ def reports(tmp_path_factory):
     return {name: pictures.built(name, tmp_path_factory.mktemp(name)) for name in pictures.STUDIES}
 
 
-@pytest.mark.parametrize("path", pictures.DOCS.glob("*.png"), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(pictures.DOCS.glob("*.png")), ids=lambda path: path.name)
 def test_picture_shows_the_numbers_of_today(path, reports):
     report = reports.get(path.stem, reports[pictures.PAGE])
     assert path.stem in reports or path.name in pictures.SCREENS
