@@ -14,7 +14,7 @@ from titans_core.config import Frozen, ModelConfig, PositiveInt
 from titans_kernels.registry import source_file
 from titans_platform.errors import UsageError
 from titans_platform.files import hash_of, read_json
-from titans_platform.text import texts
+from titans_platform.text import flatten, texts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -360,7 +360,8 @@ def _sources(value: Any) -> dict[str, str]:
 
 def hashes_of(options: Any) -> dict[str, str]:
     """Return the hash of each file or folder of files whose path is in the options of tasks."""
-    names = (Path(text) for text in texts(options) if "/" in text or "." in text)
+    named = ((key.rpartition(".")[2], text) for key, leaf in flatten(options).items() for text in texts(leaf))
+    names = (Path(text) for key, text in named if key in ("path", "books") or "/" in text or "." in text)
     # a folder around the runs themselves never stays the same
     known = (name for name in names if name.exists() and not Path.cwd().is_relative_to(name.resolve()))
     below = {str(name): sorted(name.rglob("*")) if name.is_dir() else [name] for name in known}

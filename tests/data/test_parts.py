@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 
 import titans_platform.config
@@ -152,6 +151,7 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
         return Records({"text": f"record {i} of the dataset"} for i in range(80))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.HubSource, "_files", lambda self, revision: [])
     monkeypatch.setattr(sources.HubSource, "_newest", lambda self: "c0ffee")
     source = {"kind": "hub", "dataset": "some/corpus"}
     prepared = prepare(config(source), tmp_path, run=by_processes(1))
@@ -161,17 +161,6 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     assert (manifest.source["dataset"], manifest.tokenizer) == ("some/corpus", "byte")
     pinned = prepare(config(source | {"revision": "v1"}), tmp_path, run=by_processes(1))
     assert pinned.sources[0].manifest.revision == "v1"
-
-
-def test_arrow_files_and_urls(tmp_path):
-    table = pa.table({"text": ["one record", "another record"]})
-    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    for path in (tmp_path / "t.arrow", f"file://{tmp_path}/*.arrow"):
-        prepared = prepare(config({"kind": "files", "path": str(path)}, sequence_length=4), tmp_path / "root")
-        assert tokens(prepared) == len("one record") + len("another record") + 2
-    with pytest.raises(UsageError, match=r"^data\.sources\.0\.path: no file, folder or match for file://"):
-        prepare(config({"kind": "files", "path": f"file://{tmp_path}/none*.txt"}), tmp_path / "root")
 
 
 @pytest.fixture

@@ -12,10 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.data.small import config
-from titans_platform.config import SourceConfig
 from titans_platform.data import PreparedData, prepare, sources
-from titans_platform.data.encode import split_documents
-from titans_platform.data.sources import CORPUS, Document, FilesSource
+from titans_platform.data.encode import _pieces, split_documents
+from titans_platform.data.sources import CORPUS, Document
 from titans_platform.errors import UsageError
 
 
@@ -145,6 +144,7 @@ def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeyp
             yield {"content": "0123456789" * 100}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.HubSource, "_files", lambda self, revision: [])
     source = {
         "kind": "hub", "dataset": "some/corpus", "subset": "10BT", "split": "train", "text_field": "content",
         "max_tokens": 5000,
@@ -194,24 +194,6 @@ def test_bad_files_are_named_in_one_line(tmp_path, capfd, name, content, says):
         prepare(config({"kind": "files", "path": str(tmp_path / name)}), tmp_path / "root")
     assert "\n" not in str(error.value)
     assert capfd.readouterr().err == "", "the library says nothing beside"
-
-
-def test_edited_file_is_another_source_and_local_files_make_no_request(tmp_path, monkeypatch):
-    path = tmp_path / "t.txt"
-    path.write_text("before")
-    source = FilesSource(SourceConfig(kind="files", path=str(path)), "data.sources.0", tmp_path)
-    before = source.identity()
-    path.write_text("after!")
-    os.utime(path, ns=(1, 1))
-    assert source.identity() != before
-    # the library counts loads by a request to its server, for local files too
-    import datasets.load
-
-    asked = []
-    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
-    before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
-    assert (asked, before) == ([], datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
 
 
 @pytest.mark.slow

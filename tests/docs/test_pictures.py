@@ -12,18 +12,20 @@ from tools import figure_designs, pictures
 
 
 @pytest.fixture(scope="module")
-def report(tmp_path_factory):
-    return pictures.built(tmp_path_factory.mktemp("root"))
+def reports(tmp_path_factory):
+    return {name: pictures.built(name, tmp_path_factory.mktemp(name)) for name in pictures.STUDIES}
 
 
-@pytest.mark.parametrize("name", [pictures.FIGURE, *pictures.SCREENS])
-def test_picture_shows_the_numbers_of_today(name, report):
-    with Image.open(pictures.DOCS / name) as image:
+@pytest.mark.parametrize("path", sorted(pictures.DOCS.glob("*.png")), ids=lambda path: path.name)
+def test_picture_shows_the_numbers_of_today(path, reports):
+    report = reports.get(path.stem, reports[pictures.PAGE])
+    assert path.stem in reports or path.name in pictures.SCREENS
+    with Image.open(path) as image:
         assert image.info[pictures.KEY] == pictures.fingerprint(report), "run: python -m tools.pictures"
 
 
-def test_pages_print_the_verdicts_of_the_pictures(report):
-    verdict = tally(report.comparisons)
+def test_pages_print_the_verdicts_of_the_pictures(reports):
+    verdict = tally(reports[pictures.PAGE].comparisons)
     assert verdict in " ".join((pictures.DOCS / "results.md").read_text("utf-8").split())
     readme = " ".join((pictures.TOP / "README.md").read_text("utf-8").split())
     before, _, after = readme.partition(" comparisons with the LMM")

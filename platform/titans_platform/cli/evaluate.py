@@ -152,6 +152,7 @@ def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -
 
     With ``other_data``, its sources as they are now.
     """
+    from titans_platform.config import hashes_of
     from titans_platform.data import NotPrepared
     from titans_platform.objectives.base import DataChanged
     from titans_platform.runs.folder import RunFolder
@@ -159,9 +160,12 @@ def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -
     if other_data:
         return objective.prepare(root)
     folder = RunFolder(point.parents[3], point.parents[1].name)
-    result = folder.shown_result()
+    result, then = folder.shown_result(), folder.record().get("files", {})
     trained = folder.record().get("data") or (result.data_fingerprint if result else "")
     try:
+        for name, now in hashes_of(objective.cfg.eval.model_dump(mode="json")).items():
+            if then.get(name, now) != now:
+                raise DataChanged(f"eval.columns: {name} has changed since the run began")
         return objective.reopen(root, trained)
     except (DataChanged, NotPrepared) as error:
         fix = "--other-data prepares and evaluates on what its sources hold now, which it may have trained on"

@@ -195,13 +195,13 @@ class RunFolder:
         stale = self.record().get("stale")
         return self.result() or (Result.model_validate(stale) if stale else None)
 
-    def keep_data(self, data: Any) -> None:
-        """Record the fingerprint of the run's data, and keep a copy of its tokenizer's file."""
+    def keep_data(self, data: Any, files: Mapping[str, str]) -> None:
+        """Record the data's fingerprint and the hashes of its tasks' files; copy its tokenizer's file."""
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer and tokenizer.path:
             kept = self.path / f"{TOKENIZER}{tokenizer.path.suffix}"
             write_bytes(kept, tokenizer.path.read_bytes())
-        self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint)
+        self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint, files=files)
 
     def failure(self) -> dict[str, Any] | None:
         """Return the last attempt's failure (keys reason, trace, time, commit), or None."""
