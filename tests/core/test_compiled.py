@@ -23,7 +23,8 @@ def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageMod
 
 
 # MAC has what is in LMM, MAG and MAL; a setting or a stack of blocks that compile adds a nightly case
-NIGHTLY = set("based deltanet gated_deltanet gated_deltanet_h2 lmm mag mal samba ttt_mlp".split())
+NIGHTLY = {"based", "deltanet", "gated_deltanet", "gated_deltanet_h2"}
+NIGHTLY |= {"lmm", "mag", "mal", "samba", "ttt_mlp"}
 nightly = lambda variants, some: [  # noqa: E731
     pytest.param(v, marks=pytest.mark.nightly if v in some else ()) for v in variants
 ]
