@@ -13,7 +13,7 @@ import pytest
 
 from tests.data.small import config
 from titans_platform.data import PreparedData, prepare, sources
-from titans_platform.data.encode import _pieces, split_documents
+from titans_platform.data.encode import split_documents
 from titans_platform.data.sources import CORPUS, Document
 from titans_platform.errors import UsageError
 
