@@ -1,4 +1,4 @@
-"""Pictures in docs/, the figure of the designs, and the loop of docs/method.md are those of their sources."""
+"""Pictures in docs/, the figure of the designs, and the loop of docs/method.md equal their sources."""
 
 import inspect
 import re

@@ -171,7 +171,7 @@ def two_rows(call: Any, T: int = 192) -> tuple[Tensor, Any]:
 def differences(variant: str, window: int = 24) -> dict[str, float]:
     """Workers that share each of two rows in turn, the second with one stream reset, in float64.
 
-    The losses, gradients and carried state of all of them together against those of a single worker.
+    The losses, gradients and carried state of all of them together equal a single worker's.
     """
     shared, alone = parts_model(variant, window), parts_model(variant, window)
     losses, state = two_rows(SequenceParallel(shared))
