@@ -4,8 +4,7 @@ Shapes: B rows, T tokens, H heads, D key width.
 """
 
 from functools import partial
-from itertools import product
-from itertools import pairwise
+from itertools import pairwise, product
 
 import pytest
 import torch
