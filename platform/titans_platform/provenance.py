@@ -65,7 +65,7 @@ def shipped() -> Path:
 
 @functools.cache
 def commit() -> str:
-    """Return the last commit that changed code: 40 hex digits, with `-dirty` if files have changed since.
+    """Return the last commit of code or studies: 40 hex digits, with `-dirty` if files have changed since.
 
     Commits that change only documentation are skipped: they make no result stale. `unknown` outside git.
     """
@@ -80,7 +80,9 @@ def commit_of_tree(tree: Path) -> str:
     try:
         if Path(_git(tree, "rev-parse", "--show-toplevel")).resolve() != tree.resolve():
             return "unknown"
-        code = ["kernels", "titans_core", "platform"]
+        # a study's expectations and rates are part of what its numbers mean
+        studies = ["sweeps", ":(glob)experiments/**/*.yaml", ":(glob)experiments/**/*.py"]
+        code = ["kernels", "titans_core", "platform", *studies]
         head = _git(tree, "log", "-1", "--format=%H", "--", *code) or "unknown"
         changed = _git(tree, "status", "--porcelain", "--untracked-files=no", "--", *code)
     except (OSError, subprocess.SubprocessError):

@@ -205,6 +205,11 @@ def test_commit_of_a_tree_its_changes_and_its_wheel(tree, tmp_path):
     (tree / "README.md").write_text("new")
     (tree / "platform" / "untracked.py").write_text("")
     assert provenance.commit_of_tree(tree) == head
+    study = tree / "sweeps" / "ablation.yaml"
+    text = study.read_text()
+    study.write_text(f"{text}\n# another expectation\n")
+    assert provenance.commit_of_tree(tree) == f"{head}-dirty"
+    study.write_text(text)
     (tree / "titans_core" / "config.py").write_text("")
     assert provenance.commit_of_tree(tree) == f"{head}-dirty"
     assert provenance.commit_of_tree(tree / "platform") == "unknown"

@@ -30,7 +30,9 @@ Keys = Sequence[str] | None
 """Some of the table's columns; None: all."""
 SHORTEST = 12
 """Minimum width of a row's name in a terminal, where longer ones are wrapped."""
-CELL = ("cell", "seed", "commit", "mlflow_run_id", "train_seconds", "eval_seconds", "tokens")
+CELL = (
+    "cell", "seed", "commit", "mlflow_run_id", "finished", "train_seconds", "eval_seconds", "tokens",
+)  # fmt: skip
 
 
 def tables(report: StudyReport) -> dict[str, str]:
@@ -51,6 +53,7 @@ def tables(report: StudyReport) -> dict[str, str]:
         for result in row.results:
             # the cell's own row, where a row of the table joins several
             line = {"row": result.row or row.row.name, **{name: getattr(result, name) for name in CELL}}
+            line["lr"] = result.config.get("optim", {}).get("lr")
             for key, column in columns.items():
                 value = result.columns.get(key)
                 line[column.titled(key)] = None if value is None else column.factor * value

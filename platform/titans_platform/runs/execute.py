@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 from typing import Any, overload
@@ -303,6 +304,7 @@ class Worker:
             parameters=model.num_parameters(),
             state_bytes=model.state_bytes(cfg.data.sequence_length),
             peak_rss_bytes=peak_rss(),
+            finished=datetime.now(UTC).isoformat(timespec="seconds"),
             train_seconds=progress.seconds,
             eval_seconds=time.perf_counter() - started,
             tokens=progress.step * trainer.tokens_per_step,

@@ -81,6 +81,8 @@ class Result(Measures):
     parameters: int | None = None
     state_bytes: int | None = None
     """Bytes of the state of one sequence after ``data.sequence_length`` tokens."""
+    finished: str = ""
+    """When the run was measured, UTC."""
     train_seconds: float = 0.0
     eval_seconds: float = 0.0
     peak_rss_bytes: int | None = None
