@@ -113,7 +113,6 @@ class Segments(NamedTuple):
     """[M] token of the flattened batch in each place; beyond the batch, a spare token."""
     place: Tensor
     """[M] the inverse of ``order``."""
-    spare: bool = False
 
     @staticmethod
     def of(documents: Documents, size: int, spare: bool = False) -> Segments:
@@ -141,7 +140,7 @@ class Segments(NamedTuple):
             borders.append(F.pad(ends, (1, 0)).int())
         whole = torch.cat(order)
         steps = tuple(Documents.between(x.to(device))._replace(part=size) for x in borders)
-        segments = Segments(steps, whole.to(device), whole.argsort().to(device), spare)
+        segments = Segments(steps, whole.to(device), whole.argsort().to(device))
         if spare:
             for x in (x for step in steps for x in step if isinstance(x, Tensor)):
                 torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1)

@@ -1,4 +1,4 @@
-"""Activations that a block saves for its backward pass, measured on fake tensors: no GPU, no data.
+"""Activations that a block saves for its backward pass, and FLOPs: without a GPU, without data.
 
 torch.compile traces one block as a GPU would train it: float32 parameters, autocast, the kernels of the
 memory as operators. Inductor's partitioner (min-cut) divides forward and backward; what the backward takes
@@ -7,7 +7,10 @@ from the forward, parameters aside, is saved.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
+from itertools import pairwise
+from math import prod
 from typing import Any, Literal, NamedTuple
 from unittest import mock
 
@@ -21,6 +24,7 @@ from titans_core.blocks import Positions, resolve
 from titans_core.blocks.base import Recompute
 from titans_core.config import ModelConfig
 from titans_core.documents import Documents
+from titans_kernels.bench.shapes import flops
 from titans_kernels.memory.options import as_on_gpu
 
 Precision = Literal["fp32", "bf16"]
@@ -131,6 +135,40 @@ def trace(
         with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
             block(x, None, Positions(torch.arange(length)[None], packed))
     return traced[0]
+
+
+def forward_flops(call: Callable[[], Any]) -> int:
+    """Return the floating-point operations of a forward pass on the meta device, as on a GPU.
+
+    Counts matrix products, the memory's too, and attention to the keys within its window; causal attention in
+    full, as is usual. Weights in bfloat16 take flash attention.
+    """
+    # imports the compiler, which takes seconds
+    import torch.nn.attention.varlen
+    from torch.utils.flop_counter import FlopCounterMode
+
+    import titans_kernels.memory.forms.triton.op  # noqa: F401
+
+    ours, formulas = torch.ops.titans, {torch.ops.torch_attn._varlen_attn: _attention_flops}
+    formulas |= {ours.memory_triton: _memory_flops, ours.memory_chunked: _memory_flops}
+    with as_on_gpu(), FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+        call()
+    return counter.get_total_flops()
+
+
+def _memory_flops(q: Any, k: Any, v: Any, alpha: Any, eta: Any, theta: Any, *args: Any, **_: Any) -> int:
+    """Operations of a call of the memory, from the shapes of its arguments."""
+    if isinstance(args[0], list):  # weights of `memory_chunked`
+        pairs, chunk_size = [W[-2:] for W in args[0]], args[4]
+    else:  # of `memory_triton`
+        pairs, chunk_size = list(pairwise(args[3])), args[4]
+    return prod(q[:3]) * flops(pairs, chunk_size)["forward"]
+
+
+def _attention_flops(q: Any, k: Any, v: Any, *args: Any, **_: Any) -> int:
+    """Operations of a call of varlen attention [tokens, H, E], from its shapes and its window."""
+    left = args[6][0]
+    return 4 * prod(q) * (args[3] if left < 0 else min(args[3], left + 1))
 
 
 def size_of(value: Any) -> int:

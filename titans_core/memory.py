@@ -135,7 +135,6 @@ class NeuralMemory(Projections):
         x_BTD: Tensor,
         cache: MemoryCache | None = None,
         documents: Documents | None = None,
-        padded: bool = False,
     ) -> tuple[Tensor, MemoryCache | None]:
         """Write and read each token: y_t = M_t(q_t) (eqs. 11-15), normalised, gated and projected.
 
@@ -144,7 +143,6 @@ class NeuralMemory(Projections):
             cache: from `start` or an earlier call, after any token; None starts from the initial weights.
             documents: borders of packed documents. Each starts from ``cache``, which must then be a single
                 state on a chunk border, such as ``start(1)``.
-            padded: rows may end in padding, which telemetry must not count.
 
         Returns:
             [B, T, D] and the cache after the last token, None when packed.
@@ -152,7 +150,7 @@ class NeuralMemory(Projections):
         Raises:
             ValueError: there is no row or no token, or packed documents cannot start from ``cache``.
         """
-        y, *_, cache = self.retrieve(x_BTD, cache, documents, padded)
+        y, *_, cache = self.retrieve(x_BTD, cache, documents)
         return self.output(y, x_BTD), cache
 
     def retrieve(
@@ -160,15 +158,14 @@ class NeuralMemory(Projections):
         x_BTD: Tensor,
         cache: MemoryCache | None = None,
         documents: Documents | None = None,
-        padded: bool = False,
     ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
         """Run `forward` up to the read: return y [B, T, H, E], queries, what was written, and the cache."""
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
-            return self._packed(x_BTD, cache or self.start(1), documents, padded)
+            return self._packed(x_BTD, cache or self.start(1), documents)
         cache = cache or self.start(x_BTD.shape[0])
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
-        y, cache = self._write(q, writes, cache, record=not padded)
+        y, cache = self._write(q, writes, cache)
         return y, q, writes, cache._replace(conv_state=conv_state)
 
     def read(
@@ -322,10 +319,10 @@ class NeuralMemory(Projections):
         return tuple(gate[:, -1:].clone() for gate in writes[2:])
 
     def _packed(
-        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents, padded: bool
+        self, x_BTD: Tensor, cache: MemoryCache, documents: Documents
     ) -> tuple[Tensor, Tensor, Writes, MemoryCache | None]:
         if documents.part:
-            return self._packed_parts(x_BTD, cache, documents, padded)
+            return self._packed_parts(x_BTD, cache, documents)
         _check_packed_start(cache)
         conv_state = {name: inputs[:1] for name, inputs in cache.conv_state.items()}
         q, writes, _ = self._project_tokens(x_BTD, conv_state, documents)
@@ -337,15 +334,13 @@ class NeuralMemory(Projections):
         return y[0].view(*x_BTD.shape[:2], *y.shape[2:]), q, writes, None
 
     def _packed_parts(
-        self, x_1TD: Tensor, cache: MemoryCache, documents: Documents, padded: bool
+        self, x_1TD: Tensor, cache: MemoryCache, documents: Documents
     ) -> tuple[Tensor, Tensor, Writes, MemoryCache]:
         """Parts of documents in one row, from a state of each or one of all; returns the state after each."""
         q, writes, conv_state = self._project_tokens(x_1TD, cache.conv_state, documents)
         N, (weights, momentum) = len(documents.cu_seqlens) - 1, cache.start
         state = MemoryState(tuple(W.expand(N, -1, -1, -1) for W in weights), momentum)
-        y, after = self._run_operator(
-            q, self._per_chunk(writes, documents), state, documents.cu_seqlens, record=not padded
-        )
+        y, after = self._run_operator(q, self._per_chunk(writes, documents), state, documents.cu_seqlens)
         memory = DecodeState.of(after)
         memory = memory if self.carries_momentum else _without_momentum(memory)
         return y, q, writes, MemoryCache(memory, conv_state)
@@ -378,14 +373,12 @@ class NeuralMemory(Projections):
         )
         return theta, torch.cat([*cache.steps, steps.transpose(1, 2)], 2)
 
-    def _write(
-        self, q: Tensor, writes: Writes, cache: MemoryCache, record: bool
-    ) -> tuple[Tensor, MemoryCache]:
+    def _write(self, q: Tensor, writes: Writes, cache: MemoryCache) -> tuple[Tensor, MemoryCache]:
         writes = self._per_chunk(writes, cache=cache)
         y, after = self.extend(q, writes, cache)
         if self.watcher is not None:
             self.watcher.on_write(q, writes, cache, after)
-        if self.recorder is not None and record:
+        if self.recorder is not None:
             self.recorder.on_update(
                 self, lambda q: self.extend(q, writes, cache)[0], writes, after.memory.memory(), None
             )

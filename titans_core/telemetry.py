@@ -112,14 +112,20 @@ def out_of_range(seen: dict[str, float], limits: dict[str, float]) -> str | None
 def record(model: nn.Module) -> Iterator[Telemetry]:
     """``with record(model) as telemetry: model(tokens)``, then ``telemetry.summary()``.
 
-    Costs one more pass of the memories.
+    Costs one more pass of the memories. Compiled blocks run eagerly meanwhile.
     """
     seen = Telemetry()
     memories = [m for m in model.modules() if isinstance(m, NeuralMemory)]
+    # a compiled block that recomputes may not append to a list, and MAC's has spare tokens
+    compiled = [(m, m._compiled_call_impl) for m in model.modules() if m._compiled_call_impl is not None]
+    for block, _ in compiled:
+        block._compiled_call_impl = None
     for memory in memories:
         memory.recorder = seen
     try:
         yield seen
     finally:
+        for block, call in compiled:
+            block._compiled_call_impl = call
         for memory in memories:
             memory.recorder = None

@@ -127,10 +127,7 @@ class DataConfig(Frozen):
     seed: int = 0
     """Seed of generated data and of the train/validation split; the order of rows uses the run's seed."""
     store: str | None = None
-    """Folder of prepared shards: a path, s3://bucket/folder, gs://bucket/folder; None: `data/` under
-    --root. Not part of the run's hash."""
-    cache_gb: Annotated[float, Field(gt=0)] = 20.0
-    """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
+    """Folder of prepared shards; None: `data/` under --root. Not part of the run's hash."""
 
     @model_validator(mode="after")
     def _long_items_need_streams(self) -> DataConfig:
@@ -182,11 +179,6 @@ class OptimConfig(Frozen):
     beta2: Beta = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
-    on_divergence: Literal["stop", "skip"] = "stop"
-    """When the loss or gradient is not finite, or the loss spikes: stop the run, or skip the batch, which is
-    saved in the run's folder."""
-    spike: Annotated[float, Field(gt=1)] | None = None
-    """A loss above this multiple of the median of the last 64 steps is a spike; None: no spike detection."""
     parallel: Literal["ddp", "fsdp", "hsdp", "sequence"] = "ddp"
     """With several workers: replicate the model (ddp), shard it over all workers (fsdp, FSDP2), or shard it
     within a node and replicate across nodes (hsdp), or replicate it and give each worker a part of every row

@@ -73,7 +73,7 @@ def test_what_is_done_is_not_done_again(texts, tmp_path):
     prepared = prepare(config(texts), tmp_path / "a", run=counted)
     assert made == list(range(FILES))
     # one damaged part is made anew
-    (prepared.sources[0].files.path / "00003" / "train-00000.arrow").write_bytes(b"")
+    (prepared.sources[0].files / "00003" / "train-00000.arrow").write_bytes(b"")
     assert files(prepare(config(texts), tmp_path / "a", run=counted, repair=True)) == files(prepared)
     assert made[FILES:] == [3]
 
@@ -132,7 +132,7 @@ def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limi
     assert (read.read(0, held).tokens == whole.sources[0].train.read(0, held).tokens)[:-30].all()
     assert len(taken) == (FILES if limit == 10**6 else -(-limit // (tokens(whole) // FILES)))
     if limit == 100:
-        assert not (cut.sources[0].files.path / "00001").exists()
+        assert not (cut.sources[0].files / "00001").exists()
 
 
 def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
@@ -168,7 +168,7 @@ def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
     """Five shards, of which one changed without a change of size or time."""
     monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
     data = config({"kind": "corpus", "max_tokens": 5000, "validation_fraction": 0})
-    shard = prepare(data, tmp_path).sources[0].files.path / "train-00002.arrow"
+    shard = prepare(data, tmp_path).sources[0].files / "train-00002.arrow"
     return data, shard
 
 

@@ -9,13 +9,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from tests.data.small import config
 from titans_platform.data import PreparedData, prepare, sources
-from titans_platform.data.encode import _pieces, split_documents
+from titans_platform.data.encode import split_documents
 from titans_platform.data.sources import CORPUS, Document
 from titans_platform.errors import UsageError
 
@@ -32,37 +30,6 @@ def documents_of(prepared: PreparedData, split: str) -> list[str]:
 
 def jsonl(*texts: str) -> str:
     return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
-
-
-def write_all_kinds(folder: Path) -> list[str]:
-    """One document in each kind of file there is; their texts in the order of the file names."""
-    folder.mkdir()
-    (folder / "a.txt").write_text("plain text\nof two lines")
-    (folder / "b.txt.gz").write_bytes(gzip.compress(b"gzipped text"))
-    (folder / "c.py").write_text("print('code')\n")
-    (folder / "d.jsonl").write_text(jsonl("first record", "second record"))
-    (folder / "e.jsonl.gz").write_bytes(gzip.compress(jsonl("third record").encode()))
-    (folder / "f.jsonl.xz").write_bytes(lzma.compress(jsonl("fourth record").encode()))
-    pa.parquet.write_table(pa.table({"text": ["fifth record"], "n": [1]}), folder / "g.parquet")
-    (folder / "h[1].txt").write_text("odd name")
-    (folder / "ignored.bin").write_bytes(b"\0\1")
-    (folder / "inner").mkdir()
-    (folder / "inner" / "i.txt.xz").write_bytes(lzma.compress(b"inner text"))
-    numbered = ["first", "second", "third", "fourth", "fifth"]
-    start = ["plain text\nof two lines", "gzipped text", "print('code')\n"]
-    return [*start, *(f"{number} record" for number in numbered), "odd name", "inner text"]
-
-
-def test_every_kind_of_file_in_a_folder_glob_or_alone(tmp_path):
-    every = write_all_kinds(tmp_path / "mixed")
-    for path, texts in {
-        "mixed": every,
-        "mixed/*.jsonl.?z": ["third record", "fourth record"],
-        "mixed/h[1].txt": ["odd name"],
-        "mixed/**/*.txt.*": ["gzipped text", "inner text"],
-    }.items():
-        source = {"kind": "files", "path": str(tmp_path / path), "validation_fraction": 0.0}
-        assert documents_of(prepare(config(source), tmp_path / "root"), "train") == texts
 
 
 def write_many(folder: Path, n: int) -> str:
@@ -122,7 +89,7 @@ def test_where_one_document_is_cut(text, fraction, kept):
     assert [document.text for document, validation in placed if validation] == [kept] * (kept is not None)
 
 
-def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypatch):
+def test_splits_keep_the_fraction():
     for n, fraction, kept in ((1, 0, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)):
         documents = [Document(f"text {i}", str(i), None) for i in range(n)]
         placed = list(split_documents(iter(documents), fraction, seed=0))
@@ -131,12 +98,6 @@ def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypat
     documents = (Document("text", str(i), None) for i in range(4000))
     kept = sum(validation for _, validation in split_documents(documents, 0.1, seed=0))
     assert 300 < kept < 500
-    monkeypatch.setattr("titans_platform.data.encode.PIECE_CHARACTERS", 10)
-    text = "one two three\nfour fivesixseveneight nine\n\nten"
-    pieces = list(_pieces(text))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 10
-    assert pieces[:2] == ["one two", " three"]
 
 
 def test_corpus_is_the_same_everywhere_and_names_its_documents(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.core.test_footprint import BUDGETS
+from tests.core.test_footprint import BUDGETS, WIDTH
 from titans_core.config import ModelConfig
 from titans_core.footprint import saved_bytes_per_token, trace
 from titans_platform.data.tokenizer import BUILT_IN, load_tokenizer
@@ -102,8 +102,9 @@ def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, said):
 
 
 def saved_at_most(config: ModelConfig, rows: int, length: int, recompute, precision: str) -> float:
-    """Stands in for a trace of seconds: what tests/core/test_footprint.py allows a block of width 1,024."""
-    selective = BUDGETS.get(config.variant, max(BUDGETS.values())) / 1024 * config.d_model
+    """Stands in for a trace: what tests/core/test_footprint.py allows, and what smaller calls keep."""
+    selective = BUDGETS.get(config.variant, max(BUDGETS.values())) / WIDTH * config.d_model
+    selective += 21 * config.d_model * (config.variant != "transformer")
     return {True: 4 * config.d_model, "selective": selective}.get(recompute, 3 * selective)
 
 
@@ -140,6 +141,9 @@ def test_planned_activations_are_within_a_tenth_of_a_packed_trace():
     rows, length = config.optim.micro_batch_size, config.data.sequence_length
     traced = trace(config.model, rows, length, "selective", documents=4 * rows).saved_bytes
     assert planned == pytest.approx(traced * config.model.n_layers, rel=0.1)
+    most = saved_at_most(config.model, rows, length, "selective", "bf16") * rows * length
+    assert 0.8 * most <= traced <= most
+    assert 0.9 <= (max(BUDGETS.values()) / WIDTH + 21) / check.USUALLY_SAVED <= 1
     # another size has numbers too, no symbols
     assert type(saved_bytes_per_token(config.model, rows // 2, length // 2, "selective")) is float
 

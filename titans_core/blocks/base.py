@@ -19,7 +19,8 @@ from titans_core.layers import RMSNorm, SwiGLU
 
 Recompute = bool | Literal["selective"]
 """Recomputed in the backward pass: nothing (False), a block's forward pass (True), or (selective) its norms,
-convolutions, gates and activations, but no matrix product, attention or kernel of the memory."""
+convolutions, gates and activations, but no matrix product, attention or kernel of the memory. A block that is
+not compiled takes ``selective`` as True."""
 
 
 def _policy(ctx: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
@@ -111,7 +112,9 @@ class Block(nn.Module, ABC):
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
         if self.recompute and torch.is_grad_enabled():
-            options = {"context_fn": SELECTIVE} if self.recompute == "selective" else {}
+            # eagerly its policies need the same operators twice, and layouts of documents are cached
+            compiled = self.is_compiled or torch.compiler.is_compiling()
+            options = {"context_fn": SELECTIVE} if compiled and self.recompute == "selective" else {}
             return self.checkpoint(self._forward, x_BTD, state, positions, **options)
         return self._forward(x_BTD, state, positions)
 

@@ -99,7 +99,7 @@ class MAC(Block):
 
     def segment(
         self, x_BTD: Tensor, state: MACState, prefix: KeyCache | None,
-        documents: Documents | None = None, padded: bool = False,
+        documents: Documents | None = None,
     ) -> tuple[Tensor, MACState]:  # fmt: skip
         """Read, attend and write (eqs. 21-25): within the open segment, or segments of documents in a row."""
         z = self.norm(x_BTD)
@@ -109,7 +109,7 @@ class MAC(Block):
         r, conv_state = self.memory.read(z, state.segment, state.read_conv_state, documents)
         y, attention = self.attention.segment(z, r, position_BT, state.attention, prefix, documents)
         y_BTD = x_BTD + y
-        m, written = self.memory(self.memory_norm(y_BTD), state.written, documents, padded)
+        m, written = self.memory(self.memory_norm(y_BTD), state.written, documents)
         after = MACState(written, state.segment, conv_state, attention, seen)
         return y_BTD + self.gate(y_BTD, m), after if documents else self._closed_at_border(after)
 
@@ -132,7 +132,7 @@ class MAC(Block):
         state, outputs = self.start(1, attention), []
         for tokens, segments in zip(layout.split(x_BTD), layout.steps, strict=True):
             state = _first_rows(state, len(segments.cu_seqlens) - 1)
-            o, state = self.segment(tokens, state, prefix, segments, layout.spare)
+            o, state = self.segment(tokens, state, prefix, segments)
             outputs.append(o)
         return layout.join(outputs, x_BTD)
 

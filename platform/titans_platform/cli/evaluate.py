@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def evaluate(
 
     from titans_platform import evals
     from titans_platform.cli.live import bucket_tables, measures_table
+    from titans_platform.evals.ngrams import count_text
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.training.loop import deterministic
@@ -84,7 +86,10 @@ def evaluate(
         data = _own(objective, point, root, other_data)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         row, precision = cfg.data.sequence_length, cfg.optim.precision
-        measured = evals.evaluate(model.to(device), data, cfg.eval, row, device=device, precision=precision)
+        measured = evals.evaluate(
+            model.to(device), data, cfg.eval, row, device=device, precision=precision,
+            ngrams=partial(count_text, data, cfg),
+        )  # fmt: skip
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
     measures = Measures.model_validate(measured)

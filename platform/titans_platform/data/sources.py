@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
-from titans_platform.data.reading import READERS, kind_of, walk
+from titans_platform.data.reading import READERS, kind_of, opened, walk
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, hash_of, opened, read_json, write_json
+from titans_platform.files import OPENERS, hash_of, read_json, write_json
 from titans_platform.text import plain
 
 log = logging.getLogger(__name__)

@@ -20,6 +20,7 @@ from titans_platform.data import (
     prepare,
 )
 from titans_platform.data.sources import FilesSource
+from titans_platform.data.tokenizer import names_hub
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.perplexity import Perplexity
 from titans_platform.objectives.base import Objective, Report, build_small, check_vocabulary
@@ -71,8 +72,9 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         return Batch(tokens, starts, torch.ones(rows, length, dtype=torch.bool))
 
     def check_sources(self) -> None:
-        """Check that tokenizer and text files exist and that no source is shorter than one row."""
-        self.tokenizer()
+        """Check that files of tokenizer and text exist and that no source is shorter than one row."""
+        if not names_hub(self.cfg.data.tokenizer):  # a plan needs no network
+            self.tokenizer()
         length = self.cfg.data.sequence_length
         for i, source in enumerate(self.cfg.data.sources):
             most = source.max_tokens

@@ -20,7 +20,7 @@ import torch
 from titans_core import Model, NeuralMemory
 from titans_core.blocks.base import Recompute
 from titans_core.config import ModelConfig
-from titans_core.footprint import saved_bytes_per_token
+from titans_core.footprint import forward_flops, saved_bytes_per_token
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
@@ -39,7 +39,7 @@ BYTES_A_PARAMETER, BUCKET_BYTES = 16, 4
 """Bytes per parameter: the weight, its gradient and AdamW's two moments, in float32; DDP's buckets."""
 MOST_SAVED, UNTRACED = 400, 8 * 2**30
 """Bytes that any block saves at most for each value of its input, and below which that bound will do."""
-USUALLY_SAVED = 60
+USUALLY_SAVED = 72
 """The same of a block that torch.compile cannot trace as one graph: what the largest of ours keeps, MAC."""
 RECOMPUTED = 3
 """A block's activations, relative to what selective recomputation keeps of them."""
@@ -88,19 +88,15 @@ def _sizes(text: str) -> Sizes:
 @cache
 def _forward_flops(text: str) -> int | None:
     """Floating-point operations of the forward pass of one row, counted on the meta device."""
-    from torch.utils.flop_counter import FlopCounterMode
-
     cfg = RunConfig.model_validate_json(text)
     objective = build_objective(cfg)
     if (batch := objective.sample_batch(1)) is None:
         return None
-    batch = type(batch)(*(part.to("meta") for part in batch))
+    batch = type(batch)(*(x.to("meta", torch.bfloat16 if x.is_floating_point() else None) for x in batch))
 
     def of(blocks: int) -> int:
-        model = build_small(objective, blocks).requires_grad_(False)
-        with FlopCounterMode(display=False) as counter:
-            objective.losses(model, batch)
-        return counter.get_total_flops()
+        model = build_small(objective, blocks).requires_grad_(False).to(torch.bfloat16)
+        return forward_flops(lambda: objective.losses(model, batch))
 
     return of(1) + (cfg.model.n_layers - 1) * (of(2) - of(1))
 
@@ -108,8 +104,7 @@ def _forward_flops(text: str) -> int | None:
 def training_flops(cfg: RunConfig) -> int | None:
     """Floating-point operations of the forward and backward pass of one row; None without sample rows.
 
-    Counts matrix products, attention and the memory's inner gradients, but no recomputation. The backward
-    pass is taken as twice the forward pass.
+    Counts as `forward_flops` does, without recomputation; the backward pass is twice the forward pass.
     """
     forward = _forward_flops(_model_alone(cfg).model_dump_json())
     return None if forward is None else 3 * forward
