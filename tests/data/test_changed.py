@@ -89,10 +89,11 @@ def test_file_that_an_evaluation_reads_is_part_of_the_name(named, tmp_path, monk
     options = {"path": named, "kind": "qa1", "split": "test"}
     measured = {"items": 1, "columns": {"qa": [{"task": "babi", "lengths": [2], "options": options}]}}
     cell = trained(tmp_path, eval=measured)
-    spec = spec_for(RunConfig.model_validate_json(json.dumps(RUN | {"eval": measured})), tmp_path)
-    assert (spec.name, Worker(spec).cfg) == (cell.name, spec.config)
+    cfg = RunConfig.model_validate_json(json.dumps(RUN | {"eval": measured}))
+    spec = spec_for(cfg, tmp_path, labels={"study": "of cells that wait"})
+    assert (spec.name, Worker(spec).cfg) == (cell.name, cfg)
     same_times(path, story.replace("Mary", "John"))
-    assert spec_for(spec.config, tmp_path).name != spec.name
+    assert spec_for(cfg, tmp_path).name != spec.name
     with pytest.raises(DataChanged, match="has changed; run the command again"):
         Worker(spec)
     assert "--other-data" in refused("eval", cell, "--root", tmp_path)

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,16 @@ from titans_platform.files import OPENERS
 
 ROWS = 256
 """Rows of a Parquet file that are read at once."""
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Any]:
+    """Open a file, of this machine or at a URL, decompressed as its suffix says."""
+    import fsspec
+
+    suffix, opener = Path(name).suffix.lower(), fsspec.open if "://" in name else open
+    with opener(name, "rb") as raw, OPENERS.get(suffix, lambda file, _: nullcontext(file))(raw, "rb") as file:
+        yield file
 
 
 def _read_text(file: Any, field: str) -> Iterator[str]:

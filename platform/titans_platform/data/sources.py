@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
-from titans_platform.data.reading import READERS, kind_of, walk
+from titans_platform.data.reading import READERS, kind_of, opened, walk
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, hash_of, opened, read_json, write_json
+from titans_platform.files import OPENERS, hash_of, read_json, write_json
 from titans_platform.text import plain
 
 log = logging.getLogger(__name__)
@@ -40,7 +40,8 @@ HUB_BYTES = 2**30
 """A smaller Hub dataset is not split."""
 MANY_FILES = 8
 """A Hub dataset of unknown size is split if it has at least this many files."""
-QUIET = "HF_DATASETS_DISABLE_PROGRESS_BARS=1 DATASETS_VERBOSITY=critical HF_UPDATE_DOWNLOAD_COUNTS=0"
+QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "DATASETS_VERBOSITY": "critical"}
+QUIET |= {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}
 """Settings that `datasets` reads when it is imported: no bars, no log of errors that it also raises, and no
 request per local file to its download counter, which takes seconds when offline."""
 WITHOUT_TEXT = 1000
@@ -337,7 +338,7 @@ class HubSource(RecordSource):
         revision = self.source.revision or self._newest()
         if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
             return SourcePlan((), revision)
-        with self._opened(revision) as records:
+        with self.opened(revision) as records:
             shards, known = getattr(records, "num_shards", 1), getattr(records, "info", None)
         split = ((known and known.splits) or {}).get(self.source.split)
         size = (split and split.num_bytes) or 0
@@ -345,12 +346,11 @@ class HubSource(RecordSource):
         return SourcePlan([[i, shards] for i in range(shards)] if large and shards > 1 else (), revision)
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
-        files = self._files(revision)
-        if files and len(files) == (part[1] if part else len(files)):
-            for file in files[part[0] : part[0] + 1] if part else files:
+        if files := self._files(revision):
+            for file in files[part[0] :: part[1]] if part else files:
                 yield from self.read(file)
             return
-        with self._opened(revision) as records:
+        with self.opened(revision) as records:
             if part:
                 records = records.shard(index=part[0], num_shards=part[1])
             if self.source.text_field in (getattr(records, "column_names", None) or ()):
@@ -359,11 +359,11 @@ class HubSource(RecordSource):
             yield from (Document(text, text, None) for text in self.texts(self.dataset, records))
 
     @contextmanager
-    def _opened(self, revision: str | None, build: str = "load_dataset") -> Iterator[Any]:
+    def opened(self, revision: str | None = None, build: str = "load_dataset") -> Iterator[Any]:
         """Open the records as `datasets` streams them, or its builder. Raises UsageError."""
         # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
         cards = {} if "HF_HOME" in os.environ else {"HF_HUB_CACHE": str(self.cache / "hub")}
-        os.environ.update(dict(setting.split("=") for setting in QUIET.split()) | cards | os.environ)
+        os.environ.update(QUIET | cards | os.environ)
         import datasets
 
         options: dict[str, Any] = {"revision": revision} if revision else {}
@@ -374,7 +374,7 @@ class HubSource(RecordSource):
 
     def _files(self, revision: str | None) -> list[File]:
         """List the split's files of records, of which no other column is read; empty if others make it."""
-        with self._opened(revision, "load_dataset_builder") as builder:
+        with self.opened(revision, "load_dataset_builder") as builder:
             nested, files = getattr(builder.config, "field", None), builder.config.data_files or {}
         named = () if nested else files.get(self.source.split, ())
         records = all(kind_of(Path(name)) not in (None, ".txt", ".py") for name in named)

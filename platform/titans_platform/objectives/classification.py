@@ -161,8 +161,8 @@ def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
 def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Items:
     """Load a split of a Hub dataset, or of a folder that `datasets` can load. Raises UsageError."""
     option = "objective.options.dataset"
-    source = HubSource(SourceConfig(kind="hub", dataset=name), option, cache)
-    with source.opened(name, name, split=split) as records:
+    source = HubSource(SourceConfig(kind="hub", dataset=name, split=split), option, cache)
+    with source.opened() as records:
         pairs = [tuple(record.get(field) for field in fields) for record in records]
     return _checked(*map(list, zip(*pairs, strict=True)), where=f"{option}: {name} ({split})")
 

@@ -21,7 +21,7 @@ from pyarrow import csv, json, parquet
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder, check_shared
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, opened, read_json, write_json
+from titans_platform.files import OPENERS, read_json, write_json
 
 R = TypeVar("R")
 
@@ -29,7 +29,7 @@ R = TypeVar("R")
 def read_opened(path: Path, read: Callable[[Any], R], field: str) -> R:
     """``read`` of a file, decompressed as its suffix says. Raises UsageError that names ``field``."""
     try:
-        with opened(str(path)) as file:
+        with OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             return read(file)
     except Exception as error:  # decompression and pyarrow have no common base
         raise UsageError(f"{field}: {path} cannot be read: {one_line(error)}") from None

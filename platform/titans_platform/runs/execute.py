@@ -26,8 +26,7 @@ from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
 from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
-from titans_platform.objectives import run_name
-from titans_platform.objectives.base import DataChanged
+from titans_platform.objectives.base import DataChanged, run_name
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
@@ -169,9 +168,11 @@ class Worker:
         self.spec, self.cfg, self.device = spec, spec.config, device
         self.objective = spec.objective
         self.data = self.objective.reopen(spec.root, spec.data)
-        if run_name(self.cfg, spec.data, spec.resources.hashed_workers) != spec.name:
-            what = f"run {spec.name}: a file of its tasks, of a class of your own or of start_from"
-            raise DataChanged(f"{what} has changed; run the command again")
+        # a cell may have waited for hours since it was named
+        named = run_name(self.cfg, spec.data, spec.resources.hashed_workers)
+        if "study" in spec.labels and named != spec.name:
+            why = "a file of its tasks, of a class of your own or of start_from has changed"
+            raise DataChanged(f"run {spec.name}: {why}; run the command again")
         if rank() == 0:
             spec.folder.keep_data(self.data, hashes_of(self.cfg.eval.model_dump(mode="json")))
         self.reporter = Reporter(spec) if rank() == 0 else None

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.files import opened
+from titans_platform.files import OPENERS
 from titans_platform.text import plain
 
 LONG = 32_768
@@ -210,7 +210,7 @@ def _joined(make: Callable[[], str], characters: int) -> str:
 def read_text(path: str) -> str:
     """Text of a UTF-8 file, decompressed as its suffix says. Raises UsageError if it cannot be read."""
     try:
-        with opened(path) as file:
+        with OPENERS.get(Path(path).suffix.lower(), open)(path, "rb") as file:
             return plain(file.read().decode("utf-8"))
     except Exception as error:  # decompression, decoding and file systems have no common base
         raise UsageError(f"options.path: cannot read {path}: {error}") from None
