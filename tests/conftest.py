@@ -130,5 +130,5 @@ def ray_cluster() -> Iterator[None]:
     """One Ray cluster for all tests that need one; it takes seconds to start."""
     from titans_platform.runs.ray_session import ray_session
 
-    with ray_session(cpus=4):
+    with ray_session(cpus=3):
         yield

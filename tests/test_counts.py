@@ -24,7 +24,7 @@ ADDED = {
         "\n" + 141 * "x" + "\n| " + 141 * "x",
     ),
     "docstrings that begin with What, How, Whether, Where": (
-        "tools/rss.py",
+        "tools/pictures.py",
         '"""',
         'Whether it is.\n"""\n"""',
     ),

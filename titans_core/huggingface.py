@@ -152,6 +152,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"past_key_values: a {kind}, not the state that an earlier call returned")
         x_BTD = self._embed(input_ids, inputs_embeds)
         B, T = x_BTD.shape[:2]
+        if past_key_values is not None and (rows := len(past_key_values.positions())) != B:
+            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}")
         check_labels(labels, B, T)
         read_BT = unmasked(attention_mask, past_key_values, B, T)
         document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, B, T, x_BTD.device)

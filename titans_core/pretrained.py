@@ -58,7 +58,10 @@ def load_folder(folder: Path) -> LanguageModel:
     try:
         about = json.loads((folder / CONFIG).read_text("utf-8"))
         model = LanguageModel(model_config(about))
-        weights = {name.removeprefix(PREFIX): x for name, x in load_file(folder / WEIGHTS).items()}
+        # transformers saves a large model in several files, or under the name of a variant
+        whole = folder / WEIGHTS
+        files = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors")) or [whole]
+        weights = {k.removeprefix(PREFIX): x for file in files for k, x in load_file(file).items()}
         if model.config.tie_embeddings:
             weights[HEAD] = weights["embedding.weight"]
         model.to(weights[HEAD].dtype).load_state_dict(weights)

@@ -26,9 +26,13 @@ class Telemetry:
         self, memory: NeuralMemory, read: Callable[[Tensor], Tensor], writes: Writes, after: MemoryState,
         cu_seqlens: Tensor | None,
     ) -> None:  # fmt: skip
-        """Record one call. Reading with the next token's key gives M_{t-1}(k_t), before its write."""
-        errors = (read(torch.roll(writes.k, -1, 1))[:, :-1] - writes.v[:, 1:]).square().sum(-1)
-        if cu_seqlens is not None:  # the token before a document's first belongs to another memory
+        """Record one call. Reading with the next token's key gives M_{t-1}(k_t), before its write; a rule
+        that reads the chunk's start is read with the token's own key.
+        """
+        ahead = memory.rule.reads == "token"
+        errors = (read(writes.k.roll(-ahead, 1)) - writes.v.roll(-ahead, 1)).square().sum(-1)
+        errors = errors[:, :-1] if ahead else errors
+        if ahead and cu_seqlens is not None:  # the token before a document's first belongs to another memory
             inside = torch.ones(writes.k.shape[1], dtype=torch.bool, device=errors.device)
             inside[cu_seqlens[:-1].long()] = False
             errors = errors[:, inside[1:]]
@@ -43,7 +47,8 @@ class Telemetry:
     def summary(self) -> dict[str, float]:
         """Mean over layers and tokens of each quantity; empty for a model without memories.
 
-        surprise: ||M_{t-1}(k_t) - v_t||^2 before the write, of all tokens but a document's first;
+        surprise: ||M_{t-1}(k_t) - v_t||^2 before the write, of all tokens but a document's first; of a rule
+        that reads the chunk's start (`Rule.reads`), of every token with M at the start of its chunk;
         alpha_mean, eta_mean, theta_mean: the gates; weight_norm, momentum_norm: Frobenius norm of a
         sequence's state after the last token. Persistent tokens and padding do not count.
         """

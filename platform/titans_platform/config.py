@@ -14,7 +14,7 @@ from titans_core.config import Frozen, ModelConfig, PositiveInt
 from titans_kernels.registry import source_file
 from titans_platform.errors import UsageError
 from titans_platform.files import hash_of, read_json
-from titans_platform.text import texts
+from titans_platform.text import flatten, texts
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -127,10 +127,7 @@ class DataConfig(Frozen):
     seed: int = 0
     """Seed of generated data and of the train/validation split; the order of rows uses the run's seed."""
     store: str | None = None
-    """Folder of prepared shards: a path, s3://bucket/folder, gs://bucket/folder; None: `data/` under
-    --root. Not part of the run's hash."""
-    cache_gb: Annotated[float, Field(gt=0)] = 20.0
-    """Disk space on each node for cached shards of a remote store, in the folder that TITANS_CACHE names."""
+    """Folder of prepared shards; None: `data/` under --root. Not part of the run's hash."""
 
     @model_validator(mode="after")
     def _long_items_need_streams(self) -> DataConfig:
@@ -182,11 +179,6 @@ class OptimConfig(Frozen):
     beta2: Beta = 0.95
     grad_clip: Annotated[float, Field(gt=0)] | None = 1.0
     precision: Literal["fp32", "bf16"] = "fp32"
-    on_divergence: Literal["stop", "skip"] = "stop"
-    """When the loss or gradient is not finite, or the loss spikes: stop the run, or skip the batch, which is
-    saved in the run's folder."""
-    spike: Annotated[float, Field(gt=1)] | None = None
-    """A loss above this multiple of the median of the last 64 steps is a spike; None: no spike detection."""
     parallel: Literal["ddp", "fsdp", "hsdp", "sequence"] = "ddp"
     """With several workers: replicate the model (ddp), shard it over all workers (fsdp, FSDP2), or shard it
     within a node and replicate across nodes (hsdp), or replicate it and give each worker a part of every row
@@ -368,7 +360,8 @@ def _sources(value: Any) -> dict[str, str]:
 
 def hashes_of(options: Any) -> dict[str, str]:
     """Return the hash of each file or folder of files whose path is in the options of tasks."""
-    names = (Path(text) for text in texts(options) if "/" in text or "." in text)
+    named = ((key.rpartition(".")[2], text) for key, leaf in flatten(options).items() for text in texts(leaf))
+    names = (Path(text) for key, text in named if key in ("path", "books") or "/" in text or "." in text)
     # a folder around the runs themselves never stays the same
     known = (name for name in names if name.exists() and not Path.cwd().is_relative_to(name.resolve()))
     below = {str(name): sorted(name.rglob("*")) if name.is_dir() else [name] for name in known}

@@ -37,9 +37,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.config import digest
-from titans_platform.errors import NotWritable, UsageError
+from titans_platform.errors import NotWritable, UsageError, one_line
 from titans_platform.files import write_error
-from titans_platform.text import flatten
 
 # alembic logs every migration, mlflow every table
 for _name in ("mlflow", "alembic"):
@@ -198,16 +197,16 @@ def check_server(uri: str) -> None:
                 uri, "takes no requests under this name", "start it with --allowed-hosts"
             ) from None
         if error.code >= 500:
-            raise _refused(uri, first_line(error), "check the server's log") from None
+            raise _refused(uri, one_line(error), "check the server's log") from None
         # a server that wants a password says so here and to nobody else
         if error.code not in (401, 403):
-            raise _refused(uri, first_line(error), "is it an MLflow server?") from None
+            raise _refused(uri, one_line(error), "is it an MLflow server?") from None
     except (OSError, ValueError) as error:
         raise _refused(uri, "no answer", "is the server up?", error) from None
 
 
 def _refused(store: Path | str, cause: str, fix: str, error: Exception | None = None) -> UsageError:
-    detail = f": {first_line(error)}" if error else ""
+    detail = f": {one_line(error)}" if error else ""
     return UsageError(f"tracking store {store}: {cause}{detail}; {fix}")
 
 
@@ -249,7 +248,7 @@ class TrackingStore:
             own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: cell}
             own |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
             run_id = self.client.create_run(self.experiment, tags=own, run_name=name).info.run_id
-            columns = [Param(name_of(k), str(v)[:_PARAM_LENGTH]) for k, v in flatten(params or {}).items()]
+            columns = [Param(name_of(k), str(v)[:_PARAM_LENGTH]) for k, v in (params or {}).items()]
             log_entries(self.client, run_id, params=columns)
             if config:
                 self.client.log_dict(run_id, dict(config), "config.json")
@@ -264,10 +263,6 @@ class TrackingStore:
     def run(self, run_id: str) -> RunLog:
         """Resume the run's log; sets the run's status to RUNNING."""
         return RunLog(self.client, run_id)
-
-    def end(self, run_id: str, status: str, ended: float | None = None) -> None:
-        """End a run without logging to it: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
-        self.client.set_terminated(run_id, status, None if ended is None else round(1000 * ended))
 
     def running(self, parent: str) -> dict[str, str]:
         """Run ids by cell of a study's runs with status RUNNING, whose process may be dead."""
@@ -293,15 +288,6 @@ def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None
         for start in range(0, len(values), _BATCH[kind]):
             part: dict[str, Any] = {kind: values[start : start + _BATCH[kind]]}
             client.log_batch(run_id, **part)
-
-
-def log_new(client: MlflowClient, run_id: str, values: Mapping[str, float], step: int) -> None:
-    """Log the finite values of a step, except values that equal the run's latest."""
-    now, have = int(time.time() * 1000), client.get_run(run_id).data.metrics
-    # a NaN would stay a run's latest value
-    finite = {name_of(key): float(value) for key, value in values.items() if math.isfinite(value)}
-    new = [Metric(key, value, now, step) for key, value in finite.items() if value != have.get(key)]
-    log_entries(client, run_id, metrics=new)
 
 
 class RunLog:
@@ -338,8 +324,12 @@ class RunLog:
         return self._steps[key]
 
     def summary(self, values: Mapping[str, float], step: int = 0) -> None:
-        """Log the run's final numbers, at its last step; the latest value is the one shown."""
-        log_new(self._client, self.run_id, values, step)
+        """Log the finite numbers that differ from the run's latest; the latest value is the one shown."""
+        now, have = int(time.time() * 1000), self._client.get_run(self.run_id).data.metrics
+        # a NaN would stay a run's latest value
+        finite = {name_of(key): float(value) for key, value in values.items() if math.isfinite(value)}
+        new = [Metric(key, value, now, step) for key, value in finite.items() if value != have.get(key)]
+        log_entries(self._client, self.run_id, metrics=new)
 
     def tags(self, tags: Mapping[str, str]) -> None:
         """Set tags."""
@@ -370,8 +360,3 @@ def name_of(key: str) -> str:
 def tags_of(tags: Mapping[str, str]) -> list[RunTag]:
     """Tags as MLflow entities."""
     return [RunTag(key, str(value)) for key, value in tags.items()]
-
-
-def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

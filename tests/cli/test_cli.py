@@ -101,7 +101,6 @@ def test_exit_codes_and_one_line(failing, capsys, error, code, debug):
     (["train", "{yaml}", "--workers", "-1"], "--workers"),
     (["train", "{yaml}", "--workers", "0"], "0: give a number of at least 1"),
     (["train", "{yaml}", "--gpus", "nan"], "nan is not a finite number"),
-    (["train", "{yaml}", "--set", "model.variant=mca"], "did you mean mac?"),
     (["train", "{yaml}", "--set", "optim.steps=1000000000000000000000"], "optim.steps: should be less"),
     (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
     (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),

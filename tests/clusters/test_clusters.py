@@ -62,7 +62,6 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
      "give the address of an `mlflow server`"),
     ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
     ("kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}", "env: the token does not belong"),
-    ("kind: ray-up\nray: {cluster_name: x}", "ray.cluster_name: is set by titans; leave it out"),
     ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
     ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
 ])  # fmt: skip
@@ -216,7 +215,7 @@ def test_job_has_requirements_and_exit_codes_of_a_shell(monkeypatch):
 
 def test_cells_are_planned_on_what_a_cluster_can_grow_to(monkeypatch):
     whole = Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1)
-    for name, cells in (("kuberay", 4), ("aws", 2), ("gcp", 2)):
+    for name, cells in (("kuberay", 4), ("launcher", 2)):
         env = job_environment(load_cluster(name))
         monkeypatch.setenv(ADDRESS, env[ADDRESS])
         monkeypatch.setenv(NODES, env[NODES])

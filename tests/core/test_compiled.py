@@ -22,9 +22,12 @@ def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageMod
     return LanguageModel(c.model_copy(update={"n_layers": layers}))
 
 
-# MAC has what is in LMM, MAG and MAL; a setting or a stack of blocks that compile adds a nightly case
-NIGHTLY = {"based", "deltanet", "gated_deltanet", "gated_deltanet_h2"}
-NIGHTLY |= {"lmm", "mag", "mal", "samba", "ttt_mlp"}
+# MAC has what is in LMM, MAG and MAL, GLA's decays are HGRN2's, and Mamba-2's are RetNet's; a setting or a
+# stack of blocks that compile adds a nightly case
+NIGHTLY = {
+    *("lmm", "mag", "mal", "hgrn2", "retnet", "deltanet", "gated_deltanet", "ttt_mlp"),
+    *("based", "gated_deltanet_h2", "samba"),
+}
 nightly = lambda variants, some: [  # noqa: E731
     pytest.param(v, marks=pytest.mark.nightly if v in some else ()) for v in variants
 ]
@@ -115,7 +118,7 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
 # Dynamo does so itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("variant", ["lmm", "mac", "mag", "mal", "transformer"])
+@pytest.mark.parametrize("variant", nightly(["lmm", "mac", "mag", "mal", "transformer"], {"lmm", "mal"}))
 def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
     m, counter = model(variant, window=16), CompileCounterWithBackend("eager")
     torch._dynamo.reset()

@@ -43,14 +43,6 @@ def test_packed_documents_equal_documents_alone(variant, switch):
     torch.testing.assert_close(actual, expected, rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("window", [12, None])
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_rows_of_one_document_are_plain_rows(variant, window):
-    m, x = model(variant, window=window), tokens(3, 41)
-    packed = m(x, document_starts=torch.zeros(3, 41, dtype=torch.bool)).logits
-    torch.testing.assert_close(packed, m(x).logits, rtol=1e-10, atol=1e-10)
-
-
 @pytest.mark.parametrize(("variant", "switch"), [
     *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "robust", "later_version", "smallest"]),
     *product(["lmm", "mac"], ["gated", "gated_per_channel", "decay_per_channel"]),
@@ -63,16 +55,6 @@ def test_state_bytes_are_those_of_the_state(variant, switch):
             with torch.no_grad():
                 state = m(part, state).state
             assert m.state_bytes(state.position) == storages(state), f"after {state.position} tokens"
-
-
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_detached_state_goes_on_without_the_graph(variant):
-    m, x = model(variant), tokens(1, 30)
-    state = m(x[:, :21]).state
-    actual, expected = m(x[:, 21:], state.detach()).logits, m(x[:, 21:], state).logits
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-    leaves = torch.utils._pytree.tree_leaves(state.detach())
-    assert not any(t.requires_grad for t in leaves if isinstance(t, Tensor))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)

@@ -220,6 +220,8 @@ def test_state_that_does_not_fit_the_mask_or_positions_is_refused():
     past = net(x, use_cache=True).past_key_values
     mask = torch.ones(2, 12)
     mask[1, 2] = 0
+    with pytest.raises(ValueError, match="past_key_values: a state of 2 rows, not 3"):
+        net(tokens(3, 6), past_key_values=past)
     with pytest.raises(ValueError, match="attention_mask: of earlier tokens"):
         net(x, mask, past_key_values=past)
     with pytest.raises(ValueError, match="position_ids: begin at"):
@@ -312,7 +314,7 @@ def test_resized_embeddings_train_save_and_load(size, options, resized, tied, tm
     assert net.get_input_embeddings().weight.std() < 0.5
     out.loss.backward()
     net(torch.full((1, 3), resized - 1))
-    net.save_pretrained(tmp_path / "b")
+    net.save_pretrained(tmp_path / "b", max_shard_size="9KB" if tied else "9MB")
     for again in (load_folder(tmp_path / "b"), auto.from_pretrained(tmp_path / "b")):
         assert torch.equal(again(x).logits, out.logits)
     assert len(net.generate(x, max_new_tokens=3, do_sample=False)[0]) == 15

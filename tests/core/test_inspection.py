@@ -40,10 +40,10 @@ def error(memory: NeuralMemory, writes, cache) -> Tensor:
 
 
 KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "tests.core.small:Robust"}, {"surprise_bound": None}]
-KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}]
+KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}, {"write_budget": 1.0}]
 
 
-@pytest.mark.parametrize("switches", [*KINDS, {"write_budget": 1.0}], ids=str)
+@pytest.mark.parametrize("switches", [*KINDS, {"rule": "experiments.tnt.tnt:ReadStart"}], ids=str)
 def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
     memory, trace, said, caches = one_memory(**switches)
     writes = [w for _, w, _ in said]

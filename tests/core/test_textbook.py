@@ -117,16 +117,11 @@ def block_difference(variant: str, **settings) -> float:
     """Largest difference of a block's output [37, 16] and of the gradients of its parameters."""
     b = perturbed_block(variant, **settings)
     x = torch.randn(37, 16, dtype=torch.float64, requires_grad=True)
-    weight, names = (
-        torch.randn(37, 16, dtype=torch.float64),
-        [n for n, _ in b.named_parameters() if "mlp" not in n],
-    )
-    inputs = [x, *(b.get_parameter(n) for n in names)]
+    weight = torch.randn(37, 16, dtype=torch.float64)
+    inputs = [x, *(p for name, p in b.named_parameters() if "mlp" not in name)]
+    ours, _ = b.mix(x[None], None, Positions(torch.arange(37)[None]))
     both = []
-    for y in (
-        FORMS[variant](block_parameters(b), x, b),
-        b.mix(x[None], None, Positions(torch.arange(37)[None]))[0][0],
-    ):
+    for y in (FORMS[variant](block_parameters(b), x, b), ours[0]):
         both.append([y, *torch.autograd.grad((y * weight).sum(), inputs)])
     return max((x - y).abs().max().item() for x, y in zip(*both, strict=True))
 
@@ -166,10 +161,8 @@ def test_block_that_forgets_to_its_initial_weights_equals_textbook_while_nothing
 
 
 def differences() -> Iterator[tuple[str, float]]:
-    yield (
-        "operator",
-        max(operator_difference(*case, channel) for case in OPERATOR for channel in (False, True)),
-    )
+    cases = [(*case, channel) for case in OPERATOR for channel in (False, True)]
+    yield "operator", max(operator_difference(*case) for case in cases)
     for variant in BLOCKS:
         yield variant, max(block_difference(variant, depth=depth) for depth in (1, 2, 3))
 

@@ -3,7 +3,10 @@
 import json
 import os
 import shutil
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 
 import pytest
 
@@ -17,8 +20,9 @@ from titans_platform.data.tokenizer import train_tokenizer
 from titans_platform.objectives import build_objective
 from titans_platform.objectives.base import DataChanged
 from titans_platform.runs.check import spec_for
+from titans_platform.runs.execute import Worker
 
-SEA, CODE = "the sea was calm and grey. " * 200, "zwoelf Boxkaempfer jagen Vi" * 200
+SEA, CODE = "the sea was at http://a.b/c" * 200, "zwoelf Boxkaempfer jagen Vi" * 200
 PPL = {"perplexity_tokens": 512, "columns": {"ppl": [{"task": "perplexity"}]}}
 
 
@@ -49,15 +53,25 @@ def in_folder(folder: Path) -> dict:
     return {"kind": "hub", "dataset": str(folder)}
 
 
+@pytest.fixture
+def served(tmp_path):
+    """Address of a server of the folder, which states sizes and times but no hash."""
+    handler = type("Quiet", (SimpleHTTPRequestHandler,), {"log_message": lambda *_: None})
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(handler, directory=tmp_path)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.mark.parametrize("change", [same_times, renamed])
-@pytest.mark.parametrize("kind", ["text", "record", "url", "dataset"])
-def test_text_of_equal_size_and_times_is_prepared_anew(kind, change, tmp_path):
+@pytest.mark.parametrize("kind", ["text", "record", "url", "http", "dataset"])
+def test_text_of_equal_size_and_times_is_prepared_anew(kind, change, tmp_path, served):
     (folder := tmp_path / "texts").mkdir()
-    path = folder / ("a.txt" if kind in ("text", "url") else "train.jsonl")
-    texts = [SEA, CODE] if kind in ("text", "url") else [json.dumps({"text": t}) for t in (SEA, CODE)]
+    path = folder / ("train.jsonl" if kind in ("record", "dataset") else "a.txt")
+    texts = [json.dumps({"text": t}) for t in (SEA, CODE)] if path.suffix == ".jsonl" else [SEA, CODE]
     path.write_text(texts[0])
     os.utime(path, (1, 1))
-    named = f"file://{path}" if kind == "url" else path
+    named = {"url": f"file://{path}", "http": f"{served}/texts/a.txt"}.get(kind, path)
     data = config(in_folder(folder) if kind == "dataset" else source(named), length=32)
     before = prepare(data, tmp_path / "r").fingerprint
     change(path, texts[1])
@@ -66,14 +80,23 @@ def test_text_of_equal_size_and_times_is_prepared_anew(kind, change, tmp_path):
     assert prepare(data, tmp_path / "r").fingerprint == before
 
 
-def test_file_that_an_evaluation_reads_is_part_of_the_name(tmp_path):
-    path = tmp_path / "qa1_test.txt"
-    options = {"path": str(path), "kind": "qa1", "split": "test"}
-    cfg = RunConfig.model_validate({"eval": {"columns": {"qa": ({"task": "babi", "options": options},)}}})
-    path.write_text("1 Mary went home.\n")
-    before = cfg.fingerprint("data", "eval")
-    same_times(path, "1 John went home.\n")
-    assert cfg.fingerprint("data", "eval") != before
+@pytest.mark.parametrize("named", ["babi", "./babi", "babi/qa1_test.txt"])
+def test_file_that_an_evaluation_reads_is_part_of_the_name(named, tmp_path, monkeypatch, answer, refused):
+    monkeypatch.chdir(tmp_path)
+    path, story = Path("babi/qa1_test.txt"), "1 Mary went home.\n2 Where is Mary?\thome\t1\n"
+    path.parent.mkdir()
+    path.write_text(story)
+    options = {"path": named, "kind": "qa1", "split": "test"}
+    measured = {"items": 1, "columns": {"qa": [{"task": "babi", "lengths": [2], "options": options}]}}
+    cell = trained(tmp_path, eval=measured)
+    spec = spec_for(RunConfig.model_validate_json(json.dumps(RUN | {"eval": measured})), tmp_path)
+    assert (spec.name, Worker(spec).cfg) == (cell.name, spec.config)
+    same_times(path, story.replace("Mary", "John"))
+    assert spec_for(spec.config, tmp_path).name != spec.name
+    with pytest.raises(DataChanged, match="has changed; run the command again"):
+        Worker(spec)
+    assert "--other-data" in refused("eval", cell, "--root", tmp_path)
+    assert answer("eval", cell, "--root", tmp_path, "--other-data")["columns"]["qa"] is not None
 
 
 def test_run_trains_on_the_data_it_was_named_for(tmp_path):

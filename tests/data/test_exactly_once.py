@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from titans_platform.data.shards import MANIFEST, Manifest, SourceRows, SplitInfo, SplitWriter, signed
-from titans_platform.data.store import LocalShards
 from titans_platform.data.stream import WINDOW, RowStream
 
 COUNTS = (1, 2, 3, 8)
@@ -45,7 +44,7 @@ def sources(tmp_path_factory) -> list[SourceRows]:
     folder = tmp_path_factory.mktemp("sources")
     written = [write_source(folder / str(shards), shards, 1024) for shards in (20, 3)]
     return [
-        SourceRows(LocalShards(path), manifest, LENGTH, 0, weight, True)
+        SourceRows(path, manifest, LENGTH, 0, weight, True)
         for (path, manifest), weight in zip(written, (0.6, 0.4), strict=True)
     ]
 

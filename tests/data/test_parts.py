@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow as pa
 import pytest
 
 import titans_platform.config
@@ -74,7 +73,7 @@ def test_what_is_done_is_not_done_again(texts, tmp_path):
     prepared = prepare(config(texts), tmp_path / "a", run=counted)
     assert made == list(range(FILES))
     # one damaged part is made anew
-    (prepared.sources[0].files.path / "00003" / "train-00000.arrow").write_bytes(b"")
+    (prepared.sources[0].files / "00003" / "train-00000.arrow").write_bytes(b"")
     assert files(prepare(config(texts), tmp_path / "a", run=counted, repair=True)) == files(prepared)
     assert made[FILES:] == [3]
 
@@ -133,7 +132,7 @@ def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limi
     assert (read.read(0, held).tokens == whole.sources[0].train.read(0, held).tokens)[:-30].all()
     assert len(taken) == (FILES if limit == 10**6 else -(-limit // (tokens(whole) // FILES)))
     if limit == 100:
-        assert not (cut.sources[0].files.path / "00001").exists()
+        assert not (cut.sources[0].files / "00001").exists()
 
 
 def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
@@ -152,6 +151,7 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
         return Records({"text": f"record {i} of the dataset"} for i in range(80))
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.HubSource, "_files", lambda self, revision: [])
     monkeypatch.setattr(sources.HubSource, "_newest", lambda self: "c0ffee")
     source = {"kind": "hub", "dataset": "some/corpus"}
     prepared = prepare(config(source), tmp_path, run=by_processes(1))
@@ -163,23 +163,12 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     assert pinned.sources[0].manifest.revision == "v1"
 
 
-def test_arrow_files_and_urls(tmp_path):
-    table = pa.table({"text": ["one record", "another record"]})
-    with pa.OSFile(str(tmp_path / "t.arrow"), "wb") as sink, pa.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
-    for path in (tmp_path / "t.arrow", f"file://{tmp_path}/*.arrow"):
-        prepared = prepare(config({"kind": "files", "path": str(path)}, sequence_length=4), tmp_path / "root")
-        assert tokens(prepared) == len("one record") + len("another record") + 2
-    with pytest.raises(UsageError, match=r"^data\.sources\.0\.path: no file, folder or match for file://"):
-        prepare(config({"kind": "files", "path": f"file://{tmp_path}/none*.txt"}), tmp_path / "root")
-
-
 @pytest.fixture
 def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
     """Five shards, of which one changed without a change of size or time."""
     monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
     data = config({"kind": "corpus", "max_tokens": 5000, "validation_fraction": 0})
-    shard = prepare(data, tmp_path).sources[0].files.path / "train-00002.arrow"
+    shard = prepare(data, tmp_path).sources[0].files / "train-00002.arrow"
     return data, shard
 
 

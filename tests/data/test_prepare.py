@@ -127,7 +127,7 @@ def test_half_written_folder_is_ignored_and_failure_leaves_nothing(texts, tmp_pa
 
 def shard_of(prepared) -> Path:
     source = prepared.sources[0]
-    return source.files.path / source.manifest.train.shards[0].file
+    return source.files / source.manifest.train.shards[0].file
 
 
 @pytest.mark.parametrize(("damage", "says"), [
@@ -205,7 +205,6 @@ def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path,
         assert loss.tolist() == [False] * 6 + [True, False]
         assert Item(((text, False),)).hash in prepared.item_hashes
     assert "0" * 16 not in prepared.item_hashes
-    assert set(prepared.item_hashes) == {h for h in prepared.item_hashes if h in prepared.item_hashes}
     assert len(prepared.item_hashes) <= 25
     first = prepare(config(sum_task), tmp_path).fingerprint
     assert prepare(config(sum_task), tmp_path).fingerprint == first

@@ -15,7 +15,7 @@ from tests.data.small import config
 from titans_platform import cli
 from titans_platform.config import SourceConfig
 from titans_platform.data import encode, load_tokenizer, prepare
-from titans_platform.data.sources import FilesSource
+from titans_platform.data.sources import FilesSource, HubSource
 from titans_platform.data.tokenizer import train_tokenizer, write_tokenizer
 from titans_platform.evals.lm_harness import HarnessModel
 from titans_platform.text import plain
@@ -24,20 +24,24 @@ HTML = "<p>now <s>50</s> 40 euro</p> <pad> <|endoftext|> end"
 STORY = "".join(f"Line {i} of the story.\n" for i in range(400))
 
 
-def texts(path: object, **fields) -> list[str]:
-    """The texts of the documents at a path."""
-    source = SourceConfig(kind="files", path=str(path), **fields)
-    return [document.text for document in FilesSource(source, "data.sources.0", Path()).documents()]
+def texts(path: object, dataset: bool = False) -> list[str]:
+    """The texts of the documents at a path, or of the dataset there."""
+    where, source = {"dataset" if dataset else "path": str(path)}, HubSource if dataset else FilesSource
+    opened = source(
+        SourceConfig(kind="hub" if dataset else "files", **where), "data.sources.0", Path("cache")
+    )
+    return [document.text for document in opened.documents()]
 
 
 @pytest.mark.parametrize("unused", [
     '"m": "cut \\ud83d"', '"m": 1, "m": 2', '"m": NaN', '"m": 1e999', f'"m": {"9" * 5000}', '"m": [1, {}]',
     f'"m": {"[" * 9999}{"]" * 9999}', '"message": {"a": 1}, "type": "user"', '"": null',
 ])  # fmt: skip
-def test_unused_field_of_json_does_not_stop_a_read(unused, tmp_path):
-    path = tmp_path / "a.jsonl"
+def test_unused_field_of_json_does_not_stop_a_read(unused, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (path := tmp_path / "a" / "a.jsonl").parent.mkdir()
     path.write_text('{"m": 0, "text": "one"}\n\n' + f'{{{unused}, "text": "two\u2028"}}\n{{"m": ""}}\n')
-    assert texts(path) == ["one", "two\u2028", ""]
+    assert texts(path) == texts(path.parent, dataset=True) == ["one", "two\u2028", ""]
 
 
 UNUSED = {
@@ -96,8 +100,12 @@ def test_file_is_read_by_any_spelling_of_its_name(name, tmp_path):
 def test_other_files_are_counted(tmp_path, caplog):
     for name in ("a.txt", "b.pdf", "c.pdf", "README", "dataset_info.json"):
         (tmp_path / name).write_text('{"a": "text"}')
+    for name in ("e.txt.xz", "f.parquet", "g.arrow", "h.jsonl.bz2"):
+        (tmp_path / name).touch()
+    (tmp_path / "gone.txt").symlink_to("elsewhere")
+    os.mkfifo(tmp_path / "pipe.txt")
     prepare(config({"kind": "files", "path": str(tmp_path)}), tmp_path / "root")
-    assert "skipped 3 of 5 files: 2 .pdf, 1 without suffix" in caplog.text
+    assert "skipped 5 of 11 files: 2 .pdf, 2 that cannot be opened, 1 without suffix" in caplog.text
     assert "dataset_info.json has no field text; it has a; skipped" in caplog.text
 
 

@@ -9,15 +9,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet
 import pytest
 
 from tests.data.small import config
-from titans_platform.config import SourceConfig
 from titans_platform.data import PreparedData, prepare, sources
-from titans_platform.data.encode import _pieces, split_documents
-from titans_platform.data.sources import CORPUS, Document, FilesSource
+from titans_platform.data.encode import split_documents
+from titans_platform.data.sources import CORPUS, Document
 from titans_platform.errors import UsageError
 
 
@@ -33,37 +30,6 @@ def documents_of(prepared: PreparedData, split: str) -> list[str]:
 
 def jsonl(*texts: str) -> str:
     return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
-
-
-def write_all_kinds(folder: Path) -> list[str]:
-    """One document in each kind of file there is; their texts in the order of the file names."""
-    folder.mkdir()
-    (folder / "a.txt").write_text("plain text\nof two lines")
-    (folder / "b.txt.gz").write_bytes(gzip.compress(b"gzipped text"))
-    (folder / "c.py").write_text("print('code')\n")
-    (folder / "d.jsonl").write_text(jsonl("first record", "second record"))
-    (folder / "e.jsonl.gz").write_bytes(gzip.compress(jsonl("third record").encode()))
-    (folder / "f.jsonl.xz").write_bytes(lzma.compress(jsonl("fourth record").encode()))
-    pa.parquet.write_table(pa.table({"text": ["fifth record"], "n": [1]}), folder / "g.parquet")
-    (folder / "h[1].txt").write_text("odd name")
-    (folder / "ignored.bin").write_bytes(b"\0\1")
-    (folder / "inner").mkdir()
-    (folder / "inner" / "i.txt.xz").write_bytes(lzma.compress(b"inner text"))
-    numbered = ["first", "second", "third", "fourth", "fifth"]
-    start = ["plain text\nof two lines", "gzipped text", "print('code')\n"]
-    return [*start, *(f"{number} record" for number in numbered), "odd name", "inner text"]
-
-
-def test_every_kind_of_file_in_a_folder_glob_or_alone(tmp_path):
-    every = write_all_kinds(tmp_path / "mixed")
-    for path, texts in {
-        "mixed": every,
-        "mixed/*.jsonl.?z": ["third record", "fourth record"],
-        "mixed/h[1].txt": ["odd name"],
-        "mixed/**/*.txt.*": ["gzipped text", "inner text"],
-    }.items():
-        source = {"kind": "files", "path": str(tmp_path / path), "validation_fraction": 0.0}
-        assert documents_of(prepare(config(source), tmp_path / "root"), "train") == texts
 
 
 def write_many(folder: Path, n: int) -> str:
@@ -123,7 +89,7 @@ def test_where_one_document_is_cut(text, fraction, kept):
     assert [document.text for document, validation in placed if validation] == [kept] * (kept is not None)
 
 
-def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypatch):
+def test_splits_keep_the_fraction():
     for n, fraction, kept in ((1, 0, 0), (2, 0.01, 1), (10, 0.99, 9), (10, 0, 0), (10, 1, 10)):
         documents = [Document(f"text {i}", str(i), None) for i in range(n)]
         placed = list(split_documents(iter(documents), fraction, seed=0))
@@ -132,12 +98,6 @@ def test_splits_keep_the_fraction_and_long_documents_are_cut_in_pieces(monkeypat
     documents = (Document("text", str(i), None) for i in range(4000))
     kept = sum(validation for _, validation in split_documents(documents, 0.1, seed=0))
     assert 300 < kept < 500
-    monkeypatch.setattr("titans_platform.data.encode.PIECE_CHARACTERS", 10)
-    text = "one two three\nfour fivesixseveneight nine\n\nten"
-    pieces = list(_pieces(text))
-    assert "".join(pieces) == text
-    assert max(map(len, pieces)) <= 10
-    assert pieces[:2] == ["one two", " three"]
 
 
 def test_corpus_is_the_same_everywhere_and_names_its_documents(tmp_path):
@@ -171,18 +131,6 @@ def test_damaged_corpus_is_refused(tmp_path, monkeypatch, damage):
         prepare(config({"kind": "corpus"}), tmp_path / "root")
 
 
-def test_hub_dataset_is_streamed(tmp_path):
-    """A local folder stands for the dataset: the same call, without the network."""
-    dataset = tmp_path / "dataset"
-    dataset.mkdir()
-    (dataset / "train.jsonl").write_text(jsonl(*(f"record {i} of the dataset" for i in range(30))))
-    source = {"kind": "hub", "dataset": str(dataset), "max_tokens": 200, "validation_fraction": 0.1}
-    prepared = prepare(config(source), tmp_path / "root")
-    info = prepared.sources[0].manifest
-    assert info.train.tokens + info.validation.tokens == 200
-    assert all(text.startswith("record ") for text in documents_of(prepared, "train"))
-
-
 def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeypatch):
     """Only as much is read as max_tokens asks for, by name, subset and split, as a stream."""
     import datasets
@@ -196,6 +144,7 @@ def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeyp
             yield {"content": "0123456789" * 100}
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    monkeypatch.setattr(sources.HubSource, "_files", lambda self, revision: [])
     source = {
         "kind": "hub", "dataset": "some/corpus", "subset": "10BT", "split": "train", "text_field": "content",
         "max_tokens": 5000,
@@ -245,24 +194,6 @@ def test_bad_files_are_named_in_one_line(tmp_path, capfd, name, content, says):
         prepare(config({"kind": "files", "path": str(tmp_path / name)}), tmp_path / "root")
     assert "\n" not in str(error.value)
     assert capfd.readouterr().err == "", "the library says nothing beside"
-
-
-def test_edited_file_is_another_source_and_local_files_make_no_request(tmp_path, monkeypatch):
-    path = tmp_path / "t.txt"
-    path.write_text("before")
-    source = FilesSource(SourceConfig(kind="files", path=str(path)), "data.sources.0", tmp_path)
-    before = source.identity()
-    path.write_text("after!")
-    os.utime(path, ns=(1, 1))
-    assert source.identity() != before
-    # the library counts loads by a request to its server, for local files too
-    import datasets.load
-
-    asked = []
-    monkeypatch.setattr(datasets.load, "get_session", lambda: asked.append("session"))
-    before = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    prepare(config({"kind": "files", "path": write_many(tmp_path / "many", 3)}), tmp_path / "root")
-    assert (asked, before) == ([], datasets.config.HF_UPDATE_DOWNLOAD_COUNTS)
 
 
 @pytest.mark.slow

@@ -12,7 +12,6 @@ from tests.data.small import config
 from titans_platform.data import PreparedData, open_prepared, prepare
 from titans_platform.data.encode import interleave
 from titans_platform.data.shards import Split, SplitWriter
-from titans_platform.data.store import LocalShards
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
 
@@ -54,7 +53,7 @@ def test_rows_starts_and_loss_by_hand(tmp_path):
 
 
 def test_documents_may_follow_each_other_as_one_text(mixed):
-    root = mixed.sources[0].files.path.parents[1]
+    root = mixed.sources[0].files.parents[1]
     plain = open_prepared(mixed.config.model_copy(update={"packing": "plain"}), root)
     assert plain.fingerprint != mixed.fingerprint
     ours, theirs = (prepared.train_stream(8, 0).batch(2) for prepared in (plain, mixed))
@@ -95,15 +94,6 @@ def test_workers_share_the_same_global_batch(mixed, world_size):
                 assert torch.equal(part, all_rows[rank::world_size])
 
 
-@pytest.mark.parametrize(("weights", "counts"), [
-    ([1.0], [1]), ([1.0, 3.0], [1, 3]), ([0.7, 0.3], [7, 3]), ([0.1, 0.2, 0.7], [1, 2, 7]),
-    ([2.0, 0.0], [1, 0]),
-])  # fmt: skip
-def test_interleave_counts(weights, counts):
-    order = interleave(weights)
-    assert [order.count(i) for i in range(len(weights))] == counts
-
-
 def test_interleaving_spreads_weights_and_shuffling_is_fixed():
     order = interleave([1.0, 1.0, 2.0])
     assert ([order.count(i) for i in range(3)], order[0]) == ([1, 1, 2], 2)
@@ -141,7 +131,7 @@ def test_shards_read_across_their_borders(tmp_path):
     for document, mask in zip(documents, masks, strict=True):
         writer.add(document, mask)
     info = writer.close()
-    split = Split(LocalShards(tmp_path), info)
+    split = Split(tmp_path, info)
     tokens, loss = np.concatenate(documents), np.concatenate(masks)
     begins = np.isin(np.arange(47), [0, 3, 17, 18, 43])
     assert (info.tokens, len(info.shards), info.documents) == (47, 5, 5)
@@ -162,7 +152,7 @@ def test_tokens_are_read_in_place_and_weights_and_workers_that_do_not_fit_refuse
     info_small = SplitWriter(tmp_path, "small", 2**16)
     writer = SplitWriter(tmp_path, "large", 2**16 + 4)
     writer.add(np.array([1, 70_000, 3]), np.array([False, True, True]))
-    read = Split(LocalShards(tmp_path), writer.close()).read(0, 3).tokens
+    read = Split(tmp_path, writer.close()).read(0, 3).tokens
     assert (read.tolist(), info_small.shard_tokens) == ([1, 70_000, 3], 2 * writer.shard_tokens)
     path = write_jsonl(tmp_path / "t.jsonl", ["some text that is long enough"] * 3)
     silent = prepare(config(files(path, weight=0.0)), tmp_path / "root")

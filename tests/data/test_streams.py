@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.data.small import config
-from titans_platform.data import PreparedData, prepare, shards
+from titans_platform.data import PreparedData, prepare
 from titans_platform.data.stream import RowTable, Streams, document_starts
 from titans_platform.errors import UsageError
 
@@ -102,23 +102,6 @@ def test_workers_share_the_streams(tmp_path, world_size):
             mine = Streams(data.sources, 5, 8, 7, rank, world_size, **options).batch(step)
             for part, all_rows in zip(mine, whole.batch(step), strict=True):
                 assert torch.equal(part, all_rows[rank::world_size])
-
-
-def test_streams_that_take_turns_ask_for_a_shard_when_they_reach_it(tmp_path, monkeypatch):
-    monkeypatch.setattr(shards, "SHARD_BYTES", 64)
-    data, asked, groups = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS)), [], 3
-    split = data.sources[0].train
-    assert len(split.held) > 6
-    streams = Streams(data.sources, 2, 8, 7, groups=groups)
-    monkeypatch.setattr(split, "prefetch", asked.append)
-    reached: dict[tuple[int, int], list[int]] = {}
-    for step in range(18):
-        streams.batch(step)
-        at = split.shard_of(streams.tables[0].first[streams.rows(step)])
-        for b, shard in enumerate(at.tolist()):
-            seen = reached.setdefault((step % groups, b), [])
-            seen += [shard] if seen[-1:] != [shard] else []
-    assert len(asked) == sum(map(len, reached.values())) < 2 * 18
 
 
 def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path):

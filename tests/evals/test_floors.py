@@ -1,11 +1,13 @@
 """Floors: the best of each task's heuristics, computed by code on a fixed sample and pinned here."""
 
 import random
+from collections import Counter
 from dataclasses import replace
 from statistics import fmean
 from types import SimpleNamespace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -14,6 +16,7 @@ from titans_platform.cli import cli
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import Scorer
+from titans_platform.evals.ngrams import NGrams
 from titans_platform.tasks import TASKS, Context, Floor, GeneratedTask, Heuristic, Item, build_generated
 
 BYTE = load_tokenizer("byte")
@@ -137,3 +140,43 @@ def test_command_prints_chance_heuristics_and_floor():
     assert printed.exit_code == 0, printed.output
     lines = [line.split() for line in printed.output.splitlines()]
     assert ["needle-passkey@64", "1.0", "100.0"] in lines
+
+
+def counted(text: list[list[int]], row: list[int], order: int, vocab: int) -> list[float]:
+    """Witten-Bell by dictionaries, a token at a time."""
+    after: dict[tuple[int, ...], Counter[int]] = {}
+    for tokens in text:
+        for t in range(1, len(tokens)):
+            for n in range(order):
+                history = tuple(([-1] * order + tokens)[order + t - n : order + t])
+                after.setdefault(history, Counter())[tokens[t]] += 1
+    probabilities = []
+    for t in range(1, len(row)):
+        p = 1 / vocab
+        for n in range(order):
+            seen = after.get(tuple(([-1] * order + row)[order + t - n : order + t]), Counter())
+            if seen:
+                p = (seen[row[t]] + len(seen) * p) / (seen.total() + len(seen))
+        probabilities.append(p)
+    return probabilities
+
+
+@pytest.mark.parametrize("order", [1, 3, 5])
+def test_ngrams_give_the_probabilities_of_counting_by_dictionaries(order):
+    rng = np.random.default_rng(0)
+    text, row = rng.integers(0, 4, (7, 23)), rng.integers(0, 6, (3, 11))
+    ngrams = NGrams((text, np.ones((7, 22), bool)), vocab_size=6, order=order)
+    wanted = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
+    np.testing.assert_allclose(ngrams.probabilities(row, order), wanted, rtol=1e-12)
+    assert ngrams.perplexity([(row, np.ones((3, 10), bool))], order) == pytest.approx(
+        np.exp(-np.log(wanted).mean())
+    )
+
+
+def test_ngrams_are_not_counted_at_positions_without_loss():
+    rows = np.array([[0, 1, 2, 1, 2]])
+    ngrams = NGrams((rows, np.array([[True, False, False, True]])), vocab_size=3, order=2)
+    # 1 follows 0 once, 2 follows 1 once, and nothing was counted after 2
+    p = ngrams.probabilities(np.array([[0, 1, 2, 0]]), 1)
+    assert p[0].tolist() == pytest.approx([(1 + 2 / 3) / 4, (1 + 2 / 3) / 4, (2 / 3) / 4])
+    assert ngrams.probabilities(np.array([[2, 0]]), 2) == pytest.approx(p[0, 2])

@@ -11,11 +11,12 @@ import pytest
 import torch
 from torch import nn
 
-from titans_platform.config import EvalConfig, TaskConfig
-from titans_platform.data import Batch, load_tokenizer
+from titans_core import LanguageModel
+from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
+from titans_platform.data import Batch, load_tokenizer, prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import Request, Scorer, evaluate
-from titans_platform.tasks import build_generated
+from titans_platform.tasks import Item, build_generated
 
 BYTE = load_tokenizer("byte")
 
@@ -311,3 +312,70 @@ def test_evaluation_under_the_precision_of_training(precision):
     columns = {"x": (TaskConfig(task="needle", options={"style": "compact", "kind": "number"}),)}
     evaluate(model := Precise(), prepared(), EvalConfig(columns=columns, items=2), 64, precision=precision)
     assert model.lower == {precision == "bf16"}
+
+
+TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
+
+
+def early(text: str) -> str | None:
+    """Solves what stands in the first half of a row of 80."""
+    return solve_needle(text) if re.search(r"[A-Z]:\d", text[:40]) else "x"
+
+
+def test_needles_are_counted_by_depth():
+    ((key, one),) = evaluate(Oracle(early), prepared(), config("needle", COMPACT, items=120), 80)[
+        "buckets"
+    ].items()
+    assert key == "col/needle-passkey@80"
+    assert (one["0-10%"], one["90-100%"]) == (1.0, 0.0)
+    # of several questions each has a depth of its own
+    several = config("needle", {**COMPACT, "needles": 2, "queries": 2}, items=120)
+    ((_, both),) = evaluate(Oracle(early), prepared(), several, 80)["buckets"].items()
+    assert list(one) == list(both) == TENTHS
+    assert both["0-10%"] > both["90-100%"]
+    # a bucket is no part of what an item is
+    pieces = (("a", False), ("b", True))
+    assert Item(pieces, ("0-10%",)).hash == Item(pieces).hash
+
+
+def test_rows_beyond_the_budget_of_a_pass_give_what_one_pass_gives(tiny_run, monkeypatch):
+    monkeypatch.setattr("titans_platform.evals.scoring.PREFILL_TOKENS", 200)
+    monkeypatch.setattr("titans_platform.evals.scoring.MAX_PARALLEL_ROWS", 2)
+    torch.manual_seed(0)
+    model, passes = LanguageModel(tiny_run.model), []
+    model.register_forward_pre_hook(lambda _, args: passes.append(args[0].shape))
+    whole = evaluate(model, prepared(), config("needle", COMPACT, items=5, batch_tokens=150), 150)
+    assert passes == [(1, 149)] * 5
+    passes.clear()
+    pieces = evaluate(model, prepared(), config("needle", COMPACT, items=5, batch_tokens=140), 150)
+    assert passes == [*[(2, 100), (2, 49)] * 2, (1, 149)]
+    assert pieces == whole
+
+
+@pytest.fixture
+def measured(tiny_run: RunConfig, tmp_path):
+    (tmp_path / "texts").mkdir()
+    for part in range(20):
+        (tmp_path / "texts" / f"{part}.txt").write_text(f"text number {part}; " * 40)
+    source = {"kind": "files", "path": str(tmp_path / "texts"), "validation_fraction": 0.3}
+    fields = tiny_run.data.model_dump(mode="json") | {"sources": [source]}
+    data = prepare(DataConfig.model_validate_json(json.dumps(fields)), tmp_path)
+    torch.manual_seed(0)
+    model = LanguageModel(tiny_run.model)
+    speed = TaskConfig(task="throughput", options={"rows": 2, "repeats": 2}, lengths=(1.0, 2.0))
+    columns = {"speed": (speed,), "ppl": (TaskConfig(task="perplexity"),), "loss": (TaskConfig(task="loss"),)}
+    return model, evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
+
+
+def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perplexity(measured):
+    model, result = measured
+    assert result["columns"]["speed"] > 10
+    assert result["chance"]["speed"] is None
+    speeds = {key for key in result["tasks"] if key.startswith("speed")}
+    assert speeds == {"speed/throughput@32", "speed/throughput@64"}
+    assert all(p.grad is None for p in model.parameters())
+    assert model.training
+    _, result = measured
+    for part in ("columns", "chance"):
+        assert result[part]["loss"] == pytest.approx(math.log(result[part]["ppl"]))
+    assert 0 < result["tasks"]["loss/loss@32"]["stderr"] < 1

@@ -21,6 +21,8 @@ from titans_kernels.native import library
 
 needs_compiler = pytest.mark.skipif(library(torch.float64) is None, reason="no C++ compiler")
 NATIVE = pytest.param("native", marks=needs_compiler)
+PARALLEL = ["chunked"] if library(torch.float64) is None else ["chunked", "native"]
+"""Fast forms of the paper's rule that a CPU has."""
 
 
 class Call:
@@ -58,13 +60,17 @@ class Call:
         after = state.memory()
         return [torch.cat(outputs, 1), *after.weights, *after.momentum]
 
-    def check(self, *backends: str, cuts: Iterable[list[int]] = (), decoded: bool = False, **options) -> None:
-        """These forms, a sequence cut into pieces and one read token by token: each is the recurrence."""
-        expected = self.whole(backend="reference", **options)
+    def check(
+        self, *backends: str, cuts: Iterable[list[int]] = (), decoded: bool = False, form: str = "reference",
+        **options,
+    ) -> None:  # fmt: skip
+        """These forms, a sequence cut into pieces and one read token by token: each equals ``form``."""
+        expected = self.whole(backend=form, **options)
+        grads = graded(expected, self.leaves)
         for backend in backends:
-            assert_same(expected, self.whole(backend=backend, **options), self.leaves)
+            assert_same(expected, self.whole(backend=backend, **options), self.leaves, known=grads)
         for sizes in (*cuts, *([[1] * self.tokens[0].shape[1]] if decoded else [])):
-            assert_same(expected, self.pieces(sizes, **options), self.leaves)
+            assert_same(expected, self.pieces(sizes, **options), self.leaves, known=grads)
 
     def apart(self, borders: list[int], **options) -> list[Tensor]:
         """The results of `whole` on packed documents, by a call for each that has tokens."""
@@ -118,20 +124,24 @@ class Case(Call):
             self.base = tuple((x / x.shape[1] ** 0.5).requires_grad_() for x in randn)
 
 
+def graded(outputs: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
+    """Gradients of all leaves from a random functional of the outputs."""
+    generator = torch.Generator().manual_seed(7)
+    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+    total = torch.stack([(x * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
+    return torch.autograd.grad(total, leaves, retain_graph=True)
+
+
 def assert_same(
     expected: list[Tensor],
     actual: list[Tensor],
     leaves: list[Tensor],
     results: tuple[float, float] = (1e-10, 1e-11),
     gradients: tuple[float, float] = (1e-8, 1e-9),
+    known: tuple[Tensor, ...] | None = None,
 ) -> None:
-    """Equal results, and equal gradients of all leaves from a random functional of them; relative and
-    absolute tolerances.
-    """
+    """Equal results and equal gradients, by relative and absolute tolerances; ``known`` are the expected."""
     assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
     torch.testing.assert_close(actual, expected, rtol=results[0], atol=results[1])
-    generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in expected]
-    total = lambda outputs: sum((x * w).sum() for x, w in zip(outputs, weights, strict=True))  # noqa: E731
-    grads = [torch.autograd.grad(total(outputs), leaves, retain_graph=True) for outputs in (expected, actual)]
-    torch.testing.assert_close(grads[1], grads[0], rtol=gradients[0], atol=gradients[1])
+    wanted = known or graded(expected, leaves)
+    torch.testing.assert_close(graded(actual, leaves), wanted, rtol=gradients[0], atol=gradients[1])

@@ -12,7 +12,7 @@ import torch
 from titans_kernels import supports
 from titans_kernels.bench.shapes import SHAPES
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 TYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 SHARED_LIMIT = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -30,25 +30,55 @@ COVERED = {
     "l1-d128-online": ("delta",),
 }
 """Shapes that launch every kernel, and the kernels each is compiled for."""
+OTHER_TYPES = [("fp16", "columns", "l1-d64-bound"), ("fp32", "streamed.write", "l2-d64-h256")]
+EDGES = {
+    "fp32": ("reads.backward+hidden", "streamed_backward.backward"),
+    "bf16": ("columns.write+read+keep", "reads.backward+hidden"),
+}
+"""The kernels that take most of what shared memory there is. All of them, minutes of compiling:
+`python -m titans_kernels.bench.aot --largest --target 90 --dtype fp32 --dtype bf16`."""
 FIELDS = "depth", "head_dim", "hidden", "batch", "length", "chunk_size", "heads", "bound", "budget"
 
 
-def compiled(path: Path, *arguments: str) -> list[dict]:
-    """Reports, from a process whose kernels are not interpreted."""
+SCRIPT = """
+import json, sys
+from titans_kernels.bench.aot import main
+
+for name, line in json.loads(sys.argv[1]).items():
+    main([*line, "--json", name + ".json"], standalone_mode=False)
+"""
+
+
+def compiled(folder: Path, lines: dict[str, list[str]]) -> dict[str, list[dict]]:
+    """The reports of each line of options, by name, from a process whose kernels are not interpreted."""
     environment = {**os.environ, "TRITON_INTERPRET": "0", "PYTHONWARNINGS": "error"}
-    command = [sys.executable, "-m", "titans_kernels.bench.aot", "--json", str(path), *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=7200)
+    command = [sys.executable, "-c", SCRIPT, json.dumps(lines)]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(path.read_text())["kernels"]
+    return {name: json.loads((folder / f"{name}.json").read_text())["kernels"] for name in lines}
 
 
+# one process for all, whose imports take seconds
 @pytest.fixture(scope="module")
-def reports(tmp_path_factory) -> list[dict]:
-    path = tmp_path_factory.mktemp("aot") / "reports.json"
-    return [
-        row for name, kernels in COVERED.items()
-        for row in compiled(path, "--shape", name, *(f"--kernel={kernel}" for kernel in kernels))
-    ]  # fmt: skip
+def made(tmp_path_factory) -> dict[str, list[dict]]:
+    lines = {name: ["--shape", name, *kernel_options(kernels)] for name, kernels in COVERED.items()}
+    for dtype, kernel, shape in OTHER_TYPES:
+        asked = ["--shape", shape, "--dtype", dtype, "--target", "90", "--kernel", kernel]
+        lines[f"other {dtype}"] = asked
+    for dtype, kernels in EDGES.items():
+        lines[f"largest {dtype}"] = [
+            "--largest", "--dtype", dtype, "--target", "90", *kernel_options(kernels)
+        ]  # fmt: skip
+    return compiled(tmp_path_factory.mktemp("aot"), lines)
+
+
+def kernel_options(kernels: tuple[str, ...]) -> list[str]:
+    return [f"--kernel={kernel}" for kernel in kernels]
+
+
+@pytest.fixture
+def reports(made) -> list[dict]:
+    return [row for name in COVERED for row in made[name]]
 
 
 def test_every_kernel_is_compiled_for_every_target(reports):
@@ -110,8 +140,7 @@ def test_every_path_of_a_shipped_scale_is_enumerated():
 @pytest.mark.nightly
 def test_no_path_of_a_shipped_scale_in_bf16_spills_much(tmp_path):
     (tmp_path / "shapes.json").write_text(json.dumps(shipped()["bf16"]))
-    asked = ("--packed", "--shapes", str(tmp_path / "shapes.json"))
-    rows = compiled(tmp_path / "out.json", *asked)
+    (rows,) = compiled(tmp_path, {"shipped": ["--packed", "--shapes", "shapes.json"]}).values()
     assert [r for r in rows if r["spilled"] > SPILLED or r["shared"] > SHARED_LIMIT[r["target"]]] == []
 
 
@@ -138,32 +167,21 @@ def test_no_product_reads_a_tile_while_the_next_one_arrives(reports):
     assert [row["carried"] for row in steps] == [0] * len(steps)
 
 
-@pytest.mark.parametrize(("dtype", "kernel"), [("fp16", "columns"), ("fp32", "streamed.write")])
-def test_other_types_compile_too(dtype, kernel, tmp_path):
-    shape = "l1-d64-bound" if kernel == "columns" else "l2-d64-h256"
-    asked = ("--shape", shape, "--dtype", dtype, "--target", "90", "--kernel", kernel)
-    rows = compiled(tmp_path / "reports.json", *asked)
+@pytest.mark.parametrize("dtype", [dtype for dtype, *_ in OTHER_TYPES])
+def test_other_types_compile_too(dtype, made):
+    rows = made[f"other {dtype}"]
     assert rows
     assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in rows)
 
 
-EDGES = {
-    "fp32": ("reads.backward+hidden", "streamed_backward.backward"),
-    "bf16": ("columns.write+read+keep", "reads.backward+hidden"),
-}
-"""The kernels that take most of what shared memory there is. All of them, minutes of compiling:
-`python -m titans_kernels.bench.aot --largest --target 90 --dtype fp32 --dtype bf16`."""
-
-
 @pytest.mark.parametrize("dtype", EDGES)
-def test_largest_that_is_served_fits_a_multiprocessor(dtype, tmp_path):
-    kernels = (f"--kernel={kernel}" for kernel in EDGES[dtype])
-    rows = compiled(tmp_path / "reports.json", "--largest", "--dtype", dtype, "--target", "90", *kernels)
+def test_largest_that_is_served_fits_a_multiprocessor(dtype, made):
+    rows = made[f"largest {dtype}"]
     assert {row["kernel"] for row in rows} >= set(EDGES[dtype])
     assert [row for row in rows if row["shared"] > SHARED_LIMIT[90]] == []
 
 
-def test_interpreted_process_says_that_it_cannot(tmp_path):
+def test_interpreted_process_says_that_it_cannot():
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "titans_kernels.bench.aot", "--shape", "l1-d128"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)

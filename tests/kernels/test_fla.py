@@ -77,8 +77,10 @@ def test_decays_of_channels_and_heads_and_the_scan_are_gla_retention_and_hgrn():
     agree([ours], theirs("hgrn", "naive_recurrent_hgrn")(x, log_decay, state)[:1], given)
 
 
-@pytest.mark.parametrize("backend", ["reference", "auto", "online"])
-@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("gated", "backend"), [
+    *((gated, backend) for gated in (False, True) for backend in ("reference", "auto", "online")),
+    (False, "chunked"),
+])  # fmt: skip
 def test_linear_memory_in_chunks_of_one_is_the_delta_rule(gated, backend):
     keys = (B, T, H, E)
     given = q, k, v, write, keep, state = leaves(keys, keys, (B, T, H, V), keys[:3], keys[:3], (B, H, E, V))

@@ -3,28 +3,15 @@
 import platform
 import shutil
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
 
 import pytest
 import torch
 
 from tests.kernels.cases import Case, assert_same, needs_compiler
-from tests.kernels.test_neural_memory import CHUNKS, lengths
 from titans_kernels import Residual, native, neural_memory
 from titans_kernels.layers import short_convolution
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import native as compiled
-
-
-@needs_compiler
-@pytest.mark.parametrize("chunk_size", CHUNKS)
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
-def test_native_is_the_parallel_form(depth, chunk_size):
-    """`test_neural_memory` holds that to the recurrence at the same lengths, in ten times the time."""
-    for T, bound in product(lengths(depth, chunk_size), (None, 0.5)):
-        case, options = Case(T, depth), {"chunk_size": chunk_size, "surprise_bound": bound}
-        expected = case.whole(backend="chunked", **options)
-        assert_same(expected, case.whole(backend="native", **options), case.leaves)
 
 
 @needs_compiler

@@ -113,7 +113,7 @@ HERE = {form.name: form for form in op.FORMS if form.tolerance and form.name != 
 def test_form_computes_what_its_row_of_the_table_says(name):
     """Each call that a form does not refuse is within its tolerance of the reference."""
     form, computed = HERE[name], 0
-    for seed in range(60):
+    for seed in range(30):
         call = Drawn(seed)
         if name == "online":
             call.options |= {"chunk_size": 1, "surprise_bound": None}
@@ -130,7 +130,7 @@ def test_form_computes_what_its_row_of_the_table_says(name):
         computed += 1
         for x, y in zip(call.run("reference"), result, strict=True):
             assert (x - y).norm() <= form.tolerance * x.norm() + 1e-12
-    assert computed >= 15
+    assert computed >= 7
 
 
 @pytest.mark.parametrize("seed", range(10))

@@ -6,12 +6,11 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.kernels.cases import Case, assert_same, needs_compiler
+from tests.kernels.cases import PARALLEL, Case, assert_same, needs_compiler
 from titans_kernels import Extension, MemoryState, Residual, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.options import Options
-from titans_kernels.native import library
 
 KINDS = ["none", "input", "norm"]
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -23,8 +22,7 @@ CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)
 
 def parallel(groups: int | tuple | None) -> list[str]:
     """Parallel forms that support a case."""
-    compiled = groups is None and library(torch.float64) is not None
-    return ["chunked", *(["native"] if compiled else [])]
+    return PARALLEL if groups is None else ["chunked"]
 
 
 GATES = [(4, 4, 4), (None, 4, None), (None, None, 4), (2, None, 2)]
@@ -34,8 +32,11 @@ AROUND = [(*case, base) for base in (False, True) for case in (PLAIN, *SWITCHED)
 every_case = pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
 
 
-@every_case
-@pytest.mark.parametrize("depth", [1, 2, 3, 4])
+# a case has the even depths or the odd ones; the paper's own memory has all
+@pytest.mark.parametrize(("depth", "kind", "groups", "base"), [
+    (depth, *case) for i, case in enumerate(AROUND) for depth in (1, 2, 3, 4)
+    if case[:2] == PLAIN or depth % 2 == i % 2
+])  # fmt: skip
 def test_every_form_is_the_recurrence(depth, kind, groups, base):
     for T, chunk_size, bound in CALLS:
         forms = (*parallel(groups), "auto", *(["generic"] if T < 20 else []))
@@ -131,8 +132,7 @@ def test_packed_documents_are_separate_calls(depth, kind, groups, base, backend)
     assert_same(case.apart(borders, **options), packed, case.leaves)
 
 
-@pytest.mark.parametrize("bound", [None, 0.3])
-@pytest.mark.parametrize("chunk_size", [1, 5])
+@pytest.mark.parametrize(("chunk_size", "bound"), [(1, 0.3), (5, None), (5, 0.3)])
 @every_case
 def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, chunk_size, bound):
     for depth in (1, 3):

@@ -354,13 +354,6 @@ def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set
     assembler.select.cache_clear()
 
 
-def test_kernels_that_were_asked_for_by_name_are_not_replaced():
-    call = Call(Case((16, 16), 40, 24))
-    said = "triton does not support this call: chunk_size: 24 is not one of the kernels' 16, 32"
-    with pytest.raises(ValueError, match=said):
-        call.results("triton", torch.float32)
-
-
 def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_says_so(caplog, monkeypatch):
     monkeypatch.setattr(native, "library", lambda dtype: None)  # which a GPU's tensors never meet
     call = Call(Case((16, 16), 40, 24))

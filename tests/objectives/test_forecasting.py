@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.objectives.test_series import line, when
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
@@ -18,16 +19,6 @@ from titans_platform.objectives.regression import Parts, SeriesData
 from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.study.grid import expand, load_study
-
-
-def line(steps: int) -> SeriesTable:
-    """A series whose value is its step."""
-    return SeriesTable(np.arange(steps, dtype=float)[:, None], ("t",))
-
-
-def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:
-    train = np.arange(data.train_steps)
-    return (values[..., 0].double() * train.std() + train.mean()).round().long()
 
 
 def test_parts_of_ett_are_months_of_thirty_days_and_others_shares_rounded_down():

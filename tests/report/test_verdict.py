@@ -1,11 +1,13 @@
 """Verdicts: paired differences from the first row, with intervals, beside the paper's direction."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from titans_platform.report.table import (
+    AT_FLOOR,
     Comparison,
     Entry,
     adjust,
@@ -104,6 +106,22 @@ def test_holm_may_leave_unresolved_what_is_resolved_alone():
     assert (judged.p, free.p, free.outcome) == (five.p, None, "")
 
 
+def test_number_not_better_than_its_floor_counts_in_no_verdict():
+    lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
+    near = row("A", measured([4, 4.3, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26, "reasoning_acc": 49})
+    near.entries["lm_ppl"] = replace(near.entries["lm_ppl"], values=(4.0, 4.3, 4.2), floor=4.1)
+    at, above = compare(table(lmm, near))
+    assert (at.outcome, at.p, above.outcome) == (AT_FLOOR, None, "agrees")
+    # the other comparison is alone in its family
+    assert above.p == above.ours.p
+    assert tally([at, above]).startswith("of 1 comparison 1 agree")
+    assert tally([at, above]).endswith("; 1 more are with a number that is not above its floor")
+    near.entries["lm_ppl"] = replace(near.entries["lm_ppl"], floor=4.2)
+    better, other = compare(table(lmm, near))
+    assert better.outcome == "agrees"
+    assert other.p == pytest.approx(2 * (other.ours.p or 0))
+
+
 def test_agreement_follows_each_columns_direction():
     lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
     worse = row("A", measured([6, 6.1, 6.2], [0.5, 0.51, 0.53]), {"lm_ppl": 28, "reasoning_acc": 47})
@@ -119,7 +137,13 @@ def test_agreement_follows_each_columns_direction():
     assert verdicts[0].ours.mean == pytest.approx(-1)  # positive is better
     assert verdicts[2].ours.mean == pytest.approx(10 + 1 / 3)  # in the unit of the column
     assert (verdicts[0].paper, verdicts[0].baseline) == (-1, "LMM")
-    assert count_outcomes(verdicts) == {"agrees": 1, "disagrees": 1, "not resolved": 1, "one seed": 0}
+    assert count_outcomes(verdicts) == {
+        "agrees": 1,
+        "disagrees": 1,
+        "not resolved": 1,
+        "one seed": 0,
+        AT_FLOOR: 0,
+    }
     assert compare(table(apart)) == []
 
 

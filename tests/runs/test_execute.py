@@ -2,10 +2,7 @@
 
 import hashlib
 import json
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -55,62 +52,11 @@ def test_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     assert 10 * 2**20 < result.peak_rss_bytes < 2**40
     assert {"surprise", "alpha_mean", "theta_mean"} <= result.telemetry.keys()
     assert folder.progress()["phase"] == "done"
-    account = folder.attempt()
-    assert {"data", "build", "train", "evaluate", "checkpoint", "record"} <= account["seconds"].keys()
-    assert sum(account["seconds"].values()) <= account["ended"] - account["began"]
+    attempt = folder.attempt()
+    assert result.seconds <= attempt["ended"] - attempt["began"]
     before = (folder.path / "result.json").stat().st_mtime_ns
     assert run(tiny_run, tmp_path) == folder.result()
     assert (folder.path / "result.json").stat().st_mtime_ns == before
-
-
-KILLED = """
-import sys
-from pathlib import Path
-from titans_platform.config import RunConfig
-from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
-from titans_platform.runs.spec import Tracking
-cfg = RunConfig.model_validate_json(sys.argv[1])
-execute(spec_for(cfg, Path(sys.argv[2]), tracking=Tracking(sys.argv[3], "killed")))
-"""
-
-
-def kill_when(process: subprocess.Popen, path: Path) -> None:
-    """SIGKILL the process as soon as ``path`` exists."""
-    deadline = time.monotonic() + 240
-    while not path.exists():
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-    process.send_signal(signal.SIGKILL)
-    assert process.wait(30) == -signal.SIGKILL
-
-
-@pytest.mark.slow
-def test_killed_and_restarted_it_ends_with_the_same_weights_and_numbers(tiny_run, tmp_path):
-    cfg = changed(tiny_run, optim={"steps": 80}, checkpoint={"every": 7})
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    prepare(cfg.data, straight)
-    prepare(cfg.data, broken)
-    expected = run(cfg, straight)
-
-    store = open_store(broken)
-    folder = spec_for(cfg, broken).folder
-    command = [sys.executable, "-c", KILLED, cfg.model_dump_json(), str(broken), store.uri]
-    kill_when(subprocess.Popen(command), folder.path / "checkpoints" / "step-00000014")
-    assert folder.result() is None
-    # metrics up to the checkpoint were flushed to the journal before the checkpoint was published
-    kept = (folder.path / "metrics.jsonl").read_text().splitlines()
-    assert {json.loads(line)["step"] for line in kept} >= set(range(1, 15))
-    result = run(cfg, broken, tracking=Tracking(store.uri, "again"))
-    (killed,) = store.client.search_runs([store.experiment])
-    assert result.mlflow_run_id == killed.info.run_id
-
-    assert result.model_dump(exclude=UNLIKE) == expected.model_dump(exclude=UNLIKE)
-    assert weights_hash(cfg, folder) == weights_hash(cfg, RunFolder(straight, folder.name))
-    steps = [m.step for m in store.client.get_metric_history(killed.info.run_id, "loss")]
-    assert steps == list(range(1, 81))
-    assert store.client.get_run(killed.info.run_id).info.status == "FINISHED"
 
 
 @pytest.mark.slow

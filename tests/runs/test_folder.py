@@ -1,5 +1,6 @@
 import errno
 import io
+import json
 import os
 import subprocess
 import sys
@@ -7,13 +8,18 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import click
 import pytest
+from pydantic import ValidationError
 from rich.console import Console
 
+from tests.runs.test_execute import changed
 from titans_platform.cli import live
+from titans_platform.cli.train import Workers
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, NotWritable, StorageError, UsageError
 from titans_platform.files import file_lock, is_locked, write_json
+from titans_platform.runs.check import check_batch
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Resources, concurrency
 from titans_platform.study.grid import Cell, StudyRun
@@ -220,3 +226,33 @@ def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch,
         write(tmp_path)
     monkeypatch.undo()
     assert caught.value.exit_code == 3
+
+
+def resources(workers) -> Resources:
+    return Resources.model_validate_json(json.dumps({"workers": workers}))
+
+
+def test_elastic_range_is_a_least_and_a_most_that_share_the_batch_and_fit(tiny_run):
+    both = resources([2, 8])
+    assert (both.min_workers, both.max_workers, both.cpus) == (2, 8, 8.01)
+    assert resources([3, 3]) == resources(3)
+    with pytest.raises(ValidationError, match="the least, 4, is more than the most, 2"):
+        resources([4, 2])
+    check_batch(changed(tiny_run, optim={"global_batch_size": 12}), resources([1, 4]))
+    with pytest.raises(UsageError, match="8 rows do not divide among 3 workers"):
+        check_batch(changed(tiny_run, optim={"global_batch_size": 8, "parallel": "fsdp"}), resources([1, 4]))
+    with pytest.raises(UsageError, match="8 rows cannot be shared by 9 workers"):
+        check_batch(changed(tiny_run, optim={"global_batch_size": 8}), resources([1, 9]))
+    cluster = [{"CPU": 2}, {"CPU": 2}]
+    assert concurrency(resources([2, 8]), Machine.of([{"CPU": 0.5}, *cluster])) == 1
+    assert concurrency(resources([1, 2]), Machine.of([{"CPU": 1}, *cluster])) == 2
+    with pytest.raises(ClusterError, match="a run takes 6 CPU on 6 workers"):
+        concurrency(resources([6, 8]), Machine.of(cluster))
+
+
+def test_elastic_range_is_written_with_a_colon():
+    for text, workers in {"1": 1, "4": 4, "2:8": (2, 8), "4:4": 4}.items():
+        assert Workers().convert(text, None, None) == workers
+    for text in ("x", "4:2", "-1", "0", "0:2", "2:x"):
+        with pytest.raises(click.BadParameter, match=r"as 2:8"):
+            Workers().convert(text, None, None)

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from tests.small import until
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError
 from titans_platform.runs import reporter
@@ -233,26 +234,17 @@ def test_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_pat
     assert (len(waited), waited) == (20, sorted(waited))
 
 
-def test_server_that_comes_and_goes_gets_every_point_once(tmp_path):
-    from titans_platform.tracking import open_store
+def test_points_that_are_refused_for_a_while_are_sent_once_and_in_order(tmp_path):
+    away = [False, True, True]
 
-    server = Server()
-    server.up()
-    log = Journal(
-        RunFolder(tmp_path, "run"),
-        lambda: open_store(server.uri).run(open_store(server.uri).cell_run("c", "c")),
-    )
-    log.start()
+    def fails() -> None:
+        if away and away.pop(0):
+            raise ConnectionError("refused")
+
+    log = opened(tmp_path, sink := Sink(fails))
     for step in range(1, 61):
         log.metrics(step, {"loss": 1 / step})
-        if step == 20:
-            assert log.run_id == "r1"
-            server.down()
-        if step == 40:
-            time.sleep(0.3)
-            server.lose = 1
-            server.up()
-        time.sleep(0.01)
-    assert log.close(lambda run: run.close(), "FINISHED") is None
-    server.down()
-    assert server.steps() == list(range(1, 61))
+        time.sleep(0.005)
+    until(lambda: not away)
+    assert log.close(lambda run: None, "FINISHED") is None
+    assert sink.points == list(range(1, 61))

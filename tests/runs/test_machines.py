@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from titans_platform.data.store import ShardCache
 from titans_platform.runs import ray_session
 from titans_platform.tracking import CELL_TAG, name_of, open_store
 
@@ -83,11 +82,6 @@ def test_home_that_cannot_be_written_gets_no_token(home, monkeypatch, tmp_path):
     with ray_session.ray_session(1):
         assert ("RAY_AUTH_TOKEN" in os.environ) is (home != "{here}")
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-
-
-def test_cache_of_a_user_without_a_name(monkeypatch):
-    monkeypatch.setattr(os, "getuid", lambda: 54321)
-    assert ShardCache(1).folder.name == "titans-cache-54321"
 
 
 ASCII = [

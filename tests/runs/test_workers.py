@@ -1,5 +1,6 @@
 """A run under Ray Train: in-process, on two workers, and with a killed worker."""
 
+import inspect
 import json
 import os
 import platform
@@ -87,8 +88,9 @@ def printed(program: str, *arguments: object, **told: str) -> str:
     return subprocess.check_output(command, env=env, cwd=Path(__file__).parents[2], text=True)
 
 
-QUIETED = """
-from tests.runs.test_workers import pages_asked_for
+# the function's source, as an import of this file brings torch
+QUIETED = f"""
+{inspect.getsource(pages_asked_for)}
 from titans_platform.runs.ray_session import quiet
 quiet()
 print(pages_asked_for())

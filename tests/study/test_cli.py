@@ -109,7 +109,7 @@ def test_running_some_rows_keeps_the_whole_table(tiny, capsys, answer, monkeypat
     assert counts == [("LMM", 1, 2), ("Linear Memory", 0, 2)]
     # a seed more than the scale's own joins the table, and stays in it
     assert call("run", "tiny", "--scale", "small", "--rows", "lin*", "--seeds", "0,7") == 0
-    assert "Overhead: " in capsys.readouterr().out
+    capsys.readouterr()
     assert call("report", "tiny", "--scale", "small", "--rows", "LMM", "--json") == 4
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [(row["columns"]["reasoning"]["seeds"], len(row["cells"])) for row in rows] == [(1, 2), (2, 3)]
@@ -128,7 +128,6 @@ def test_running_some_rows_keeps_the_whole_table(tiny, capsys, answer, monkeypat
     capsys.readouterr()
     status = answer("sweep", "status", "tiny", "--scale", "small")
     assert status["counts"] == {"done": 3, "running": 0, "failed": 0, "interrupted": 0, "missing": 2}
-    assert status["overhead"]["cells"] == 2
     assert call("status") == 0
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny-small")]) == 2
 

@@ -101,7 +101,6 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
             assert getattr(actual, key) == getattr(result, key), (row, key)
     assert (folders["LMM"].path / "result.json").stat().st_mtime_ns == finished
-    _check_report(root / "studies" / "tiny-small", alone)
     _check_tracking(root, folders)
     status = read_status(root, "tiny", "small")
     assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
@@ -130,14 +129,3 @@ def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
         assert folder.name in parents[0].data.tags["mlflow.note.content"]
     artifacts = {file.path for file in store.client.list_artifacts(parents[0].info.run_id)}
     assert {"table.md", "table.csv", "report.html", "figures"} <= artifacts
-
-
-def _check_report(folder: Path, alone: dict[str, dict]) -> None:
-    """The page has the numbers, the runs behind them, what failed and why, and how it was made."""
-    page = (folder / "report.html").read_text()
-    for result in alone.values():
-        assert f"<code>{result.cell}</code>" in page
-    assert "loss nan" in page
-    assert "2 of 3 cells" in page
-    assert "sweep run tiny --scale small" in page
-    assert "Learning curves" in page

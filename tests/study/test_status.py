@@ -3,17 +3,15 @@
 import io
 import re
 
-import pytest
 from rich.console import Console
 
 from titans_platform.cli import live
 from titans_platform.cli.live import running
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
-from titans_platform.study import status
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
-from titans_platform.study.status import CellStatus, timings, timings_line
+from titans_platform.study.status import CellStatus
 
 NOW = 2_000_000_000.0
 # two slots, three cells of ten seconds each: seven of their own
@@ -51,30 +49,3 @@ def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left
     assert shown
     assert max(map(len, lines)) <= 80
     assert not [line for line in shown if "12m34s" in line]
-
-
-@pytest.fixture
-def cells(tmp_path, monkeypatch):
-    monkeypatch.setattr(status.time, "time", lambda: NOW + 130)
-    collected = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(SPANS)]
-    for cell, (began, ended) in zip(collected, SPANS.values(), strict=True):
-        seconds = {"train": 5.0, "evaluate": 2.0, "checkpoint": 1.5, "data": 0.5}
-        span = {"began": NOW + began, "ended": NOW + ended, "seconds": seconds}
-        cell.folder(tmp_path).update(attempt=span)
-    return collected
-
-
-def test_parts_add_up_to_the_overhead(cells, tmp_path):
-    record = timings(NOW + 90, cells, tmp_path, slots=2)
-    assert record["own_seconds"] == pytest.approx(21)
-    assert record["overhead_seconds_a_cell"] == pytest.approx((40 * 2 - 21) / 3)
-    parts = {name: 3 * seconds for name, seconds in record["parts_seconds_a_cell"].items()}
-    expected = {"checkpoint": 4.5, "data": 1.5, "start of a cell": 30 - 27, "outside of cells": 80 - 30}
-    assert parts == pytest.approx(expected)
-    line = timings_line(record)
-    assert line.startswith("Overhead: 19.7 s a cell (3 cells, 2 at once; wall time 3.81 times")
-
-
-def test_cells_of_an_earlier_run_are_not_counted(cells, tmp_path):
-    record = timings(NOW + 114.5, cells, tmp_path, slots=1)
-    assert (record["cells"], record["own_seconds"]) == (1, pytest.approx(7))

@@ -36,9 +36,9 @@ def workers() -> ModuleType:
     return module
 
 
-def together(folder: Path, count: int, program: Path = PROGRAM) -> list[dict[str, Any]]:
+def together(folder: Path, count: int) -> list[dict[str, Any]]:
     """Results of each of ``count`` workers."""
-    command = [sys.executable, str(program), str(folder)]
+    command = [sys.executable, str(PROGRAM), str(folder)]
     start = lambda rank: subprocess.Popen([*command, str(rank), str(count)], stderr=PIPE, text=True)  # noqa: E731
     processes = [start(rank) for rank in range(count)]
     try:
@@ -49,8 +49,7 @@ def together(folder: Path, count: int, program: Path = PROGRAM) -> list[dict[str
         for process in processes:
             process.kill()
             process.communicate()
-    written = [folder / f"worker-{rank}.json" for rank in range(count)]
-    return [json.loads(path.read_text()) for path in written if path.exists()]
+    return [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(count)]
 
 
 @pytest.fixture(scope="module")
@@ -185,15 +184,28 @@ def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(both, 
         assert workers.losses(alone) == pytest.approx(carried[10:], rel=5e-6)
 
 
-def test_three_workers_resume_the_streams_of_one(tmp_path, carried, workers):
+@pytest.fixture(scope="module")
+def three(tmp_path_factory, carried, workers) -> list[dict[str, Any]]:
+    """Results of three workers, in whose folder one has left a checkpoint of its streams."""
+    folder = tmp_path_factory.mktemp("three")
     with deterministic(0, threads=1):
         alone = workers.trainer("ddp", stream=workers.CarriedStream)
-        first = workers.losses(alone, 10)
-    with checkpoint.Saver(tmp_path / "carried-ddp", alone) as saver:
+        assert workers.losses(alone, 10) == carried[:10]
+    with checkpoint.Saver(folder / "carried-ddp", alone) as saver:
         saver.save()
-    assert first == carried[:10]
-    for each in together(tmp_path, 3):
+    return together(folder, 3)
+
+
+def test_three_workers_resume_the_streams_of_one(three, carried):
+    for each in three:
         assert each["ddp"] == pytest.approx(carried[10:], rel=5e-6)
+
+
+def test_three_workers_that_share_each_row_have_the_numbers_of_one(three):
+    """`parallel: sequence`, every variant in float64: losses, gradients and the carried state."""
+    result = three[0]["differences"]
+    assert result.keys() > BLOCKS.keys()
+    assert {variant: off for variant, off in result.items() if max(off.values()) > 1e-12} == {}
 
 
 @QUIET
@@ -204,12 +216,3 @@ def test_same_state_is_carried_however_a_step_is_computed(workers, carried, fiel
     with deterministic(0, threads=1):
         of = workers.trainer("ddp", stream=workers.CarriedStream, **options)
         assert workers.losses(of, 4) == pytest.approx(carried[:4], rel=2e-6)
-
-
-def test_three_workers_that_share_each_row_have_the_numbers_of_one(tmp_path):
-    """`parallel: sequence`, every variant in float64: losses, gradients and the carried state."""
-    program = PROGRAM.with_name("parts.py")
-    together(tmp_path, 3, program)
-    result = json.loads((tmp_path / "differences.json").read_text())
-    assert result.keys() > BLOCKS.keys()
-    assert {variant: off for variant, off in result.items() if max(off.values()) > 1e-12} == {}

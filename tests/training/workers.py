@@ -15,8 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_core import BLOCKS, AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
+from titans_core.sequence_parallel import SequenceParallel
 from titans_platform.config import EvalConfig, OptimConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer
 from titans_platform.data.stream import StreamBatch
@@ -143,6 +146,51 @@ def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, An
     return actual
 
 
+def parts_model(variant: str, window: int) -> LanguageModel:
+    torch.manual_seed(0)
+    hybrid = {"window": window}
+    attention: dict[str, Any] = {"mac": {"segment_size": 16}, "mag": hybrid, "mal": hybrid}.get(variant, {})
+    memory = MemoryConfig(**{"heads": 2, "chunk_size": 8, **BLOCKS[variant].preset_memory})
+    config = ModelConfig(
+        variant=variant, vocab_size=32, d_model=16, n_layers=2, memory=memory,
+        attention=AttentionConfig(heads=2, **attention),
+    )  # fmt: skip
+    return LanguageModel(config).double()
+
+
+def two_rows(call: Any, T: int = 192) -> tuple[Tensor, Any]:
+    tokens = torch.randint(32, (2, 2 * T + 1), generator=torch.Generator().manual_seed(1))
+    first = call(tokens[:, :T], None, targets_BT=tokens[:, 1 : T + 1])
+    first.losses.mean().backward()
+    reset = torch.tensor([True, False])
+    second = call(tokens[:, T:-1], first.state.detach(), targets_BT=tokens[:, T + 1 :], reset_B=reset)
+    second.losses.mean().backward()
+    return torch.stack([first.losses, second.losses]).detach(), second.state
+
+
+def differences(variant: str, window: int = 24) -> dict[str, float]:
+    """Workers that share each of two rows in turn, the second with one stream reset, in float64.
+
+    The losses, gradients and carried state of all of them together equal a single worker's.
+    """
+    shared, alone = parts_model(variant, window), parts_model(variant, window)
+    losses, state = two_rows(SequenceParallel(shared))
+    dist.all_reduce(losses)
+    expected, state_of_one = two_rows(alone)
+    relative = []
+    for p, q in zip(shared.parameters(), alone.parameters(), strict=True):
+        own = torch.zeros_like(p) if p.grad is None else p.grad
+        dist.all_reduce(own)
+        wanted = torch.zeros_like(q) if q.grad is None else q.grad
+        relative.append(((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item())
+    pairs = zip(tree_leaves(state), tree_leaves(state_of_one), strict=True)
+    carried = [(a - b).abs().max().item() for a, b in pairs if isinstance(a, Tensor) and a.numel()]
+    return {
+        "losses": (losses - expected).abs().max().item(), "gradients": max(relative), "state": max(carried),
+        "position": abs(state.position - state_of_one.position),
+    }  # fmt: skip
+
+
 def fail_alone(rank: int) -> str:
     """An evaluation in which only the second worker raises."""
 
@@ -168,6 +216,9 @@ def main() -> None:
             result = train_in_groups(folder, rank, world_size)
         elif world_size == 3:
             result = carry(folder, rank, world_size, ("ddp",))
+            result["differences"] = {variant: differences(variant) for variant in BLOCKS}
+            # a window of one token keeps no keys
+            result["differences"]["mag, window 1"] = differences("mag", window=1)
         else:
             result = {"trained": train_and_evaluate(folder, rank, world_size), "failed": fail_alone(rank)}
             result["carried"] = carry(folder, rank, world_size)

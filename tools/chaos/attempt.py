@@ -20,19 +20,18 @@ FULL = "full"
 
 
 def patch() -> None:
-    """Add slow steps, a log of samples, poisoned batches and a disk that fills up, as CHAOS says."""
+    """Add slow steps, a log of samples and a disk that fills up, as CHAOS says."""
     from torch.distributed.checkpoint import filesystem
 
     from titans_platform.training.loop import Trainer
     from titans_platform.training.parallel import rank, world_size
 
     options = json.loads(os.environ["CHAOS"])
-    root, poisoned = Path(options["root"]), set(options["poisoned"])
-    step, backward, write = Trainer.step, Trainer._backward, filesystem._write_item
+    root, step, write = Path(options["root"]), Trainer.step, filesystem._write_item
 
     def slow(self: Trainer, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
         time.sleep(options["seconds"])
-        position = self.progress.position
+        position = self.progress.step
         outcome = step(self, batch, telemetry)
         rows = [hashlib.blake2b(row.numpy().tobytes(), digest_size=8).hexdigest() for row in batch[0].cpu()]
         entry = {"step": self.progress.step, "position": position, "rows": rows, "time": time.time()}
@@ -41,16 +40,12 @@ def patch() -> None:
             file.write(json.dumps(entry) + "\n")
         return outcome
 
-    def poison(self: Trainer, batch: Any, telemetry: bool) -> Any:
-        loss, *others = backward(self, batch, telemetry)
-        return float("nan") if self.progress.position in poisoned else loss, *others
-
     def full(*arguments: Any, **keywords: Any) -> Any:
         if (root / FULL).exists():
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*arguments, **keywords)
 
-    Trainer.step, Trainer._backward = slow, poison
+    Trainer.step = slow
     filesystem._write_item = full
 
 

@@ -100,7 +100,7 @@ def nodes() -> Iterator[Nodes]:
 
 def start(root: Path, address: str, workers: str, seconds: float = 0.02) -> subprocess.Popen:
     """Start a driver that continues the run's training."""
-    options = {"root": str(root), "poisoned": [], "seconds": seconds}
+    options = {"root": str(root), "seconds": seconds}
     command = [sys.executable, "-c", DRIVER, config(steps=STEPS), str(root), address, workers]
     return subprocess.Popen(command, env=os.environ | {"CHAOS": json.dumps(options)})
 

@@ -17,8 +17,7 @@ from titans_platform.runs.folder import RunFolder
 from tools.chaos.attempt import FULL, SAMPLES, attempt
 
 STEPS, EVERY, BATCH = 60, 5, 4
-FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away", "NaN, skip")
-POISONED = (13, 31, 48)
+FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away")
 
 
 @dataclass
@@ -42,8 +41,8 @@ HEAD = """| fault | runs | faults that struck | bit-equal runs | samples lost | 
 |---|--:|--:|--:|--:|--:|---|"""
 
 
-def config(policy: str = "stop", steps: int = STEPS) -> str:
-    optim = RUN["optim"] | {"steps": steps, "on_divergence": policy, "global_batch_size": BATCH}
+def config(steps: int = STEPS) -> str:
+    optim = RUN["optim"] | {"steps": steps, "global_batch_size": BATCH}
     # streams of items of four rows each, whose state is one thing more to lose
     (source,) = RUN["data"]["sources"]
     data = RUN["data"] | {"rows": "streams", "sources": [source | {"item_length": 128}]}
@@ -81,13 +80,12 @@ def samples(root: Path) -> dict[int, tuple[int, list[str]]]:
     }
 
 
-def start(root: Path, text: str, uri: str | None, poisoned: tuple[int, ...], seconds: float = 0.01) -> Any:
+def start(root: Path, text: str, uri: str | None, seconds: float = 0.01) -> Any:
     """Start a process that continues the run's training, forked from one that has imported everything."""
     context = mp.get_context("forkserver")
     modules = ["titans_platform.runs.execute", "ray.train.torch", "mlflow", "tools.chaos.attempt"]
     context.set_forkserver_preload(modules)
-    options = {"poisoned": poisoned, "seconds": seconds}
-    process = context.Process(target=attempt, args=(text, str(root), uri, options))
+    process = context.Process(target=attempt, args=(text, str(root), uri, {"seconds": seconds}))
     process.start()
     return process
 
@@ -101,11 +99,9 @@ def wait_for_training(root: Path, process: Any) -> None:
 
 def disturbed(root: Path, fault: str, draw: random.Random, hits: int, server: Server | None) -> int:
     """Complete a run through ``hits`` faults at random moments; return the number that struck."""
-    struck, policy = 0, fault.rpartition(" ")[2] if fault.startswith("NaN") else "stop"
-    poisoned, uri = POISONED if policy != "stop" else (), server.uri if server else None
-    deadline = time.monotonic() + 1200
+    struck, deadline = 0, time.monotonic() + 1200
     while True:
-        process = start(root, config(policy), uri, poisoned)
+        process = start(root, config(), server.uri if server else None)
         wait_for_training(root, process)
         if struck < hits and process.is_alive():
             time.sleep(draw.uniform(0, 3))
@@ -149,13 +145,11 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int)
     from titans_platform.config import RunConfig
     from titans_platform.data import prepare
 
-    line = Line(fault)
-    policy = fault.rpartition(" ")[2] if fault.startswith("NaN") else "stop"
-    straight = folder / f"straight-{policy}"
-    cfg = RunConfig.model_validate_json(config(policy))
+    line, straight = Line(fault), folder / "straight"
+    cfg = RunConfig.model_validate_json(config())
     if not straight.exists():
         prepare(cfg.data, straight)
-        process = start(straight, config(policy), None, POISONED if policy != "stop" else (), 0.0)
+        process = start(straight, config(), None, 0.0)
         process.join(600)
         assert process.exitcode == 0
     expected, wanted = weights(straight), samples(straight)

@@ -14,12 +14,9 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("chaos")
 
 
-# a killed driver, signals, a full disk and an absent MLflow have shorter tests of their own in tests/runs
-SHORT = ("NaN, skip",)
-CASES = [pytest.param(fault, marks=[] if fault in SHORT else pytest.mark.nightly) for fault in FAULTS]
-
-
-@pytest.mark.parametrize("fault", CASES)
+# each fault has a shorter test of its own in tests/runs
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_changes_no_number_and_costs_no_sample(folder, fault):
     line = series(folder, fault, random.Random(fault), hits=1, a_run=1)
     # a run that had come to its end is not struck; another one is

@@ -6,7 +6,6 @@ Commands are imported when they are called, so that --help answers at once.
 from __future__ import annotations
 
 import importlib
-import json
 import math
 import os
 import signal
@@ -102,16 +101,9 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def echo_json(value: Any) -> None:
     """Print a value as strict JSON: nan and inf become null."""
-    click.echo(json.dumps(finite(value), indent=2, default=str))
+    from pydantic_core import to_json
 
-
-def finite(value: Any) -> Any:
-    """Replace nan and inf by None, in dicts and lists too."""
-    if isinstance(value, dict):
-        return {key: finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    click.echo(to_json(value, indent=2, inf_nan_mode="null", fallback=str).decode())
 
 
 def beyond_training(tokens: int, context: int) -> str:

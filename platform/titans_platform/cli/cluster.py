@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import click
 from titans_platform.cli import dry_run_option, echo_json, json_option
 from titans_platform.clusters import known_clusters, load_cluster
 from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
-from titans_platform.clusters.steps import Note, Step
+from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.study.grid import Cell
@@ -86,9 +86,8 @@ def up(name: str, dry_run: bool, as_json: bool) -> int | None:
 
 @cluster.command(short_help="Show a cluster's nodes and jobs.")
 @name_argument
-@dry_run_option
 @json_option
-def status(name: str, dry_run: bool, as_json: bool) -> int | None:
+def status(name: str, as_json: bool) -> None:
     """Show the state, nodes and jobs of the cluster NAME.
 
     \b
@@ -96,8 +95,6 @@ def status(name: str, dry_run: bool, as_json: bool) -> int | None:
       titans cluster status nodes
     """
     chosen = load_cluster(name)
-    if dry_run:
-        return _show_jobs(chosen, lambda jobs: [Note("then read its nodes and jobs")], as_json)
     report: dict[str, Any] = {"name": chosen.name, "kind": chosen.kind, **chosen.status()}
     if as_json:
         return echo_json(report)
@@ -141,8 +138,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 @name_argument
 @job_argument
 @click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-@dry_run_option
-def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
+def logs(name: str, job: str, no_follow: bool) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
@@ -150,8 +146,6 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
     chosen = load_cluster(name)
-    if dry_run:
-        return _show_jobs(chosen, lambda jobs: [Note(f"then read the log of {job}")])
     with chosen.connected() as jobs:
         log = Log(_echo)
         if not no_follow:
@@ -164,8 +158,7 @@ def logs(name: str, job: str, no_follow: bool, dry_run: bool) -> int:
 @cluster.command(short_help="Stop a job.")
 @name_argument
 @job_argument
-@dry_run_option
-def stop(name: str, job: str, dry_run: bool) -> int | None:
+def stop(name: str, job: str) -> None:
     """Stop JOB. Finished cells are kept; submit the same command again to resume.
 
     \b
@@ -173,8 +166,6 @@ def stop(name: str, job: str, dry_run: bool) -> int | None:
       titans cluster stop nodes ablation-smoke-1f3a9c
     """
     chosen = load_cluster(name)
-    if dry_run:
-        return _show_jobs(chosen, lambda jobs: jobs.stop_steps(job))
     with chosen.connected() as jobs:
         jobs.stop(job)
     click.echo(f"stopping {job}")
@@ -234,7 +225,8 @@ def _root_on(cluster: Cluster, context: click.Context) -> Path:
 def _submit(cluster: Cluster, name: str, job: Job, dry_run: bool, as_json: bool, detach: bool = False) -> int:
     """Submit and follow. With ``as_json`` the log goes to stderr, the job's id and exit code to stdout."""
     if dry_run:
-        return _show_jobs(cluster, lambda jobs: jobs.submit_steps(job, jobs.new_id(job)), as_json)
+        jobs = cluster.jobs()
+        return _show([*jobs.access_steps(), *jobs.submit_steps(job, jobs.new_id(job))], as_json)
     with cluster.connected() as jobs:
         job_id = jobs.submit(job)
         if detach:
@@ -270,9 +262,3 @@ def _show(steps: Sequence[Step], as_json: bool = False) -> int:
     lines = [step.shown for step in steps]
     echo_json(lines) if as_json else click.echo("\n".join(lines))
     return 0
-
-
-def _show_jobs(cluster: Cluster, steps: Callable[[Jobs], list[Step]], as_json: bool = False) -> int:
-    """Print how a cluster's jobs are reached, and ``steps``; nothing is contacted."""
-    jobs = cluster.jobs()
-    return _show([*jobs.access_steps(), *steps(jobs)], as_json)

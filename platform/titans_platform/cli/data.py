@@ -43,7 +43,7 @@ def prepare(
     \b
     Example:
       titans data prepare run.yaml --set data.sequence_length=1024
-      titans data prepare run.yaml --set data.store=s3://bucket/data --cluster lab
+      titans data prepare run.yaml --set data.store=/mnt/shards --cluster lab
     """
     from titans_platform.cli.live import preparing
     from titans_platform.data import NotPrepared, open_prepared

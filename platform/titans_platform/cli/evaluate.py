@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -63,6 +64,7 @@ def evaluate(
 
     from titans_platform import evals
     from titans_platform.cli.live import bucket_tables, measures_table
+    from titans_platform.evals.ngrams import count_text
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.training.loop import deterministic
@@ -84,7 +86,10 @@ def evaluate(
         data = _own(objective, point, root, other_data)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         row, precision = cfg.data.sequence_length, cfg.optim.precision
-        measured = evals.evaluate(model.to(device), data, cfg.eval, row, device=device, precision=precision)
+        measured = evals.evaluate(
+            model.to(device), data, cfg.eval, row, device=device, precision=precision,
+            ngrams=partial(count_text, data, cfg),
+        )  # fmt: skip
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
     measures = Measures.model_validate(measured)
@@ -147,6 +152,7 @@ def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -
 
     With ``other_data``, its sources as they are now.
     """
+    from titans_platform.config import hashes_of
     from titans_platform.data import NotPrepared
     from titans_platform.objectives.base import DataChanged
     from titans_platform.runs.folder import RunFolder
@@ -154,9 +160,12 @@ def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -
     if other_data:
         return objective.prepare(root)
     folder = RunFolder(point.parents[3], point.parents[1].name)
-    result = folder.shown_result()
+    result, then = folder.shown_result(), folder.record().get("files", {})
     trained = folder.record().get("data") or (result.data_fingerprint if result else "")
     try:
+        for name, now in hashes_of(objective.cfg.eval.model_dump(mode="json")).items():
+            if then.get(name, now) != now:
+                raise DataChanged(f"eval.columns: {name} has changed since the run began")
         return objective.reopen(root, trained)
     except (DataChanged, NotPrepared) as error:
         fix = "--other-data prepares and evaluates on what its sources hold now, which it may have trained on"

@@ -87,7 +87,9 @@ def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
     Example:
       titans runs delete 3f2a91c0 --dry-run
     """
-    folders = [_folder(name, root) for name in names]
+    from titans_platform.runs.load import find_run
+
+    folders = [find_run(name, root) for name in names]
     if busy := next((folder for folder in folders if folder.is_held()), None):
         raise UsageError(f"{busy.name}: is running; stop it first")
     for folder in folders:
@@ -108,24 +110,13 @@ def _runs(root: Path) -> Iterator[RunInfo]:
     for manifest in sorted((root / "studies").glob("*/cells.json")):
         for cell in (read_json(manifest) or {}).get("cells", []):
             studies.setdefault(cell["cell"], []).append(manifest.parent.name)
-    for folder in _folders(root):
+    for path in sorted(path for path in (root / "cells").glob("*") if path.is_dir()):
+        folder = RunFolder(root, path.name)
         config = folder.record().get("config", {})
         variant = str(config.get("model", {}).get("variant", "?"))
         steps = int(config.get("optim", {}).get("steps", 0))
         belongs = list(dict.fromkeys(studies.get(folder.name, [])))
         yield RunInfo(folder.name, folder.state(), variant, steps, _size(folder.path), belongs)
-
-
-def _folders(root: Path) -> list[RunFolder]:
-    return [RunFolder(root, path.name) for path in sorted((root / "cells").glob("*")) if path.is_dir()]
-
-
-def _folder(run: str, root: Path) -> RunFolder:
-    folders = [folder for folder in _folders(root) if folder.name.startswith(run)] if run else []
-    if len(folders) != 1:
-        cause = f"{len(folders)} runs match this prefix; give more of the name" if folders else "no such run"
-        raise UsageError(f"{run}: {cause} under {root / 'cells'}; titans runs list shows them")
-    return folders[0]
 
 
 def _size(path: Path) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -24,7 +23,6 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.files import read_json
 
 if TYPE_CHECKING:
     from titans_platform.report.table import Table
@@ -210,7 +208,7 @@ def run(
     from titans_platform.report.publish import make as report_study
     from titans_platform.runs.reporter import send_left
     from titans_platform.study.run import prepare, run_cells, run_search, session
-    from titans_platform.study.status import TIMINGS
+    from titans_platform.study.search import search_lines
     from titans_platform.tracking import check_store
 
     with joined(study.root):
@@ -226,18 +224,15 @@ def run(
             with live.preparing(console) as progress:
                 study = prepare(study, progress)
             if study.todo or study.searching:
-                began = time.time()
                 with session(study) as opened:
                     if opened.searching:
                         with live.searching(opened, console):
-                            study = opened = run_search(opened)
-                        began = time.time()
+                            study = opened = prepare(run_search(opened))
                     with live.running(opened, console):
-                        run_cells(opened, began)
+                        run_cells(opened)
             table = report_study(study, console, link=bool(study.todo))
-        timings = read_json(study.path / TIMINGS) if study.todo else None
-        lines = _summary(study.search.record() if study.search else None, timings)
-        for line in [*lines, *(send_left(study.root) if study.todo else ())]:
+        state = search_lines(study.search.record()) if study.search else []
+        for line in [*state, *(send_left(study.root) if study.todo else ())]:
             live.say(console, line)
     return _exit_code(table, as_json)
 
@@ -380,6 +375,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
       titans sweep status ablation --scale laptop
     """
     from titans_platform.cli.live import running_line, say
+    from titans_platform.study.search import search_lines
     from titans_platform.study.status import counted, labels_of, read_status
     from titans_platform.text import clock
 
@@ -393,7 +389,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
         driver = "a sweep run is working on it" if each["running"] else "no sweep run is working on it"
         cells = f"{len(each['cells'])} cells, {counted(each['counts'])}"
         console.print(f"[bold]{each['study']}[/]: {cells}; {driver}", highlight=False)
-        grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), _summary(each["search"], each["overhead"])
+        grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), search_lines(each["search"])
         for item in each["cells"]:
             progress, seed = item.progress, f"seed {item.seed}"
             if item.state == "running":
@@ -409,14 +405,6 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
             say(console, line)
     if not studies:
         click.echo(f"no study has run under {root}")
-
-
-def _summary(search: dict[str, Any] | None, timings: dict[str, Any] | None) -> list[str]:
-    """Return lines on the result of a search, and on the time by phase."""
-    from titans_platform.study.status import timings_line
-
-    lines = [search["line"], search["set"] and f"Found: {search['set']}"] if search else []
-    return [*filter(None, lines), *([timings_line(timings)] if timings else [])]
 
 
 @sweep.command(short_help="Write a study's report: page, tables, figures.")

@@ -20,7 +20,6 @@ KINDS = Registry(
     {
         "nodes": "titans_platform.clusters.local:Nodes",
         "existing": "titans_platform.clusters.rayjobs:Existing",
-        "ray-up": "titans_platform.clusters.rayjobs:RayUp",
         "kuberay": "titans_platform.clusters.kuberay:KubeRay",
         "slurm": "titans_platform.clusters.slurm:Slurm",
     },

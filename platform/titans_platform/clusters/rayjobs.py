@@ -1,9 +1,6 @@
 """Jobs through Ray's Jobs API: upload the project, follow the log, return the exit code.
 
-Kind `existing` is a running Ray cluster, given by the address of its dashboard and its token; kind `ray-up`
-is machines that Ray's cluster launcher provisions (AWS, GCP, ...) or reaches by ssh. What is under `ray:` is
-the launcher's YAML as Ray documents it. Added to it are the name, the token (copied to the nodes as a file)
-and start commands that require it.
+Kind `existing` is a running Ray cluster, given by the address of its dashboard and its token.
 
 Uploading packages and following a log go through Ray's client. The rest is plain HTTP, since the client
 cannot tell a wrong token from a dashboard without authentication.
@@ -13,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import copy
 import json
 import logging
 import shlex
-import sys
 import tempfile
 import urllib.error
 import urllib.request
@@ -29,25 +24,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 from urllib.parse import urlsplit
 
-import yaml
-from pydantic import Field, JsonValue, model_validator
+from pydantic import model_validator
 
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import (
     LOOPBACK,
     Note,
-    Run,
     Step,
     Token,
     Write,
     detached,
-    new_token,
     perform,
     terminate_group,
     wait_for_port,
 )
-from titans_platform.errors import ClusterError, UsageError, one_line
+from titans_platform.errors import ClusterError, one_line
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
@@ -266,74 +258,3 @@ def _tunnel(argv: Sequence[str], port: int) -> Iterator[None]:
             yield
         finally:
             terminate_group(process)
-
-
-REMOTE_TOKEN = "~/.ray/auth_token"
-LOCK = "export RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0"
-_RAY = (sys.executable, "-m", "ray.scripts.scripts")
-
-
-class RayUp(Cluster):
-    """A cluster of Ray's launcher."""
-
-    started_here: ClassVar[bool] = True
-    own_token: ClassVar[bool] = True
-    ray: dict[str, JsonValue]
-    """Ray's cluster YAML: provider, auth, available_node_types, docker, setup_commands, ..."""
-    port: int = Field(default=8265, ge=1024, le=65535)
-    """The dashboard's port on the head, forwarded to the same one here by ssh."""
-
-    @property
-    def file(self) -> Path:
-        """The YAML that Ray gets; kept until `down`, which needs it."""
-        return self.state_folder / "cluster.yaml"
-
-    def config(self) -> dict[str, Any]:
-        """Return the launcher's YAML, complete. Raises UsageError for what Ray would reject."""
-        if self.token_used.env:
-            raise UsageError(f"{self.name}.yaml.token.env: nodes get the token as a file; give `file`")
-        config: dict[str, Any] = copy.deepcopy(dict(self.ray))
-        for key in ("cluster_name", "head_start_ray_commands", "worker_start_ray_commands"):
-            if key in config:
-                raise UsageError(f"{self.name}.yaml.ray.{key}: is set by titans; leave it out")
-        # the dashboard is reached by ssh alone
-        head = (
-            "ulimit -n 65536; ray start --head --port=6379 --autoscaling-config=~/ray_bootstrap_config.yaml "
-            f"--dashboard-host={LOOPBACK} --dashboard-port={self.port}"
-        )
-        config |= {
-            "cluster_name": self.name,
-            "file_mounts": {**(config.get("file_mounts") or {}), REMOTE_TOKEN: str(self.token_used.path)},
-            "head_start_ray_commands": ["ray stop", f"{LOCK}; {head}"],
-            "worker_start_ray_commands": ["ray stop", f"{LOCK}; ray start --address=$RAY_HEAD_IP:6379"],
-        }
-        return config
-
-    def grows_to(self) -> list[dict[str, float]] | None:
-        """Return the nodes with every worker type at max_workers, which Ray adds while cells are queued."""
-        ray: Any = self.ray
-        types = dict(ray.get("available_node_types") or {})
-        types.pop(ray.get("head_node_type"), None)
-        counts = ((kind, kind.get("max_workers", ray.get("max_workers", 0))) for kind in types.values())
-        return [dict(kind["resources"]) for kind, most in counts for _ in range(most)] or None
-
-    def up_steps(self) -> list[Step]:
-        text = yaml.safe_dump(self.config(), sort_keys=False, width=1000)
-        token = [new_token(self.token_used.path)] if self.token is None else []
-        return [*token, Write(self.file, text), self.record_step(), self._ray("up", "--yes")]
-
-    def down_steps(self) -> list[Step]:
-        return [self._ray("down", "--yes")]
-
-    def _ray(self, command: str, *options: str) -> Run:
-        # it takes minutes and may ask for input: stream its output
-        return Run((*_RAY, command, *options, str(self.file)), {"RAY_AUTH_MODE": "token"}, quiet=False)
-
-    def where(self) -> str:
-        provider: Any = self.ray.get("provider")
-        return f"{provider.get('type')} machines of Ray's launcher, cluster {self.name}"
-
-    def jobs(self) -> RayJobs:
-        port = str(self.port)
-        forward = (*_RAY, "exec", str(self.file), "--port-forward", port, "sleep infinity")
-        return RayJobs(self.name, f"http://{LOOPBACK}:{port}", self.token_used, forward)

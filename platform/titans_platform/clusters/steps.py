@@ -155,35 +155,28 @@ class Write(Step):
 class Run(Step):
     """Run a command to its end.
 
-    Its output goes to the file ``into``, and to the terminal only if it fails or is not ``quiet``.
+    Its output goes to the file ``into``, and to the terminal only if it fails.
     """
 
-    def __init__(
-        self,
-        argv: Sequence[str],
-        env: Mapping[str, str] | None = None,
-        stdin: str = "",
-        quiet: bool = True,
-        into: Path | None = None,
-    ):
+    def __init__(self, argv: Sequence[str], stdin: str = "", into: Path | None = None):
         to = f" > {shlex.quote(str(into))}" if into else ""
-        line = command_text(argv, env or {}) + to + _here_document(stdin)
-        self.output = partial(_output, argv, env, stdin, quiet)
+        self.output = partial(_output, argv, stdin)
+        line = shlex.join(argv) + to + _here_document(stdin)
         super().__init__(line, lambda: into.write_text(self.output()) if into else self.output())
 
 
-def _output(argv: Sequence[str], env: Mapping[str, str] | None, stdin: str, quiet: bool) -> str:
+def _output(argv: Sequence[str], stdin: str) -> str:
     """Run a command and return its stdout. Raises ClusterError."""
-    pipe, env = subprocess.PIPE if quiet else None, clean_environment(env)
+    options: dict[str, Any] = {"env": clean_environment(), "input": stdin or None}
     try:
-        done = subprocess.run(argv, env=env, input=stdin or None, stdout=pipe, stderr=pipe, text=True)
+        done = subprocess.run(argv, capture_output=True, text=True, **options)
     except FileNotFoundError:
         raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
     if done.returncode:
-        printed = (done.stderr or done.stdout or "").strip().splitlines()
+        printed = (done.stderr or done.stdout).strip().splitlines()
         cause = printed[-1] if printed else f"exit code {done.returncode}"
         raise ClusterError(f"{shlex.join(argv[:3])}: {cause}")
-    return done.stdout or ""
+    return done.stdout
 
 
 def new_token(path: Path) -> Step:

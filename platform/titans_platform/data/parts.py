@@ -34,15 +34,15 @@ from titans_platform.data.shards import (
     Manifest,
     SplitInfo,
     SplitWriter,
-    parse_manifest,
+    find_corruption,
+    read_manifest,
     signed,
     write_table,
 )
 from titans_platform.data.sources import SOURCES, WHOLE, SourcePlan, TextSource
-from titans_platform.data.store import Store
 from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.files import write_bytes
+from titans_platform.files import write_bytes, write_json
 from titans_platform.provenance import cores
 
 Progress = Callable[[str, int, int, "float | None"], None]
@@ -56,7 +56,7 @@ class PartJob:
     data: DataConfig
     source: int
     """Which of ``data.sources``."""
-    store: Store
+    store: Path
     name: str
     """The source's folder in the store."""
     tokenizer: str
@@ -77,14 +77,14 @@ Runner = Callable[[Iterator[PartJob]], Iterator[tuple[int, Manifest]]]
 """Runs jobs and yields finished parts with their manifests; pulls a job only when it can start it."""
 
 
-def text_source(data: DataConfig, i: int, store: Store) -> TextSource:
+def text_source(data: DataConfig, i: int, store: Path) -> TextSource:
     """Source ``i`` of the data, of another kind than tasks. Raises UsageError."""
-    source, cache = data.sources[i], store.staging / "huggingface"
+    source, cache = data.sources[i], store / "huggingface"
     return SOURCES[source.kind](source, f"data.sources.{i}", cache)
 
 
 def make_part(job: PartJob, progress: Progress | None = None) -> Manifest:
-    """Tokenise one part, or the whole source, and publish it in the store. Raises UsageError."""
+    """Tokenise one part, or the whole source, in the store. Raises UsageError."""
     data, source = job.data, job.data.sources[job.source]
     held_out = {"validation_fraction": source.held_out}
     config = source.model_copy(update=held_out | {"max_tokens": job.limit})
@@ -101,14 +101,12 @@ def make_part(job: PartJob, progress: Progress | None = None) -> Manifest:
         part = None if job.number is None else job.plan.parts[job.number]
         documents = text.documents(part, job.plan.revision)
         encoded = encode_documents(documents, tokenizer, config, data.seed, several=part is not None)
-    folder = job.store.staging / job.folder
-    with _replacing(folder) as partial:
+    with _replacing(job.store / job.folder) as partial:
         manifest = _write(partial, encoded, tokenizer.vocab_size, label, progress)
         if job.number is None:
             _check_not_empty(job, manifest)
         manifest = manifest.model_copy(update=origin)
         write_bytes(partial / MANIFEST, signed(manifest))
-    job.store.publish(folder)
     return manifest
 
 
@@ -128,7 +126,7 @@ def make_source(job: PartJob, run: Runner, progress: Progress | None) -> None:
             progress(manifest.label, documents, tokens, len(finished) / len(job.plan.parts))
     manifest = _joined(_up_to_limit(job, finished))
     _check_not_empty(job, manifest)
-    job.store.write(f"{job.name}/{MANIFEST}", signed(manifest))
+    write_bytes(job.store / job.name / MANIFEST, signed(manifest))
 
 
 def _check_not_empty(job: PartJob, manifest: Manifest) -> None:
@@ -139,24 +137,23 @@ def _check_not_empty(job: PartJob, manifest: Manifest) -> None:
 
 def _plan(job: PartJob) -> SourcePlan:
     """Return the source's parts; an earlier attempt's if it exists, possibly of another revision."""
-    name = f"{job.name}/plan.json"
+    path = job.store / job.name / "plan.json"
     if job.data.sources[job.source].kind == "task":
         return WHOLE
     with suppress(FileNotFoundError, ValueError):
-        return SourcePlan(**json.loads(job.store.read(name)))
+        return SourcePlan(**json.loads(path.read_bytes()))
     if (plan := text_source(job.data, job.source, job.store).plan()).parts:
-        job.store.write(name, json.dumps(plan._asdict()).encode())
+        write_json(path, plan._asdict())
     return plan
 
 
 def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
     """Yield the complete parts."""
     for number in range(len(job.plan.parts)):
-        part = replace(job, number=number)
+        folder = job.store / replace(job, number=number).folder
         with suppress(FileNotFoundError, UsageError):
-            name = f"{part.folder}/{MANIFEST}"
-            manifest = parse_manifest(job.store.read(name), name)
-            if not job.store.shards(part.folder, 0).find_corruption(manifest.files, verify=False):
+            manifest = read_manifest(folder)
+            if not find_corruption(folder, manifest, verify=False):
                 yield number, manifest
 
 
@@ -176,7 +173,7 @@ def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manif
     for number in range(len(job.plan.parts)):
         part, manifest = replace(job, number=number), finished.get(number)
         if left == 0 or manifest is None:
-            job.store.remove(part.folder)
+            shutil.rmtree(job.store / part.folder, ignore_errors=True)
             continue
         if left is not None and manifest.tokens > left:
             manifest = make_part(replace(part, limit=left))
@@ -239,15 +236,9 @@ def _write(
     )  # fmt: skip
 
 
-def kept_tokenizer(store: Store, kept: str) -> Tokenizer:
+def kept_tokenizer(store: Path, kept: str) -> Tokenizer:
     """Load a tokenizer from the store."""
-    if kept in BUILT_IN:
-        return load_tokenizer(kept)
-    path = store.staging / "tokenizers" / kept
-    if not path.is_file():
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_bytes(path, store.read(f"tokenizers/{kept}"))
-    return load_tokenizer(str(path))
+    return load_tokenizer(kept if kept in BUILT_IN else str(store / "tokenizers" / kept))
 
 
 def default_runner() -> Runner:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -34,13 +35,14 @@ from titans_platform.data.shards import (
     SCHEMA,
     Manifest,
     SourceRows,
-    parse_manifest,
+    find_corruption,
+    read_manifest,
     read_table,
 )
-from titans_platform.data.store import Bucket, Store, open_store
 from titans_platform.data.stream import Batch, RowStream, Streams, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
+from titans_platform.files import write_bytes, write_json
 
 log = logging.getLogger(__name__)
 
@@ -131,46 +133,56 @@ def prepare(
     by default in one process per core. Several processes may prepare the same data: one works, the others
     wait. Raises UsageError.
     """
-    store = open_store(data.store, root)
+    store = store_of(data, root)
     tokenizer = load_tokenizer(data.tokenizer)
     try:
-        (store.staging / "index").mkdir(parents=True, exist_ok=True)
+        (store / "index").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        where = f"{store.staging} cannot be written ({error.strerror})"
+        where = f"{store} cannot be written ({error.strerror})"
         raise UsageError(f"--root: {where}; give another") from error
     kept = _keep_tokenizer(tokenizer, store)
     names = []
     for i in range(len(data.sources)):
         name = _name_of_source(data, i, tokenizer, store)
-        if not _is_whole(data, store, name, repair):
-            with FileLock(store.staging / "index" / f"{name}.lock"):
-                if not _is_whole(data, store, name, repair):
+        if not _is_whole(store / name, repair):
+            with FileLock(store / "index" / f"{name}.lock"):
+                if not _is_whole(store / name, repair):
                     make_source(PartJob(data, i, store, name, kept), run or default_runner(), progress)
                     if _name_of_source(data, i, tokenizer, store) != name:
-                        store.remove(name)
+                        shutil.rmtree(store / name, ignore_errors=True)
                         changed = f"data.sources.{i}: changed while it was read"
                         raise UsageError(f"{changed}; run the command again when nothing writes to it")
         names.append(name)
-    index = json.dumps({"sources": names, "tokenizer": kept}, indent=2, sort_keys=True).encode() + b"\n"
-    store.write(_index_file(data), index)
+    index = {"sources": names, "tokenizer": kept}
+    write_json(store / _index_file(data), index)
     prepared = _open_folders(data, store, kept, names)
-    store.write(_index_of(prepared.fingerprint), index)
+    write_json(store / _index_of(prepared.fingerprint), index)
     return prepared
 
 
-def _keep_tokenizer(tokenizer: Tokenizer, store: Store) -> str:
+def store_of(data: DataConfig, root: Path) -> Path:
+    """Return the folder of prepared sources: ``data.store``, or `data/` under the root. Raises UsageError."""
+    if data.store is None:
+        return Path(root) / "data"
+    scheme, _, path = data.store.partition("://")
+    if path and scheme != "file":
+        shown = data.store.partition("?")[0]  # credentials may follow the question mark
+        fix = "mount the bucket on every node and give its path"
+        raise UsageError(f"data.store: {shown} is not a folder; {fix}")
+    return Path(path or scheme).expanduser()
+
+
+def _keep_tokenizer(tokenizer: Tokenizer, store: Path) -> str:
     """Copy the tokenizer's file into the store: workers on other machines may not see the original."""
     if tokenizer.path is None:
         return tokenizer.fingerprint
     kept = f"{tokenizer.fingerprint}{tokenizer.path.suffix}"
-    try:
-        store.read(f"tokenizers/{kept}")
-    except FileNotFoundError:
-        store.write(f"tokenizers/{kept}", tokenizer.path.read_bytes())
+    if not (path := store / "tokenizers" / kept).is_file():
+        write_bytes(path, tokenizer.path.read_bytes())
     return kept
 
 
-def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store) -> str:
+def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Path) -> str:
     """Name of the folder of source ``i``: a hash of everything that determines its content.
 
     The row length is no part of it for text, which is cut into rows only when it is read.
@@ -187,32 +199,31 @@ def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Store
     return digest(identity | read | {"seed": data.seed})
 
 
-def _is_whole(data: DataConfig, store: Store, name: str, repair: bool) -> bool:
+def _is_whole(folder: Path, repair: bool) -> bool:
     """Return True if a source is complete. Raises UsageError if it is corrupt, unless ``repair`` is set.
 
-    A repair also compares the hashes of local shards: a flipped bit changes neither size nor mtime.
+    A repair also compares the hashes of shards: a flipped bit changes neither size nor mtime.
     """
     try:
-        _manifest(data, store, name, verify=repair and not isinstance(store, Bucket))
+        _manifest(folder, verify=repair)
     except FileNotFoundError:
         return False
     except UsageError:
         if not repair:
             raise
         # intact parts are reused
-        store.remove(f"{name}/{MANIFEST}", file=True)
+        (folder / MANIFEST).unlink(missing_ok=True)
         return False
     return True
 
 
-def _manifest(data: DataConfig, store: Store, name: str, verify: bool = False) -> Manifest:
+def _manifest(folder: Path, verify: bool = False) -> Manifest:
     """Read a source's manifest and check its files.
 
     Raises FileNotFoundError; UsageError that names the first corrupt file.
     """
-    where = f"{name}/{MANIFEST}"
-    manifest = parse_manifest(store.read(where), store / where)
-    for problem in store.shards(name, data.cache_gb).find_corruption(manifest.files, verify).values():
+    manifest = read_manifest(folder)
+    if problem := find_corruption(folder, manifest, verify):
         raise UsageError(f"{problem}; {REPAIR}")
     return manifest
 
@@ -225,12 +236,12 @@ def open_prepared(
     ``verify`` hashes every shard, even if its mtime matches the manifest. With a ``fingerprint`` the data
     that had it are opened, not the newest ones of this config.
     """
-    store = open_store(data.store, root)
+    store = store_of(data, root)
     name = _index_file(data) if fingerprint is None else _index_of(fingerprint)
     try:
-        index = json.loads(store.read(name))
+        index = json.loads((store / name).read_bytes())
         kept, names = str(index["tokenizer"]), [str(name) for name in index["sources"]]
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         where = f"under {root}" if data.store is None else f"in {store}"
         raise NotPrepared(f"data: not prepared {where}; run titans data prepare") from None
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -239,17 +250,17 @@ def open_prepared(
 
 
 def _open_folders(
-    data: DataConfig, store: Store, kept: str, names: list[str], verify: bool = False
+    data: DataConfig, store: Path, kept: str, names: list[str], verify: bool = False
 ) -> PreparedData:
     tokenizer = kept_tokenizer(store, kept)
     sources = []
     for name, source in zip(names, data.sources, strict=True):
         try:
-            manifest, files = _manifest(data, store, name, verify), store.shards(name, data.cache_gb)
+            manifest = _manifest(store / name, verify)
         except FileNotFoundError:
             raise UsageError(f"{store / name}/{MANIFEST}: missing; {REPAIR}") from None
         length, borders = data.sequence_length, data.packing == "borders"
-        sources.append(SourceRows(files, manifest, length, tokenizer.pad, source.weight, borders))
+        sources.append(SourceRows(store / name, manifest, length, tokenizer.pad, source.weight, borders))
     return PreparedData(data, tokenizer, sources)
 
 
@@ -261,5 +272,5 @@ def _index_of(fingerprint: str) -> str:
 def _index_file(data: DataConfig) -> str:
     """Name of the index file that maps ``data`` to its folders."""
     sources = [source.identity() for source in data.sources]
-    fields = data.model_dump(mode="json", exclude={"store", "cache_gb", "packing", "rows"})
+    fields = data.model_dump(mode="json", exclude={"store", "packing", "rows"})
     return f"index/{digest(fields | {'sources': sources, 'schema': SCHEMA})}.json"

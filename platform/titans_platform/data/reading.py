@@ -7,7 +7,6 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +18,6 @@ from titans_platform.files import OPENERS
 
 ROWS = 256
 """Rows of a Parquet file that are read at once."""
-
-
-@contextmanager
-def opened(name: str) -> Iterator[Any]:
-    """Open a file, of this machine or at a URL, decompressed as its suffix says."""
-    import fsspec
-
-    suffix, opener = Path(name).suffix.lower(), fsspec.open if "://" in name else open
-    with opener(name, "rb") as raw, OPENERS.get(suffix, lambda file, _: nullcontext(file))(raw, "rb") as file:
-        yield file
 
 
 def _read_text(file: Any, field: str) -> Iterator[str]:
@@ -90,11 +79,15 @@ READERS: dict[str, Callable[[Any, str], Iterator[Any]]] = {
 
 
 def walk(folder: str) -> Iterator[str]:
-    """Yield the files below a folder, but for hidden ones and storage roots; links are followed, to each
-    folder once and never to one around it.
+    """Yield the names below a folder that are no folders, but for hidden ones and storage roots; links are
+    followed, to each folder once and never to one around it. Raises OSError if a folder cannot be listed.
     """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     top, seen = os.path.realpath(folder), set()
-    for place, folders, names in os.walk(folder, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
         real = os.path.realpath(place)
         store = os.path.isdir(os.path.join(real, "data", "index"))
         if real in seen or (real != top and (store or os.path.commonpath([top, real]) == real)):
@@ -102,8 +95,7 @@ def walk(folder: str) -> Iterator[str]:
             continue
         seen.add(real)
         folders[:] = sorted(name for name in folders if name[0] != ".")
-        paths = (os.path.join(place, name) for name in names if name[0] != ".")
-        yield from filter(os.path.isfile, paths)
+        yield from (os.path.join(place, name) for name in names if name[0] != ".")
 
 
 def kind_of(path: Path) -> str | None:

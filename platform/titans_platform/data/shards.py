@@ -13,9 +13,8 @@ import hashlib
 import json
 import mmap
 from collections import OrderedDict
-from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -46,14 +45,6 @@ class ShardInfo(Frozen):
     sha256: str
     mtime_ns: int
     """Modification time; a file whose mtime differs is hashed again when it is opened."""
-
-
-class ShardSource(Protocol):
-    """The files of one prepared source: a folder, or a bucket with a cache (`data.store`)."""
-
-    def open(self, info: ShardInfo) -> mmap.mmap: ...
-
-    def prefetch(self, infos: Sequence[ShardInfo]) -> None: ...
 
 
 class SplitInfo(Frozen):
@@ -167,15 +158,25 @@ def signed(manifest: Manifest) -> bytes:
     return (json.dumps(fields | {"digest": digest(fields)}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def parse_manifest(content: bytes, where: str) -> Manifest:
-    """Parse a manifest file. Raises UsageError that names the file."""
+def read_manifest(folder: Path) -> Manifest:
+    """Read the manifest of a source. Raises FileNotFoundError; UsageError that names the file."""
+    content = (path := folder / MANIFEST).read_bytes()
     try:
         fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
         return Manifest.model_validate_json(json.dumps(fields))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UsageError(f"{where}: is not a manifest or was changed; {REPAIR}") from error
+        raise UsageError(f"{path}: is not a manifest or was changed; {REPAIR}") from error
+
+
+def find_corruption(folder: Path, manifest: Manifest, verify: bool) -> str | None:
+    """Return a message for the first file of a source that differs from its manifest; None: all are intact.
+
+    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
+    """
+    damage = (find_damage(folder / info.file, info, verify) for info in manifest.files)
+    return next(filter(None, damage), None)
 
 
 def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
@@ -219,15 +220,18 @@ class TokenSpan(NamedTuple):
     loss: BoolArray
 
 
-def read_table(files: ShardSource, info: ShardInfo) -> pa.RecordBatch:
+def read_table(folder: Path, info: ShardInfo) -> pa.RecordBatch:
     """Memory-map the record batch of an Arrow file. Raises UsageError if rows are missing."""
+    path = folder / info.file
     try:
-        batch = pa.ipc.open_file(pa.py_buffer(files.open(info))).get_record_batch(0)
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        batch = pa.ipc.open_file(pa.py_buffer(mapped)).get_record_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
-        raise UsageError(f"{files}/{info.file}: cannot be read as an Arrow file; {REPAIR}") from error
+        raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != info.rows:
         cause = f"holds {batch.num_rows} rows where the manifest says {info.rows}"
-        raise UsageError(f"{files}/{info.file}: {cause}; {REPAIR}")
+        raise UsageError(f"{path}: {cause}; {REPAIR}")
     return batch
 
 
@@ -273,7 +277,7 @@ def _copy(span: TokenSpan, out: TokenSpan, rows: Integers) -> None:
 class Split:
     """The tokens of one split as one sequence, read in place from its shards."""
 
-    def __init__(self, files: ShardSource, info: SplitInfo):
+    def __init__(self, files: Path, info: SplitInfo):
         self.files, self.info = files, info
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
@@ -316,10 +320,6 @@ class Split:
         self._open.move_to_end(number)
         return self._open[number]
 
-    def prefetch(self, shards: Sequence[int]) -> None:
-        """Fetch these shards in the background: they are needed next."""
-        self.files.prefetch([self.info.shards[number] for number in shards])
-
 
 class SplitRows(Split):
     """The training or validation rows of a source.
@@ -328,7 +328,7 @@ class SplitRows(Split):
     shards is cut shard by shard, and the remainder of each is dropped.
     """
 
-    def __init__(self, files: ShardSource, info: SplitInfo, length: int, items: bool):
+    def __init__(self, files: Path, info: SplitInfo, length: int, items: bool):
         super().__init__(files, info)
         self.length, self.width = length, length + (not items)
         held, largest = self.held, int(self.held.max(initial=0))
@@ -355,9 +355,7 @@ class SplitRows(Split):
 class SourceRows:
     """The rows of one prepared source."""
 
-    def __init__(
-        self, files: ShardSource, manifest: Manifest, length: int, pad: int, weight: float, borders: bool
-    ):
+    def __init__(self, files: Path, manifest: Manifest, length: int, pad: int, weight: float, borders: bool):
         self.files, self.manifest, self.weight = files, manifest, weight
         self.length, self.pad, self.borders = length, pad, borders
         self.items = manifest.item_tokens is not None

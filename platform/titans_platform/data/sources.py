@@ -13,15 +13,15 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
-from titans_platform.data.reading import READERS, kind_of, opened, walk
+from titans_platform.data.reading import READERS, kind_of, walk
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, hash_of, read_json, write_json
+from titans_platform.files import OPENERS, hash_of, opened, read_json, write_json
 from titans_platform.text import plain
 
 log = logging.getLogger(__name__)
@@ -40,6 +40,9 @@ HUB_BYTES = 2**30
 """A smaller Hub dataset is not split."""
 MANY_FILES = 8
 """A Hub dataset of unknown size is split if it has at least this many files."""
+QUIET = "HF_DATASETS_DISABLE_PROGRESS_BARS=1 DATASETS_VERBOSITY=critical HF_UPDATE_DOWNLOAD_COUNTS=0"
+"""Settings that `datasets` reads when it is imported: no bars, no log of errors that it also raises, and no
+request per local file to its download counter, which takes seconds when offline."""
 WITHOUT_TEXT = 1000
 """Records without the text field, from the first on, after which a source is refused."""
 
@@ -129,42 +132,42 @@ class RecordSource(TextSource):
         self.source, self.field, self.cache = source, field, cache
         self.label = f"{source.kind}:{label}"
 
-    @contextmanager
-    def opened(self, what: str, builder: str, **options: Any) -> Iterator[Any]:
-        """Open the records as `datasets` streams them; ``what`` names them in errors. Raises UsageError."""
-        if "HF_HOME" not in os.environ:
-            # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
-            os.environ.setdefault("HF_HUB_CACHE", str(self.cache / "hub"))
-        import datasets
-
-        options |= {"streaming": True, "cache_dir": str(self.cache)}
-        try:
-            with _quiet(datasets):
-                yield datasets.load_dataset(builder, **options)
-        except UsageError:
-            raise
-        except Exception as error:  # decompression, Arrow, JSON, HTTP and its own have no common base
-            raise UsageError(f"{self.field}: {what} cannot be read: {one_line(error, 160)}") from error
-
     def contents(self, files: Iterable[File]) -> list[list[str]]:
         """Return name and hash of each file; hashes are kept, so that only changed files are read again."""
         known = read_json(kept := self.cache / "hashes.json") or {}
         hashes, stamped = [], {}
         for file in files:
-            try:
+            with self._readable(file.name):
                 value = known.get(key := f"{file.name} {file.bytes} {file.stamp}") or file.hash()
-            except Exception as error:  # file systems have no common exception
-                why = one_line(error, 160)
-                raise UsageError(f"{self.field}: {file.name} cannot be read: {why}") from error
             hashes.append([file.name, value])
             stamped |= {key: value} if file.stamp else {}
         if stamped.keys() - known.keys():
             write_json(kept, known | stamped)
         return hashes
 
-    def texts(self, what: str, records: Iterable[Any], text_field: str) -> Iterator[str]:
+    def read(self, file: File, done: float | None = None) -> Iterator[Document]:
+        """Yield the documents of a file; ``done`` is the share of the source before it. Raises UsageError."""
+        with self._readable(name := file.name):
+            # of some formats and compressions an empty file is no file
+            if file.bytes or "://" in name:
+                with opened(name) as stream:
+                    records = READERS[kind_of(Path(name)) or ""](stream, self.source.text_field)
+                    # keyed by text, so that duplicates go to the same split
+                    yield from (Document(text, text, done) for text in self.texts(name, records))
+
+    @contextmanager
+    def _readable(self, name: str) -> Iterator[None]:
+        """Raise every error as a UsageError that names the field and what cannot be read."""
+        try:
+            yield
+        except UsageError:
+            raise
+        except Exception as error:  # decompression, Arrow, JSON, HTTP and file systems have no common base
+            raise UsageError(f"{self.field}: {name} cannot be read: {one_line(error, 160)}") from error
+
+    def texts(self, what: str, records: Iterable[Any]) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
-        where, others, known = f"{self.field}.text_field", None, False
+        text_field, where, others, known = self.source.text_field, f"{self.field}.text_field", None, False
         for number, record in enumerate(records):
             text = record.get(text_field) if isinstance(record, dict) else record
             known |= not isinstance(record, dict) or text_field in record
@@ -210,11 +213,13 @@ class FilesSource(RecordSource):
     def files(self) -> list[File]:
         """List the files at the path, sorted. Raises UsageError if there are none."""
         kinds = f"{', '.join(READERS)} (or with {' or '.join(OPENERS)})"
-        all_files, one = self._remote() if "://" in self.path else self._local()
+        all_files, one, odd = self._remote() if "://" in self.path else self._local()
         others = Counter(Path(file.name).suffix for file in all_files if not kind_of(Path(file.name)))
+        # broken links, pipes and sockets
+        others += Counter({"that cannot be opened": odd})
         if others:
             named = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in others.most_common())
-            self.skipped = f"{self.path}: skipped {others.total()} of {len(all_files)} files: {named}"
+            self.skipped = f"{self.path}: skipped {others.total()} of {len(all_files) + odd} files: {named}"
         if one and kind_of(Path(self.path)) is None:
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         if not all_files and not os.path.isdir(os.path.expanduser(self.path)):
@@ -227,40 +232,46 @@ class FilesSource(RecordSource):
         return files
 
     def text_bytes(self) -> int | None:
-        """Bytes of text, an upper bound on the tokens; None if files are compressed."""
-        files = self.files()
-        if any(Path(file.name).suffix.lower() in (*OPENERS, ".parquet", ".arrow") for file in files):
+        """Bytes of text, an upper bound on the tokens; None if files are compressed or a size is unknown."""
+        files, packed = self.files(), (*OPENERS, ".parquet", ".arrow")
+        if any(Path(f.name).suffix.lower() in packed or ("://" in f.name and not f.bytes) for f in files):
             return None
         return sum(file.bytes for file in files)
 
-    def _local(self) -> tuple[list[File], bool]:
-        """List the files at a local path; also return True if the path itself is a file."""
+    def _local(self) -> tuple[list[File], bool, int]:
+        """List the files at a local path; also return True if the path itself is a file, and the number of
+        names that are neither files nor folders. Raises UsageError.
+        """
         path = os.path.abspath(os.path.expanduser(self.path))
         # an existing path is not a pattern
         if os.path.isfile(path):
-            return [local_file(path)], True
-        if os.path.isdir(path):
-            names = walk(path)
-        elif "**" in Path(path).parts:
-            import fsspec.utils
+            return [local_file(path)], True, 0
+        with self._readable(self.path):
+            if os.path.isdir(path):
+                names = [*walk(path)]
+            elif "**" in Path(path).parts:
+                import fsspec.utils
 
-            base = re.split(r"[*?[]", path)[0].rpartition("/")[0]
-            names = filter(re.compile(fsspec.utils.glob_translate(path)).match, walk(base or "/"))
-        else:
-            names = filter(os.path.isfile, glob.glob(path))
+                base = re.split(r"[*?[]", path)[0].rpartition("/")[0]
+                names = [*filter(re.compile(fsspec.utils.glob_translate(path)).match, walk(base or "/"))]
+            else:
+                names = [name for name in glob.glob(path) if not os.path.isdir(name)]
+        files = sorted(filter(os.path.isfile, names), key=Path, reverse=True)
         # each file once, whatever links to it
-        unique = {os.path.realpath(name): name for name in sorted(names, key=Path, reverse=True)}
-        return [local_file(name) for name in unique.values()], False
+        unique = {os.path.realpath(name): name for name in files}
+        return [local_file(name) for name in unique.values()], False, len(names) - len(files)
 
-    def _remote(self) -> tuple[list[File], bool]:
-        """List the files at a URL; also return True if the URL itself is a file. Raises UsageError."""
+    def _remote(self) -> tuple[list[File], bool, int]:
+        """List the files at a URL; also return True if the URL itself is a file, and 0. Raises UsageError."""
         import fsspec
 
         try:
             system, path = fsspec.core.url_to_fs(self.path)
             pattern = glob.has_magic(path) and not system.exists(path)
             one = not pattern and system.isfile(path)
-            listed = system.glob(path, detail=True) if pattern else system.find(path, detail=True)
+            list_of = system.glob if pattern else system.find
+            # what lists a folder would take the links in a page for its files
+            listed: Any = {path: system.info(path)} if one else list_of(path, detail=True)
         except ImportError as error:
             raise UsageError(f"{self.field}.path: {one_line(error, 160)}; pip install it") from None
         except Exception as error:  # file systems have no common exception
@@ -271,7 +282,7 @@ class FilesSource(RecordSource):
             if info["type"] == "file":
                 content = str(next((info[key] for key in ("ETag", "etag", "md5Hash") if info.get(key)), ""))
                 files.append(File(system.unstrip_protocol(name), info["size"] or 0, content=content))
-        return files, one
+        return files, one, 0
 
     def identity(self) -> Any:
         """Name and content of every file."""
@@ -299,27 +310,12 @@ class FilesSource(RecordSource):
             # the position within a file is unknown
             done = sum(sizes[:i]) / max(1, sum(sizes)) if len(files) > 1 else None
             try:
-                with self.records(file) as records:
-                    for text in self.texts(file.name, records, self.source.text_field):
-                        # keyed by text, so that duplicates go to the same split
-                        yield Document(text, text, done)
+                yield from self.read(file, done)
             except UsageError as error:
                 # settings and descriptions of datasets are .json files too
                 if kind_of(Path(file.name)) != ".json" or len(files) == 1 or "text_field" not in str(error):
                     raise
                 log.warning("%s; skipped", error)
-
-    @contextmanager
-    def records(self, file: File) -> Iterator[Iterator[Any]]:
-        """Open the records of a file: mappings or texts. Raises UsageError."""
-        name = file.name
-        try:
-            with opened(name) as stream:
-                yield READERS[kind_of(Path(name)) or ""](stream, self.source.text_field)
-        except UsageError:
-            raise
-        except Exception as error:  # decompression, Arrow, JSON and file systems have no common base
-            raise UsageError(f"{self.field}: {name} cannot be read: {one_line(error, 160)}") from error
 
 
 class HubSource(RecordSource):
@@ -349,19 +345,40 @@ class HubSource(RecordSource):
         return SourcePlan([[i, shards] for i in range(shards)] if large and shards > 1 else (), revision)
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:
+        files = self._files(revision)
+        if files and len(files) == (part[1] if part else len(files)):
+            for file in files[part[0] : part[0] + 1] if part else files:
+                yield from self.read(file)
+            return
         with self._opened(revision) as records:
             if part:
                 records = records.shard(index=part[0], num_shards=part[1])
             if self.source.text_field in (getattr(records, "column_names", None) or ()):
                 # no other column is decoded
                 records = records.select_columns([self.source.text_field])
-            for text in self.texts(self.dataset, records, self.source.text_field):
-                yield Document(text, text, None)
+            yield from (Document(text, text, None) for text in self.texts(self.dataset, records))
 
-    def _opened(self, revision: str | None) -> AbstractContextManager[Any]:
-        options: dict[str, Any] = {"name": self.source.subset, "split": self.source.split}
-        options |= {"revision": revision} if revision else {}
-        return self.opened(self.dataset, self.dataset, **options)
+    @contextmanager
+    def _opened(self, revision: str | None, build: str = "load_dataset") -> Iterator[Any]:
+        """Open the records as `datasets` streams them, or its builder. Raises UsageError."""
+        # dataset cards are fetched there, whatever cache_dir says; logins stay where they are
+        cards = {} if "HF_HOME" in os.environ else {"HF_HUB_CACHE": str(self.cache / "hub")}
+        os.environ.update(dict(setting.split("=") for setting in QUIET.split()) | cards | os.environ)
+        import datasets
+
+        options: dict[str, Any] = {"revision": revision} if revision else {}
+        options |= {"split": self.source.split, "streaming": True} if build == "load_dataset" else {}
+        with self._readable(self.dataset):
+            load = getattr(datasets, build)
+            yield load(self.dataset, name=self.source.subset, cache_dir=str(self.cache), **options)
+
+    def _files(self, revision: str | None) -> list[File]:
+        """List the split's files of records, of which no other column is read; empty if others make it."""
+        with self._opened(revision, "load_dataset_builder") as builder:
+            nested, files = getattr(builder.config, "field", None), builder.config.data_files or {}
+        named = () if nested else files.get(self.source.split, ())
+        records = all(kind_of(Path(name)) not in (None, ".txt", ".py") for name in named)
+        return [local_file(name) if os.path.isfile(name) else File(name, 0) for name in named if records]
 
     def _newest(self) -> str | None:
         """Return the dataset's newest commit; None if the Hub is not reachable."""
@@ -395,23 +412,3 @@ SOURCES = Registry(
     UsageError,
 )
 """Text sources by `SourceConfig.kind`."""
-
-
-@contextmanager
-def _quiet(datasets: Any) -> Iterator[None]:
-    """Use `datasets` without progress bars, and without logging errors that it also raises.
-
-    It makes no request per local file to its download counter, which takes seconds when offline.
-    """
-    bars, level = datasets.is_progress_bar_enabled(), datasets.logging.get_verbosity()
-    counts = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
-    try:
-        yield
-    finally:
-        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = counts
-        datasets.logging.set_verbosity(level)
-        if bars:
-            datasets.enable_progress_bars()

@@ -61,27 +61,12 @@ class SourceOrder:
         for epoch in np.unique(epochs).tolist():
             in_epoch = np.flatnonzero(epochs == epoch)
             positions = drawn[in_epoch] - epoch * self.rows
-            which = self.window_of(epoch, positions)
+            starts = [window.first for window in self.windows(epoch)]
+            which = np.searchsorted(starts, positions, side="right") - 1
             for w in np.unique(which).tolist():
                 inside = which == w
-                first = self.windows(epoch)[w].first
-                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - first]
+                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - starts[w]]
         return rows
-
-    def window_of(self, epoch: int, positions: Integers) -> Integers:
-        """Return the window of each position of an epoch."""
-        return np.searchsorted([w.first for w in self.windows(epoch)], positions, side="right") - 1
-
-    def window_at(self, drawn: int) -> tuple[int, int]:
-        """Return the epoch and the window of a sample."""
-        epoch, position = divmod(drawn, self.rows)
-        return epoch, int(self.window_of(epoch, np.array([position]))[0])
-
-    def shards_from(self, epoch: int, number: int) -> tuple[int, ...]:
-        """Return the shards of a window and of the next one."""
-        windows = self.windows(epoch)
-        following = windows[number + 1] if number + 1 < len(windows) else self.windows(epoch + 1)[0]
-        return windows[number].shards + following.shards
 
     def _windows(self, epoch: int) -> list[ShuffleWindow]:
         held = np.flatnonzero(self._counts)
@@ -178,7 +163,6 @@ class RowStream:
         self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
         self._turn, self._per_cycle = taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
-        self._prefetched: dict[int, tuple[int, int]] = {}
 
     @property
     def rows(self) -> list[int]:
@@ -197,11 +181,12 @@ class RowStream:
         which, rows = self._drawn(step)
         return list(zip(which.tolist(), rows.tolist(), strict=True))
 
-    def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """Return the source and the row of each sample of a step.
+    def sources_of(self, step: int) -> Integers:
+        """[B] the source of each row of the global batch."""
+        return self._drawn(step)[0]
 
-        At the start of a window, prefetches its shards and the next one's.
-        """
+    def _drawn(self, step: int) -> tuple[Integers, Integers]:
+        """Return the source and the row of each sample of a step."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # otherwise a worker, or a micro-batch, could see only one source
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]
@@ -211,10 +196,6 @@ class RowStream:
         rows = np.empty_like(drawn)
         for s in np.unique(which).tolist():
             of_source, order = which == s, self._orders[s]
-            at = order.window_at(int(drawn[of_source].min()))
-            if self._prefetched.get(s) != at:
-                self._prefetched[s] = at
-                self.sources[s].train.prefetch(order.shards_from(*at))
             rows[of_source] = order.at(drawn[of_source])
         return which, rows
 
@@ -341,7 +322,10 @@ class Streams:
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
             source.train.max_open = max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN))
-        self._prefetched: dict[tuple[int, int], int] = {}
+
+    def sources_of(self, step: int) -> Integers:
+        """[B] the source of each stream of the step's group."""
+        return self.source
 
     def rows(self, step: int) -> Integers:
         """[B] the row of its source that each stream of the step's group is at."""
@@ -367,10 +351,6 @@ class Streams:
         for b, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
             table, split = self.tables[s], self.sources[s].train
             first, length = int(table.first[row]), int(table.length[row])
-            shard = int(split.shard_of(np.array([first]))[0])
-            if self._prefetched.get(stream := (step % self.groups, b)) != shard:
-                self._prefetched[stream] = shard
-                split.prefetch([shard, (shard + 1) % len(split.held)])
             span = split.read(first, first + length + 1)
             tokens[b, : length + 1], loss[b, :length] = span.tokens, span.loss[1:]
         return StreamBatch(*map(torch.from_numpy, (tokens, loss, resets)))

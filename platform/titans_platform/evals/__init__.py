@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import cache
 from statistics import fmean
 from typing import Any
 
@@ -23,7 +24,7 @@ __all__ = ["Request", "Score", "Scorer", "evaluate", "evaluating"]
 
 def evaluate(
     model: nn.Module, prepared: Any, config: EvalConfig, sequence_length: int, *,
-    device: str | torch.device = "cpu", precision: str = "fp32",
+    device: str | torch.device = "cpu", precision: str = "fp32", ngrams: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:  # fmt: skip
     """Measure every column of `config` on `model`; the model's training mode is restored.
 
@@ -41,6 +42,7 @@ def evaluate(
         sequence_length: T of a training row, tokens.
         device: where the model is.
         precision: "bf16" measures under autocast, as a run with that `optim.precision` trains.
+        ngrams: returns the `NGrams` of the text trained on, the floor of a perplexity; None: no floor.
 
     Returns:
         `columns` {column: value}, `chance` {column: value}, `buckets` {column/task@tokens: {bucket: value}},
@@ -55,6 +57,7 @@ def evaluate(
     scorer = Scorer(model, tokenizer, torch.device(device), config.batch_tokens)
     result: dict[str, Any] = {"columns": {}, "tasks": {}, "chance": {}, "buckets": {}}
     known: dict[tuple[str, int], Measurement] = {}
+    counted = cache(ngrams)
     lower = torch.autocast(scorer.device.type, torch.bfloat16, enabled=precision == "bf16")
     with evaluating(model), lower:
         for column, labelled in tasks.items():
@@ -65,7 +68,7 @@ def evaluate(
                     # columns may share a task, as an average and its parts do
                     same = task_config.model_dump_json(exclude={"lengths"}), length
                     if same not in known:
-                        known[same] = task.measure(Context(scorer, prepared, config, length))
+                        known[same] = task.measure(Context(scorer, prepared, config, length, counted))
                     measured.append(known[same])
                     key = f"{column}/{label}@{length}"
                     fields = asdict(measured[-1]) | {"chance": _finite(measured[-1].chance)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from statistics import fmean, median, pvariance
@@ -33,6 +34,8 @@ class Perplexity(Task):
     def measure(self, context: Context) -> Measurement:
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 
+        The floor is the perplexity, on the same rows, of n-grams of the text that the run trained on.
+
         Raises:
             UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
@@ -45,7 +48,13 @@ class Perplexity(Task):
         # rows are the independent samples (ratio estimator)
         stderr = math.sqrt(sum((nll - mean * count) ** 2 for nll, count in rows)) / tokens
         chance = float(context.scorer.tokenizer.vocab_size)
-        return Measurement(math.exp(mean), math.exp(mean) * stderr, chance, tokens)
+        floor, heuristic = None, None
+        if ngrams := context.ngrams():
+            length = context.length
+            batches = [(b.tokens[:, : length + 1], b.loss[:, :length]) for b in _batches(context)]
+            floor, heuristic = ngrams.floor([(tokens.numpy(), loss.numpy()) for tokens, loss in batches])
+        value = math.exp(mean)
+        return Measurement(value, value * stderr, chance, tokens, floor=floor, heuristic=heuristic)
 
 
 class HeldOutLoss(Perplexity):
@@ -56,8 +65,10 @@ class HeldOutLoss(Perplexity):
     def measure(self, context: Context) -> Measurement:
         """Mean negative log-likelihood per token, on the rows of `Perplexity`."""
         base = super().measure(context)
-        chance = math.log(base.chance)
-        return Measurement(math.log(base.value), base.stderr / base.value, chance, base.items)
+        return replace(
+            base, value=math.log(base.value), stderr=base.stderr / base.value, chance=math.log(base.chance),
+            floor=None if base.floor is None else math.log(base.floor),
+        )  # fmt: skip
 
 
 def _batches(context: Context) -> Iterator[Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import lzma
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,17 +21,17 @@ from pyarrow import csv, json, parquet
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder, check_shared
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, read_json, write_json
+from titans_platform.files import OPENERS, opened, read_json, write_json
 
 R = TypeVar("R")
 
 
 def read_opened(path: Path, read: Callable[[Any], R], field: str) -> R:
-    """``read`` of a file, decompressed if it is .gz or .xz. Raises UsageError that names ``field``."""
+    """``read`` of a file, decompressed as its suffix says. Raises UsageError that names ``field``."""
     try:
-        with OPENERS.get(path.suffix, open)(path, "rb") as file:
+        with opened(str(path)) as file:
             return read(file)
-    except (OSError, EOFError, ValueError, lzma.LZMAError) as error:  # pyarrow's errors are ValueErrors
+    except Exception as error:  # decompression and pyarrow have no common base
         raise UsageError(f"{field}: {path} cannot be read: {one_line(error)}") from None
 
 

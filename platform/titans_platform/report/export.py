@@ -41,11 +41,12 @@ def tables(report: StudyReport) -> dict[str, str]:
     """
     from pandas import DataFrame
 
-    columns, chance = report.table.columns, report.table.chance
+    columns, chance, floors = report.table.columns, report.table.chance, report.table.floors
     summary, cells, verdict = [], [], []
     for row in report.table.rows:
         for key, e in row.entries.items():
             numbers = {"mean": e.mean, "sd": e.sd, "seeds": len(e.values), "chance": chance.get(key)}
+            numbers["floor"] = floors.get(key)
             summary.append({"row": row.row.name, "column": key, **numbers, "paper": e.paper, **row.sizes})
         for result in row.results:
             # the cell's own row, where a row of the table joins several
@@ -78,7 +79,7 @@ def as_record(table: Table) -> dict[str, Any]:
         rows.append({"row": row.row.name, "columns": columns, **row.sizes, **listed})
     return {
         "study": table.study, "scale": table.scale, "comparable": table.comparable, "rows": rows,
-        "chance": table.chance, "missing": table.missing,
+        "chance": table.chance, "floors": table.floors, "missing": table.missing,
     }  # fmt: skip
 
 
@@ -101,9 +102,13 @@ def body(
     return lines
 
 
-def _chance(report: StudyReport, keys: Keys = None) -> list[str]:
-    """Return the chance level of each column, laid out as a line of the body."""
-    return ["chance", *("" if paper else report.chance[key] for key, paper in report.fields(keys)), "", ""]
+def _levels(report: StudyReport, keys: Keys = None) -> list[list[str]]:
+    """Return chance and floor of each column, laid out as lines of the body."""
+    fields = report.fields(keys)
+    return [
+        [name, *("" if paper else level[key] for key, paper in fields), "", ""]
+        for name, level in report.levels.items()
+    ]
 
 
 def latex(report: StudyReport) -> str:
@@ -113,8 +118,7 @@ def latex(report: StudyReport) -> str:
     columns = report.table.columns
     heads = [(columns[key].heading, "paper" if paper else "ours") for key, paper in report.fields()]
     index = MultiIndex.from_tuples([("", ""), *heads, ("params", ""), ("state", "")])
-    chance = [_chance(report)] if report.table.chance else []
-    frame = DataFrame([*body(report, ours=_tex_number), *chance], columns=index)
+    frame = DataFrame([*body(report, ours=_tex_number), *_levels(report)], columns=index)
     caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
     tables = [(frame, caption), *((DataFrame(s.lines, columns=s.heads), s.text) for s in report.sections)]
     label = f"tab:{report.table.study}-{report.table.scale}"
@@ -127,7 +131,7 @@ def _tex_number(entry: Entry, best: bool) -> str:
         return entry.mean_text
     mean = rf"\mathbf{{{entry.mean_text}}}" if best else entry.mean_text
     spread = rf"_{{\pm {entry.sd_text}}}" if entry.sd_text else ""
-    return f"${mean}{spread}$"
+    return f"${mean}{spread}$" if entry.above_floor else f"$({mean}{spread})$"
 
 
 def _tex(frame: DataFrame, caption: str, label: str) -> str:
@@ -144,7 +148,7 @@ def markdown(report: StudyReport, figures: str = "") -> str:
     ``figures`` is the folder of the report's figures; empty: without them.
     """
     heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
-    values = {"body": body(report), "chance": _chance(report), "figures": figures}
+    values = {"body": body(report), "levels": _levels(report), "figures": figures}
     return render("table.md", report=report, heads=["", *heads, "parameters", "state bytes"], **values)
 
 
@@ -195,5 +199,6 @@ def _grid(report: StudyReport, keys: Sequence[str], width: int) -> RichTable:
     for row, line in zip(report.table.rows, body(report, keys), strict=True):
         grid.add_row(*line[:kept], style="dim" if row.row.reference else "")
     grid.add_section()
-    grid.add_row(*_chance(report, keys)[:kept], style="italic dim")
+    for line in _levels(report, keys):
+        grid.add_row(*line[:kept], style="italic dim")
     return grid

@@ -12,6 +12,7 @@ from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
 from titans_platform.report.picture import Picture
 from titans_platform.report.table import Comparison, Table, best_rows, cell, compare, method, tally
+from titans_platform.study.search import search_lines
 from titans_platform.text import commit, number, plural
 
 DAGGERS = "†‡§¶"
@@ -64,7 +65,8 @@ class StudyReport:
     """Columns that the paper has numbers for."""
     best: Mapping[str, set[str]]
     """The best rows of each column."""
-    chance: Mapping[str, str]
+    levels: Mapping[str, Mapping[str, str]]
+    """`chance` and, where it is another, `floor`: the text of each column."""
     bold_note: str
     notes: tuple[str, ...]
     marks: Mapping[str, str]
@@ -105,9 +107,7 @@ def build_report(
         search: Record of the study's search: its trials, and what it found.
         links: Addresses of the runs; None if the tracking store could not be read.
     """
-    search = search or {}
     seeds = plural(max((len({cell.seed for cell in row.cells}) for row in table.rows), default=0), "seed")
-    search_notes = [search.get("line"), f"Found: {search['set']}" if search.get("set") else None]
     commits = {result.commit for result in table.results}
     only = commits.pop() if len(commits) == 1 else ""
     stale = sorted({commit for row in table.rows for commit in row.stale})
@@ -115,13 +115,18 @@ def build_report(
     comparisons, entries = compare(table), [item for row in table.rows for item in row.entries.items()]
     references = ", ".join(row.row.name for row in table.rows if row.row.reference)
     left_out = f"; {references} left out, for reference only" if references else ""
+    levels = {
+        name: {key: number(level.get(key), c.decimals) for key, c in table.columns.items()}
+        for name, level in (("chance", table.chance), ("floor", table.floors))
+        if level and (name == "chance" or level != table.chance)
+    }  # fmt: skip
     return StudyReport(
         table=table, title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
         paper_columns=frozenset(key for key, entry in entries if entry.paper is not None),
         best={key: best_rows(table, key) for key in table.columns},
-        chance={key: number(table.chance.get(key), c.decimals) for key, c in table.columns.items()},
-        bold_note=f"Bold: the best row of a column, where it is better than chance{left_out}.",
-        notes=(*_notes(table, marks, only), *filter(None, search_notes)), marks=marks,
+        levels=levels,
+        bold_note=f"Bold: the best row of a column, where it is better than its floor{left_out}.",
+        notes=(*_notes(table, marks, only), *search_lines(search)), marks=marks,
         comparisons=tuple(comparisons),
         sections=tuple(filter(None, [verdict(comparisons, table)])),
         facts=_facts(table), links=links,
@@ -159,6 +164,11 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
             # a scale may have fewer columns than the study
             if key in table.columns:
                 lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
+    if table.floors != table.chance:
+        what = "n-grams of the text trained on, the best heuristic of a generated task, or chance"
+        lines.append(
+            f"Floor: {what}. In parentheses: not better than the floor; such a number counts in no verdict."
+        )
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")

@@ -31,7 +31,10 @@ from titans_platform.text import NONE, number, plural
 
 @dataclass(frozen=True)
 class Entry:
-    """One number of the table: a column's value over the seeds of a row. As a text: mean±sd."""
+    """One number of the table: a column's value over the seeds of a row.
+
+    As a text: mean±sd, in parentheses if it is not better than its floor.
+    """
 
     column: Column
     values: tuple[float, ...]
@@ -40,6 +43,14 @@ class Entry:
     paper: float | None = None
     failed: bool = False
     """A cell of the row has failed."""
+    floor: float | None = None
+    """Score of counting or of the best heuristic on the same items, or chance; in the column's unit."""
+
+    @property
+    def above_floor(self) -> bool:
+        """False if the mean is not better than the floor: such a number counts in no verdict."""
+        sign = 1 if self.column.higher_is_better else -1
+        return self.mean is None or self.floor is None or sign * (self.mean - self.floor) > 0
 
     @property
     def mean(self) -> float | None:
@@ -73,7 +84,8 @@ class Entry:
 
     def __str__(self) -> str:
         spread = f"±{self.sd_text}" if self.sd_text else ""
-        return f"{self.mean_text}{spread} {self.seeds_text}".rstrip()
+        value = f"{self.mean_text}{spread}" if self.above_floor else f"({self.mean_text}{spread})"
+        return f"{value} {self.seeds_text}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -132,6 +144,8 @@ class Table:
     rows: tuple[TableRow, ...]
     chance: Mapping[str, float]
     """By column, in its unit; columns without a chance level are left out."""
+    floors: Mapping[str, float]
+    """By column, in its unit: the mean of its rows' floors."""
     side_by_side: bool
     """True if cells ran at the same time on one machine, so that none was timed alone."""
     commit: str
@@ -177,6 +191,7 @@ def build_table(run: StudyRun) -> Table:
             rows.append(_table_row(run, part[0].as_line(), cells))
     results = [result for row in rows for result in row.results]
     levels = {key: [x for x in {r.chance.get(key) for r in results} if finite(x)] for key in columns}
+    floors = {key: [x for row in rows if (x := row.entries[key].floor) is not None] for key in columns}
     finished = {result.cell for result in results}
     seeds = sorted({cell.seed for row in rows for cell in row.cells})
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
@@ -189,6 +204,7 @@ def build_table(run: StudyRun) -> Table:
         comparable=scale.comparable, axes=study.axes, columns=columns, rows=tuple(rows),
         # cells of one row may have different levels
         chance={key: columns[key].factor * statistics.fmean(level) for key, level in levels.items() if level},
+        floors={key: statistics.fmean(floor) for key, floor in floors.items() if floor},
         side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
         command=f"titans sweep run {study.name} --scale {run.scale_name} "
         f"--seeds {','.join(map(str, seeds))}{changed}",
@@ -205,7 +221,10 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     for key, column in run.columns.items():
         values = by_seed(table_row, key, column.factor).values()
         wanted = len({cell.seed for cell in cells if key in cell.config.eval.columns})
-        entries[key] = Entry(column, tuple(values), wanted, row.paper.get(key), bool(table_row.failures))
+        floors = [column.factor * x for r in results if (x := floor_of(r, key)) is not None]
+        floor = statistics.fmean(floors) if floors else None
+        failed = bool(table_row.failures)
+        entries[key] = Entry(column, tuple(values), wanted, row.paper.get(key), failed, floor)
     return replace(table_row, entries=entries)
 
 
@@ -223,6 +242,23 @@ def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str)
     return {seed: [done[name] for name in names] for seed, names in complete.items()}
 
 
+def floor_of(result: Result, key: str) -> float | None:
+    """Return a column's floor: the mean over its tasks, of a task without a floor its chance.
+
+    Returns:
+        None if the column has neither.
+    """
+    tasks: dict[str, list[float | None]] = {}
+    for name, score in result.tasks.items():
+        column, task, _ = task_of(name)
+        if column == key:
+            tasks.setdefault(task, []).append(score.chance if score.floor is None else score.floor)
+    levels = [level for task in tasks.values() for level in task]
+    if not levels or None in levels:
+        return result.chance.get(key)
+    return statistics.fmean(statistics.fmean(filter(finite, task)) for task in tasks.values())
+
+
 def finite(value: Any) -> TypeGuard[float]:
     """Return True if a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
@@ -238,6 +274,7 @@ def task_of(key: str) -> tuple[str, str, int | None]:
 SIZES = ("parameters", "state_bytes")
 ALPHA = 0.05
 AGREES, DISAGREES, UNRESOLVED, ONE_SEED = "agrees", "disagrees", "not resolved", "one seed"
+AT_FLOOR = "not above the floor"
 
 
 @dataclass(frozen=True)
@@ -292,6 +329,8 @@ class Comparison:
     """The study file's expectation, if the paper prints no number."""
     p: float | None = None
     """Holm-adjusted p value; None for one seed, and without an expected direction."""
+    above_floor: bool = True
+    """False if the row or the baseline row is not better than its floor."""
 
     @property
     def better(self) -> bool | None:
@@ -302,9 +341,14 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """`agrees`, `disagrees`, `not resolved` or `one seed`; empty without an expected direction."""
+        """`agrees`, `disagrees`, `not resolved`, `one seed` or `not above the floor`.
+
+        Empty without an expected direction.
+        """
         if self.better is None:
             return ""
+        if not self.above_floor:
+            return AT_FLOOR
         if len(self.ours.pairs) == 1:
             return ONE_SEED
         if self.p is None or self.p >= ALPHA:
@@ -323,7 +367,9 @@ def compare(table: Table) -> list[Comparison]:
                 paper, reference = row.entries[key].paper, first.entries[key].paper
                 theirs = None if paper is None or reference is None else sign * (paper - reference)
                 expected = row.row.expected.get(key)
-                comparisons.append(Comparison(row.row.name, key, first.row.name, theirs, ours, expected))
+                above = first.entries[key].above_floor and row.entries[key].above_floor
+                one = Comparison(row.row.name, key, first.row.name, theirs, ours, expected, above_floor=above)
+                comparisons.append(one)
     return adjust(comparisons)
 
 
@@ -340,8 +386,12 @@ def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int =
 
 
 def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
-    """Add Holm-adjusted p values to the comparisons; the family has a direction and at least two seeds."""
-    family = [i for i, each in enumerate(comparisons) if each.better is not None and each.ours.p is not None]
+    """Add Holm-adjusted p values to the comparisons.
+
+    The family has an expected direction, at least two seeds, and both numbers above their floors.
+    """
+    counted = (AGREES, DISAGREES, UNRESOLVED)
+    family = [i for i, each in enumerate(comparisons) if each.outcome in counted]
     adjusted = dict(zip(family, holm([comparisons[i].ours.p or 0.0 for i in family]), strict=True))
     return [replace(each, p=adjusted.get(i)) for i, each in enumerate(comparisons)]
 
@@ -358,15 +408,16 @@ def holm(ps: Sequence[float]) -> list[float]:
 def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
     """Count the comparisons of each outcome, without the ones that have no expected direction."""
     counts = Counter(each.outcome for each in comparisons)
-    return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED)}
+    return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR)}
 
 
 def tally(comparisons: Sequence[Comparison]) -> str:
     """Describe the counts in words."""
-    agree, disagree, unresolved, single = count_outcomes(comparisons).values()
+    agree, disagree, unresolved, single, floor = count_outcomes(comparisons).values()
     total = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {total} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
-    return f"{text}, {single} have one seed" if single else text
+    text += f", {single} have one seed" if single else ""
+    return f"{text}; {floor} more are with a number that is not above its floor" if floor else text
 
 
 def method(comparisons: Sequence[Comparison]) -> str:
@@ -389,15 +440,18 @@ def cell(comparison: Comparison | None, decimals: int) -> str:
 
 
 def best_rows(table: Table, key: str) -> set[str]:
-    """Return the rows whose mean, as printed, is the best; none if it is not better than chance.
+    """Return the rows whose mean, as printed, is the best; none if it is not better than its floor.
 
     Reference rows take no part, and there must be two different means to compare.
     """
     column = table.columns[key]
     sign = 1 if column.higher_is_better else -1
-    entries = {row.row.name: row.entries[key].mean for row in table.rows if not row.row.reference}
-    means = {name: sign * round(mean, column.decimals) for name, mean in entries.items() if mean is not None}
-    best, chance = max(means.values(), default=0.0), table.chance.get(key)
-    if len(set(means.values())) < 2 or (chance is not None and best <= sign * chance):
+    entries = {row.row.name: row.entries[key] for row in table.rows if not row.row.reference}
+    means = {
+        name: sign * round(entry.mean, column.decimals)
+        for name, entry in entries.items() if entry.mean is not None
+    }  # fmt: skip
+    best = max(means.values(), default=0.0)
+    if len(set(means.values())) < 2:
         return set()
-    return {name for name, mean in means.items() if mean == best}
+    return {name for name, mean in means.items() if mean == best and entries[name].above_floor}

@@ -14,16 +14,20 @@ import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, overload
 
 import torch
 
 from titans_kernels import forms_used
-from titans_platform.config import TaskConfig
+from titans_platform.config import TaskConfig, hashes_of
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
+from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
+from titans_platform.objectives import run_name
+from titans_platform.objectives.base import DataChanged
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
@@ -33,7 +37,7 @@ from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import Rung, RunSpec
 from titans_platform.tasks import eval_version
 from titans_platform.training import checkpoint
-from titans_platform.training.loop import Hooks, Phases, Trainer, deterministic
+from titans_platform.training.loop import Hooks, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import data_shard, profiled, rank, world_size
 
@@ -163,14 +167,14 @@ class Worker:
 
     def __init__(self, spec: RunSpec, device: torch.device | str = "cpu"):
         self.spec, self.cfg, self.device = spec, spec.config, device
-        self.phases = Phases()
-        with self.phases.phase("data"):
-            self.objective = spec.objective
-            self.data = self.objective.reopen(spec.root, spec.data)
-        with self.phases.phase("record"):
-            if rank() == 0:
-                spec.folder.keep_data(self.data)
-            self.reporter = Reporter(spec) if rank() == 0 else None
+        self.objective = spec.objective
+        self.data = self.objective.reopen(spec.root, spec.data)
+        if run_name(self.cfg, spec.data, spec.resources.hashed_workers) != spec.name:
+            what = f"run {spec.name}: a file of its tasks, of a class of your own or of start_from"
+            raise DataChanged(f"{what} has changed; run the command again")
+        if rank() == 0:
+            spec.folder.keep_data(self.data, hashes_of(self.cfg.eval.model_dump(mode="json")))
+        self.reporter = Reporter(spec) if rank() == 0 else None
 
     def run(self, until: Rung | None = None) -> Result | dict[str, float]:
         """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
@@ -192,42 +196,40 @@ class Worker:
         finally:
             if self.reporter:
                 with ignore_disk_full():
-                    self.spec.folder.record_attempt(self.phases.seconds)
+                    self.spec.folder.record_attempt()
 
     def _train(self, until: Rung | None) -> Trainer:
         cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
-        with self.phases.phase("build"):
-            self.objective.check(self.data)
-            if arch := gpu_arch(self.device):
-                check_kernels(cfg, arch)
-            shard, rows = data_shard(cfg.optim), cfg.optim.global_batch_size
-            if cfg.data.rows == "streams":
-                stream = self.data.streams(cfg, *shard)
-            else:
-                stream = self.data.train_stream(rows, cfg.seed, *shard)
-            model, length = self.objective.build_model(), cfg.data.sequence_length
-            trainer = Trainer(
-                model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
-            )
-        with self.phases.phase("checkpoint"):
-            if checkpoint.restore(folder, trainer) is None:
-                if start := self.spec.start:
-                    checkpoint.restore_from(start.point, trainer)
-                    # none of this run's last twentieth is done
-                    trainer.progress.tail_loss, trainer.progress.tail_steps = 0.0, 0
-                elif cfg.start_from:
-                    checkpoint.load_model(Path(cfg.start_from), trainer.model)
+        self.objective.check(self.data)
+        if arch := gpu_arch(self.device):
+            check_kernels(cfg, arch)
+        shard, rows = data_shard(cfg.optim), cfg.optim.global_batch_size
+        if cfg.data.rows == "streams":
+            stream = self.data.streams(cfg, *shard)
+        else:
+            stream = self.data.train_stream(rows, cfg.seed, *shard)
+        model, length = self.objective.build_model(), cfg.data.sequence_length
+        trainer = Trainer(
+            model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
+        )
+        if checkpoint.restore(folder, trainer) is None:
+            if start := self.spec.start:
+                checkpoint.restore_from(start.point, trainer)
+                # none of this run's last twentieth is done
+                trainer.progress.tail_loss, trainer.progress.tail_steps = 0.0, 0
+            elif cfg.start_from:
+                checkpoint.load_model(Path(cfg.start_from), trainer.model)
         if not (worlds := trainer.progress.worlds) or worlds[-1][1] != world_size():
             worlds.append([trainer.progress.step, world_size()])
         if self.reporter:
             self.reporter.start(trainer.progress.step)
         keep, pinned = cfg.checkpoint.keep, before_decay(cfg.optim)
-        saver = checkpoint.Saver(folder, trainer, keep=keep, pinned=pinned, phases=self.phases)
+        saver = checkpoint.Saver(folder, trainer, keep=keep, pinned=pinned)
         if trainer.device.type == "cuda" and (flops := training_flops(cfg)):
             trainer.flops_per_token = flops / cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
         watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
-        with self.phases.phase("train"), saver, watched as stepped:
+        with saver, watched as stepped:
             trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
         return trainer
 
@@ -240,8 +242,7 @@ class Worker:
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
                 # cumulative, because only a sample of the steps is logged
-                waited = self.phases.seconds["checkpoint wait"]
-                reporter.on_step(step, metrics | {"checkpoint_wait_seconds": waited})
+                reporter.on_step(step, metrics | {"checkpoint_wait_seconds": saver.waited})
             stepped()
             guard.poll(saver, flush)
 
@@ -260,14 +261,16 @@ class Worker:
             validate_every=cfg.eval.every or 0,
             patience=cfg.eval.patience or 0,
             telemetry_every=max(1, cfg.optim.steps // DETAILED),
-            phases=self.phases,
         )
 
-    def _measure(self, trainer: Trainer, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def _measure(self, trainer: Trainer, columns: Mapping[str, Any], floors: bool = False) -> dict[str, Any]:
         """Evaluate these columns. Collective: every worker gets the same values."""
         config = self.cfg.eval.model_copy(update={"columns": columns})
         length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
-        return evaluate(trainer.model, self.data, config, length, device=trainer.device, precision=precision)
+        of = {"device": trainer.device, "precision": precision}
+        if floors:
+            of["ngrams"] = partial(count_text, self.data, self.cfg)
+        return evaluate(trainer.model, self.data, config, length, **of)
 
     def _validation_loss(self, trainer: Trainer) -> float:
         """Return the loss on held-out rows."""
@@ -280,10 +283,8 @@ class Worker:
             self.reporter.phase("evaluate")
         if self.cfg.eval.at == "best" and (best := trainer.progress.best_step):
             point = checkpoint.at_step(self.spec.folder.path / CHECKPOINTS, best)
-            with self.phases.phase("checkpoint"):
-                checkpoint.load_model(point, trainer.model)
-        with self.phases.phase("evaluate"):
-            measured = self._measure(trainer, self.cfg.eval.columns)
+            checkpoint.load_model(point, trainer.model)
+        measured = self._measure(trainer, self.cfg.eval.columns, floors=True)
         if not self.reporter:
             return {}
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
@@ -309,14 +310,12 @@ class Worker:
             telemetry=progress.telemetry,
             best_validation_loss=progress.best_loss,
             best_step=progress.best_step,
-            batches_left_out=progress.offset,
             world_sizes=progress.worlds,
             mlflow_run_id=self.reporter.run_id,
             study=self.spec.labels.get("study", ""),
             row=self.spec.labels.get("row", ""),
         )
-        with self.phases.phase("record"):
-            self.reporter.finish(result)
+        self.reporter.finish(result)
         return result
 
 

@@ -93,7 +93,6 @@ class Result(Measures):
     """The inner memory at the last step that recorded it."""
     best_validation_loss: float | None = None
     best_step: int | None = None
-    batches_left_out: int = 0
     world_sizes: list[list[int]] = Field(default_factory=list)
     """[step, workers] for each change of the number of workers."""
     mlflow_run_id: str | None = None
@@ -143,7 +142,7 @@ CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
 """Stem of the copy of the tokenizer's file; a built-in tokenizer has none."""
 DIVERGED = "diverged"
-"""Batches whose loss was not finite, or spiked."""
+"""The batch whose loss was not finite."""
 LOCK = "lock"
 ALIVE = 120.0
 """Seconds without progress after which a run on another machine counts as dead."""
@@ -196,13 +195,13 @@ class RunFolder:
         stale = self.record().get("stale")
         return self.result() or (Result.model_validate(stale) if stale else None)
 
-    def keep_data(self, data: Any) -> None:
-        """Record the fingerprint of the run's data, and keep a copy of its tokenizer's file."""
+    def keep_data(self, data: Any, files: Mapping[str, str]) -> None:
+        """Record the data's fingerprint and the hashes of its tasks' files; copy its tokenizer's file."""
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer and tokenizer.path:
             kept = self.path / f"{TOKENIZER}{tokenizer.path.suffix}"
             write_bytes(kept, tokenizer.path.read_bytes())
-        self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint)
+        self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint, files=files)
 
     def failure(self) -> dict[str, Any] | None:
         """Return the last attempt's failure (keys reason, trace, time, commit), or None."""
@@ -215,7 +214,7 @@ class RunFolder:
         return progress
 
     def attempt(self) -> dict[str, Any] | None:
-        """Return the last attempt that ended: ``began``, ``ended``, ``seconds`` by phase, ``host``."""
+        """Return the last attempt that ended: ``began``, ``ended``, ``host``."""
         return self.record().get("attempt")
 
     def is_held(self) -> bool:
@@ -295,10 +294,10 @@ class RunFolder:
         self.update(failure=None, **fields)
         return restarted
 
-    def record_attempt(self, seconds: Mapping[str, float]) -> None:
-        """Record the attempt that ends now, with its seconds by phase."""
-        began, ended = self.record().get("began"), time.time()
-        self.update(attempt={"began": began, "ended": ended, "seconds": seconds, "host": platform.node()})
+    def record_attempt(self) -> None:
+        """Record the attempt that ends now."""
+        attempt = {"began": self.record().get("began"), "ended": time.time(), "host": platform.node()}
+        self.update(attempt=attempt)
 
     def ended(self) -> float | None:
         """Return the time of the run's last record, in seconds since the epoch; None if it has none."""

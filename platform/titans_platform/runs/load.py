@@ -14,7 +14,14 @@ from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
-from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, TOKENIZER, Result, RunFolder
+from titans_platform.runs.folder import (
+    CHECKPOINTS,
+    RECORD,
+    RESULT,
+    TOKENIZER,
+    Result,
+    RunFolder,
+)
 from titans_platform.runs.spec import RunSpec, Start
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import (
@@ -33,6 +40,12 @@ if TYPE_CHECKING:
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""
+GONE = {
+    "eval": ("pathways", "pathway_items"),
+    "optim": ("on_divergence", "spike"),
+    "data": ("cache_gb",),
+}
+"""Fields that configs of earlier versions have, by section."""
 NOT_TRAINED = {"checkpoint": True, "log": True}
 """Sections that do not affect training."""
 
@@ -68,7 +81,7 @@ def find_checkpoint(run: str, root: Path) -> Path:
         if not path.is_dir():
             raise UsageError(f"{run}: no such checkpoint")
         return path.resolve()
-    folder = path if path.is_dir() else _folder_named(run, root)
+    folder = path if path.is_dir() else find_run(run, root).path
     if not (points := saved(folder / CHECKPOINTS)):
         raise UsageError(f"{run}: {folder} has no checkpoint; train it first")
     # an older checkpoint has other weights, so the user must choose it explicitly
@@ -110,9 +123,9 @@ def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read the config of the run in ``folder``. Raises UsageError."""
     if not (config := RunFolder(folder.parents[1], folder.name).record().get("config")):
         raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
-    for gone in ("pathways", "pathway_items"):
-        # of earlier versions
-        config.get("eval", {}).pop(gone, None)
+    for section, names in GONE.items():
+        for name in names:
+            config.get(section, {}).pop(name, None)
     return config_from(config, overrides)
 
 
@@ -126,18 +139,18 @@ def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[
     return model, load_model(point, model), objective
 
 
-def _folder_named(run: str, root: Path) -> Path:
-    cells = root / "cells"
-    matches = sorted(p for p in cells.glob(f"{run}*") if p.is_dir()) if run.isalnum() else []
-    if len(matches) > 1:
-        raise UsageError(f"{run}: {len(matches)} runs begin so: {', '.join(p.name for p in matches[:5])}")
-    # a name, else an MLflow run id
-    named = matches or (
-        p for p in cells.glob("*") if RunFolder(root, p.name).record().get("mlflow", {}).get("run_id") == run
-    )
-    if folder := next(iter(named), None):
-        return folder
-    raise UsageError(f"{run}: no such run under {cells}; give its name, folder or MLflow run id")
+def find_run(run: str, root: Path) -> RunFolder:
+    """Find a run by the beginning of its name or its MLflow run id. Raises UsageError: none, or several."""
+    folders = [RunFolder(root, path.name) for path in sorted((root / "cells").glob("*")) if path.is_dir()]
+    named = [folder for folder in folders if run and folder.name.startswith(run)]
+    named = named or [f for f in folders if f.record().get("mlflow", {}).get("run_id") == run]
+    if len(named) == 1:
+        return named[0]
+    under = root / "cells"
+    if named:
+        names = ", ".join(folder.name for folder in named[:5])
+        raise UsageError(f"{run}: {len(named)} runs under {under} begin so: {names}; give more of the name")
+    raise UsageError(f"{run}: no such run under {under}; give its name, folder or MLflow run id")
 
 
 def checkpoint_of_shorter(spec: RunSpec, run: str) -> Start | None:
@@ -149,7 +162,7 @@ def checkpoint_of_shorter(spec: RunSpec, run: str) -> Start | None:
     """
     if any((spec.folder.path / CHECKPOINTS).glob("step-*")):
         return None
-    path = Path(run).resolve() if Path(run).is_dir() else _folder_named(run, spec.root)
+    path = Path(run).resolve() if Path(run).is_dir() else find_run(run, spec.root).path
     shorter, cfg = RunFolder(path.parents[1], path.name), config_of(path)
     if reason := _why_not_resumed(spec, shorter, cfg):
         raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")

@@ -225,7 +225,7 @@ def end_orphaned_runs(store: TrackingStore, parent: str, root: Path) -> None:
             log_result(store.run(run_id), result, folder.ended())
         elif state != "running":
             ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
-            store.end(run_id, ends.get(state, "KILLED"), folder.ended())
+            store.run(run_id).close(ends.get(state, "KILLED"), folder.ended())
 
 
 def connected(folder: RunFolder) -> RunLog:

@@ -15,7 +15,7 @@ from typing import Any
 
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
-from titans_platform.files import file_lock, write_json
+from titans_platform.files import file_lock, read_json, write_json
 from titans_platform.loading import (
     apply_override,
     complete,
@@ -28,7 +28,7 @@ from titans_platform.loading import (
 )
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.spec import Machine, Resources, Tracking
-from titans_platform.study.search import FOUND, SearchState
+from titans_platform.study.search import FOUND, TRIALS, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick, read_paper
 
 STUDIES = "studies"
@@ -61,7 +61,7 @@ class StudyRun:
     """One study at one scale under one storage root: its cells, and how they are run.
 
     `plan.open_study` makes it, `plan.place` adds the concurrency. Its folder, ``root/studies/<label>``, holds
-    ``cells.json``, ``search.json``, ``timings.json``, logs and the report.
+    ``cells.json``, ``search.json``, logs and the report.
     """
 
     study: Study
@@ -161,6 +161,13 @@ class StudyRun:
         """Return the config of a trial, with the seed of the search. Raises UsageError."""
         assert self.search
         return self.config(self.trial_row(params)).model_copy(update={"seed": self.search.search.seed})
+
+    def folders(self) -> list[RunFolder]:
+        """Return the folders of the recorded cells that have a name, and of the trials."""
+        cells = (read_json(self.path / RECORD) or {}).get("cells", [])
+        names = [cell["cell"] for cell in cells if cell["cell"]]
+        names += [path.stem for path in self.path.glob(f"{TRIALS}/*.json")]
+        return [RunFolder(self.root, name) for name in names]
 
     @contextmanager
     def lock(self) -> Iterator[None]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -131,8 +130,11 @@ def name_cells(study: StudyRun, prepare: Callable[[RunConfig], Data] | None = No
     def named(cell: Cell, open_data: Callable[[RunConfig], Data]) -> Cell:
         config = cell.config
         key = digest([config.data.model_dump(mode="json"), config.objective.model_dump(mode="json")])
-        if key not in known:
-            known[key] = open_data(config)
+        try:
+            if key not in known:
+                known[key] = open_data(config)
+        except NotPrepared:
+            return cell
         if config.start_from not in starts:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
@@ -141,16 +143,11 @@ def name_cells(study: StudyRun, prepare: Callable[[RunConfig], Data] | None = No
         name = run_name(config, data, study.resources.hashed_workers)
         return replace(cell, config=config, name=name, data=data)
 
-    def named_if_prepared(cell: Cell, open_data: Callable[[RunConfig], Data]) -> Cell:
-        with suppress(NotPrepared):
-            return named(cell, open_data)
-        return cell
-
     def at_hand(config: RunConfig) -> Data:
         return build_objective(config).open(study.root)
 
-    cells = tuple(named_if_prepared(cell, prepare or at_hand) for cell in study.cells)
-    return replace(study, cells=cells, whole=tuple(named_if_prepared(cell, at_hand) for cell in study.whole))
+    cells = tuple(named(cell, prepare or at_hand) for cell in study.cells)
+    return replace(study, cells=cells, whole=tuple(named(cell, at_hand) for cell in study.whole))
 
 
 def place(study: StudyRun, rerun_stale: bool = False, requested: int | None = None) -> tuple[StudyRun, str]:

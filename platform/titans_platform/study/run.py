@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
-from titans_core.config import ModelConfig
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
-from titans_platform.files import write_json
 from titans_platform.objectives import build_objective, run_name
 from titans_platform.runs.execute import execute, last_checkpoint_step
-from titans_platform.runs.folder import Busy, Result, RunFolder
+from titans_platform.runs.folder import Busy, Result
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
@@ -27,35 +24,28 @@ from titans_platform.runs.reporter import end_orphaned_runs
 from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import check_with_data, name_cells
-from titans_platform.study.search import FOUND, TRIALS, number_trial, tune_sampler
+from titans_platform.study.search import FOUND, number_trial, tune_sampler
 from titans_platform.study.spec import Row
-from titans_platform.study.status import TIMINGS, timings
 from titans_platform.text import flatten
 
 LOG = "ray.log"
 MAX_FAILURES = 3
 """Number of times that Tune restarts a trial whose process died without writing a new checkpoint."""
-MEMORY = "model.memory."
-ALWAYS = {
-    "variant": "model.variant",
-    "depth": f"{MEMORY}depth",
-    "chunk_size": f"{MEMORY}chunk_size",
-    "d_model": "model.d_model",
-    "layers": "model.n_layers",
-    "sequence_length": "data.sequence_length",
-    "steps": "optim.steps",
-    "global_batch_size": "optim.global_batch_size",
-    "lr": "optim.lr",
-}
+ALWAYS = (
+    "model.variant", "model.memory.depth", "model.memory.chunk_size", "model.d_model", "model.n_layers",
+    "data.sequence_length", "optim.steps", "optim.global_batch_size", "optim.lr",
+)  # fmt: skip
+"""Fields of the config that are params of every run in MLflow."""
 
 
-def prepare(study: StudyRun, progress: Progress) -> StudyRun:
+def prepare(study: StudyRun, progress: Progress | None = None) -> StudyRun:
     """Prepare the data, name the cells, check them, and write the study's record.
 
-    The study's lock must be held. ``progress`` is called with a source and how far it is. Raises UsageError,
-    StorageError.
+    The study's lock must be held. ``progress`` is called with a source and how far it is; None: the data are
+    prepared. Raises UsageError, StorageError.
     """
-    study = name_cells(study, lambda config: build_objective(config).prepare(study.root, progress))
+    make = lambda config: build_objective(config).prepare(study.root, progress)  # noqa: E731
+    study = name_cells(study, make if progress else None)
     check_with_data(study)
     study.write()
     return study
@@ -66,7 +56,7 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     """Ray for the cells, and the study's parent run in MLflow, opened before any worker writes to the store.
 
     What Ray prints goes to ``ray.log``. MLflow runs of cells that a killed driver left open are ended, before
-    and after. Raises UsageError, ClusterError.
+    and after. On Ctrl-C the cells and trials that run end at a checkpoint. Raises UsageError, ClusterError.
     """
     from titans_platform.tracking import open_store
 
@@ -84,10 +74,14 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
         end_orphaned_runs(store, parent, study.root)
         try:
             with ray_session(cpus, gpus):
-                yield replace(study, tracking=Tracking(store.uri, study.label, parent))
+                try:
+                    yield replace(study, tracking=Tracking(store.uri, study.label, parent))
+                except KeyboardInterrupt:
+                    end_at_checkpoints(study.folders())
+                    raise
         except BaseException:
             # a study that is done is closed with its table; this one would stay RUNNING
-            store.end(parent, "KILLED")
+            store.run(parent).close("KILLED")
             raise
         finally:
             end_orphaned_runs(store, parent, study.root)
@@ -96,8 +90,8 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
 def run_search(study: StudyRun) -> StudyRun:
     """Run the trials that the search still needs, in a `session`.
 
-    Returns the study with the best trial as another row, with the seeds of the others. Raises TitansError: no
-    trial was trained to the end.
+    Returns the study with the best trial as another row, with the seeds of the others, to be prepared. Raises
+    TitansError: no trial was trained to the end.
     """
     from ray.tune.schedulers import ASHAScheduler
 
@@ -113,7 +107,6 @@ def run_search(study: StudyRun) -> StudyRun:
         study,
         _run_trial,
         {"study": study, "fingerprint": fingerprint},
-        lambda: [RunFolder(study.root, path.stem) for path in study.path.glob(f"{TRIALS}/*.json")],
         search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
         scheduler=asha,
         num_samples=state.search.trials,
@@ -124,13 +117,11 @@ def run_search(study: StudyRun) -> StudyRun:
     study = replace(study, search=ended).with_found()
     seeds = [cell.seed for cell in study.cells]
     new = tuple(chosen_cells({FOUND: study.config(study.study.rows[-1])}, (), seeds))
-    study = name_cells(replace(study, cells=study.cells + new, whole=study.whole + new))
-    study.write()
-    return study
+    return replace(study, cells=study.cells + new, whole=study.whole + new)
 
 
-def run_cells(study: StudyRun, began: float) -> None:
-    """Run the missing cells in a `session`, and record where the time since ``began`` went.
+def run_cells(study: StudyRun) -> None:
+    """Run the missing cells in a `session`.
 
     A cell that fails is recorded and does not stop the others. A cell whose process keeps dying is restarted
     for as long as it writes new checkpoints in between.
@@ -144,10 +135,8 @@ def run_cells(study: StudyRun, began: float) -> None:
             cell.folder(study.root).set_aside()
     left = [spec_of(study, cell, f"{cell.row} · seed {cell.seed}", study.rows) for cell in study.todo]
     while left:
-        folders = [spec.folder for spec in left]
         kept = {spec.name: last_checkpoint_step(spec) for spec in left}
-        space = {"spec": tune.grid_search(left)}
-        results = _run_trials(study, _run_cell, space, lambda folders=folders: folders)
+        results = _run_trials(study, _run_cell, {"spec": tune.grid_search(left)})
         died = [result.config["spec"] for result in results if result.error is not None]
         left = [spec for spec in died if last_checkpoint_step(spec) > kept[spec.name]]
         for spec in died:
@@ -155,8 +144,6 @@ def run_cells(study: StudyRun, began: float) -> None:
                 # a process that dies cannot record it itself
                 cause = f"its worker died {MAX_FAILURES + 1} times without a new checkpoint"
                 spec.folder.record_failure(TitansError(f"{cause}; see {study.path / LOG}"), study.commit)
-    record = timings(began, study.todo, study.root, study.concurrency)
-    write_json(study.path / TIMINGS, record)
 
 
 def _run_cell(space: dict[str, Any]) -> dict[str, Any]:
@@ -218,16 +205,11 @@ def _measure(spec: RunSpec, rung: Rung) -> float | None:
 
 
 def _run_trials(
-    study: StudyRun,
-    trainable: Callable[[dict[str, Any]], Any],
-    space: dict[str, Any],
-    folders: Callable[[], Sequence[RunFolder]],
-    **config: Any,
+    study: StudyRun, trainable: Callable[[dict[str, Any]], Any], space: dict[str, Any], **config: Any
 ) -> Any:
     """Run ``trainable`` over ``space`` with Tune and return its results; ``config`` goes to its TuneConfig.
 
-    On Ctrl-C the runs in ``folders()`` end at a checkpoint. Tune's own files are deleted: the state of a
-    trial is in its run's folder.
+    Tune's own files are deleted: the state of a trial is in its run's folder.
     """
     from ray import tune
 
@@ -257,11 +239,7 @@ def _run_trials(
             failure_config=tune.FailureConfig(max_failures=MAX_FAILURES),
         ),
     )
-    try:
-        results = tuner.fit()
-    except KeyboardInterrupt:
-        end_at_checkpoints(folders())
-        raise
+    results = tuner.fit()
     shutil.rmtree(storage, ignore_errors=True)
     return results
 
@@ -278,32 +256,8 @@ def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> Run
 
 
 def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the MLflow params of a cell: row, seed, every study's fields, and the ones that ``rows`` change.
-
-    Fields of the neural memory are left out for a model without one.
-    """
-    memory = _has_memory(cell.config.model.model_copy(update={"n_layers": 1}).model_dump_json())
-    columns, config = fields(rows), flatten(cell.config.model_dump(mode="json"))
-    known = {field for field in config if memory or not field.startswith(MEMORY)}
-    named = {name: config[field] for name, field in columns.items() if field in known}
+    """Return the params of a cell's run in MLflow: row, seed, the fields ``ALWAYS`` and what ``rows`` set."""
+    config = flatten(cell.config.model_dump(mode="json"))
+    fields = dict.fromkeys([*ALWAYS, *(field for row in rows for field in flatten(row.set))])
+    named = {field: config[field] for field in fields if field in config}
     return {"row": cell.row, "seed": cell.seed} | named
-
-
-@cache
-def _has_memory(model: str) -> bool:
-    import torch
-
-    from titans_core import LanguageModel, NeuralMemory
-
-    with torch.device("meta"):
-        built = LanguageModel(ModelConfig.model_validate_json(model))
-    return any(isinstance(module, NeuralMemory) for module in built.modules())
-
-
-def fields(rows: Iterable[Row]) -> dict[str, str]:
-    """Config fields by column name: the field's last word, or all of it where two fields share the word."""
-    changed = dict.fromkeys(key for row in rows for key in flatten(row.set))
-    more = [key for key in changed if key not in ALWAYS.values()]
-    last = [key.rpartition(".")[2] for key in more]
-    unique = [word not in ALWAYS and last.count(word) == 1 for word in last]
-    return ALWAYS | {word if alone else key: key for word, key, alone in zip(last, more, unique, strict=True)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,12 @@ class SearchState:
             "best": asdict(best) if best else None,
             "set": set_line(best.params) if best else None,
         }
+
+
+def search_lines(record: Mapping[str, Any] | None) -> list[str]:
+    """Return lines on a search from its record: its state, and the best configuration if there is one."""
+    lines = [record.get("line"), record.get("set") and f"Found: {record['set']}"] if record else []
+    return [line for line in lines if line]
 
 
 def set_line(params: dict[str, Any]) -> str:

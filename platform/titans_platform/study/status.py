@@ -6,7 +6,6 @@ The state of a study and of its cells, where their time went, and how much of th
 from __future__ import annotations
 
 import platform
-import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,6 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import LOCK, RECORD, STUDIES, Cell, StudyRun, known_studies, load_study
 from titans_platform.study.spec import Printed, Study, read_paper
 
-TIMINGS = "timings.json"
 TRAINING_SHARE = 0.9
 """Assumed fraction of a cell's time spent in training; the rest is evaluation."""
 
@@ -100,52 +98,8 @@ def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
     elsewhere = record["host"] != platform.node() and counts(statuses)["running"] > 0
     return {
         "study": label, "running": is_locked(path / LOCK) or elsewhere, "host": record["host"],
-        "counts": counts(statuses), "overhead": read_json(path / TIMINGS),
-        "search": run.search.record() if run.search else None, "cells": statuses,
+        "counts": counts(statuses), "search": run.search.record() if run.search else None, "cells": statuses,
     }  # fmt: skip
-
-
-def timings(began: float, cells: Sequence[Cell], root: Path, slots: int) -> dict[str, Any]:
-    """Split the time of a command that started at ``began`` and ran ``cells``, ``slots`` at once, into parts.
-
-    Times are slot-seconds, so the total is wall time x slots. Everything except training and evaluation is
-    overhead; it has a part for each phase of a cell, one for the start of a cell's process, and one for the
-    time in which a slot ran no cell.
-    """
-    recorded = (cell.folder(root).attempt() for cell in cells)
-    spans = [span for span in recorded if span and span["began"] >= began]
-    phases: Counter[str] = Counter()
-    for span in spans:
-        phases.update(span["seconds"])
-    own = sum(phases.pop(name, 0.0) for name in ("train", "evaluate"))
-    busy = sum(span["ended"] - span["began"] for span in spans)
-    wall, count = time.time() - began, len(spans)
-    start, overhead = max(0.0, busy - own - sum(phases.values())), wall * slots - own
-    parts = {**phases, "start of a cell": start, "outside of cells": wall * slots - busy}
-    return {
-        "cells": count,
-        "slots": slots,
-        "wall_seconds": wall,
-        "own_seconds": own,
-        "overhead_seconds_a_cell": overhead / count if count else None,
-        "wall_over_own": wall * slots / own if own else None,
-        "parts_seconds_a_cell": {name: seconds / count for name, seconds in parts.items()} if count else {},
-    }
-
-
-def timings_line(record: dict[str, Any]) -> str:
-    """One-sentence summary, largest parts first."""
-    if not record["cells"]:
-        return "Overhead: no cell ended in this run."
-    parts = sorted(record["parts_seconds_a_cell"].items(), key=lambda part: -part[1])
-    listed = ", ".join(f"{name} {seconds:.2f}" for name, seconds in parts if seconds >= 0.005)
-    # None if every cell failed
-    ratio = record["wall_over_own"]
-    wall = "" if ratio is None else f"; wall time {ratio:.2f} times the cells' own"
-    return (
-        f"Overhead: {record['overhead_seconds_a_cell']:.1f} s a cell ({record['cells']} cells, "
-        f"{record['slots']} at once{wall}): {listed}."
-    )
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class Measurement:
     buckets: dict[str, float] = field(default_factory=dict)
     """The value by bucket, such as accuracy by the depth of a needle (`"30-40%"`)."""
     floor: float | None = None
-    """Accuracy of the task's best heuristic, or chance if that is higher; None: the task lists none."""
+    """Score of the task's best heuristic, or chance if that is better; None: the task lists none."""
     heuristic: str | None = None
     """The heuristic that reaches the floor; None: no heuristic is better than chance."""
 
@@ -69,6 +69,8 @@ class Context:
     config: EvalConfig
     length: int
     """Tokens of a row, document start included."""
+    ngrams: Callable[[], Any] = lambda: None
+    """Returns the n-grams of the text trained on (`titans_platform.evals.ngrams`); None: not counted."""
 
 
 class NoTaskOptions(Frozen):

@@ -33,6 +33,7 @@ from titans_platform.tasks.items import (
     make_item,
     scatter,
 )
+from titans_platform.text import plain
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10
@@ -124,7 +125,7 @@ def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
     pattern = re.compile(rf"{re.escape(kind)}_.*{re.escape(split)}.*\.txt$")
     try:
         files = _babi_files(Path(path), lambda name: bool(pattern.match(Path(name).name)))
-        texts = [(name, raw.decode()) for name, raw in files]
+        texts = [(name, plain(raw.decode())) for name, raw in files]
     except (OSError, UnicodeDecodeError, zipfile.BadZipFile, tarfile.TarError) as error:
         raise UsageError(f"options.path: cannot read {path}: {error}") from None
     questions = tuple(item for name, text in texts for item in _parse_babi(text, name))
@@ -156,7 +157,7 @@ def _parse_babi(text: str, name: str) -> Iterator[Item]:
         UsageError: a line has no number.
     """
     story: list[str] = []
-    for row, line in enumerate(text.splitlines(), start=1):
+    for row, line in enumerate(text.split("\n"), start=1):
         number, _, rest = line.strip().partition(" ")
         if not number:
             continue

@@ -5,10 +5,8 @@ The filler has no word that is a person, a place or a thing of the reasoning tas
 
 from __future__ import annotations
 
-import gzip
 import hashlib
 import json
-import lzma
 import random
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,6 +19,8 @@ from typing import Any, Protocol
 import yaml
 
 from titans_platform.errors import UsageError
+from titans_platform.files import opened
+from titans_platform.text import plain
 
 LONG = 32_768
 """Rows of at least so many tokens estimate their filler from the tokens per character first."""
@@ -208,19 +208,18 @@ def _joined(make: Callable[[], str], characters: int) -> str:
 
 
 def read_text(path: str) -> str:
-    """Text of a UTF-8 file, plain, .gz or .xz. Raises UsageError if it cannot be read."""
-    opener = {".gz": gzip.open, ".xz": lzma.open}.get(Path(path).suffix, open)
+    """Text of a UTF-8 file, decompressed as its suffix says. Raises UsageError if it cannot be read."""
     try:
-        with opener(path, "rt", encoding="utf-8") as file:
-            return file.read()
-    except (OSError, EOFError, lzma.LZMAError, UnicodeDecodeError) as error:
+        with opened(path) as file:
+            return plain(file.read().decode("utf-8"))
+    except Exception as error:  # decompression, decoding and file systems have no common base
         raise UsageError(f"options.path: cannot read {path}: {error}") from None
 
 
 def read_jsonl(path: str) -> list[dict[str, Any]]:
     """Objects of a .jsonl file. Raises UsageError: unreadable, empty, or a line is not a JSON object."""
     records = []
-    for number, line in enumerate(read_text(path).splitlines(), start=1):
+    for number, line in enumerate(read_text(path).split("\n"), start=1):
         if line.strip():
             try:
                 record = json.loads(line)

@@ -38,7 +38,7 @@ from titans_core.memory_file import flatten_state, restore_state
 from titans_core.state import ModelState
 from titans_platform.errors import StorageError, TitansError, UsageError, one_line
 from titans_platform.files import PATIENCE, backoff, is_transient, retry_transient
-from titans_platform.training.loop import Phases, Progress, Trainer
+from titans_platform.training.loop import Progress, Trainer
 from titans_platform.training.parallel import rank
 
 log = logging.getLogger(__name__)
@@ -55,8 +55,8 @@ class Saver:
     validation loss.
 
     Every worker creates one and calls `save` and `finish` at the same steps; a ``with`` block calls `finish`
-    at its end. ``phases`` records how long training was blocked: "checkpoint" for the copy of the state to
-    CPU memory, "checkpoint wait" for a write that is unfinished when the next one is due, or at the end.
+    at its end. ``waited`` has the seconds that training waited for a write that was unfinished when the next
+    one was due, or at the end.
 
     A transient failure of a write (a full disk, unreachable storage) is logged as a warning, and the next
     checkpoint tries again. After ``patience`` seconds of failures the run stops.
@@ -69,12 +69,11 @@ class Saver:
         *,
         keep: int = 2,
         pinned: int | None = None,
-        phases: Phases | None = None,
         patience: float = PATIENCE,
     ):
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
-        self.phases = phases or Phases()
+        self.waited = 0.0
         # the write runs in a thread during training: its collectives must not mix with the steps',
         # nor with the main threads' here
         groups: Any = [dist.new_group(backend="gloo") if dist.is_initialized() else None for _ in range(2)]
@@ -131,34 +130,35 @@ class Saver:
         if self._writing is None:
             return None
         (final, future), self._writing = self._writing, None
-        with self.phases.phase("checkpoint wait"):
-            try:
-                future.result()
-            except CheckpointException as failed:
-                if rank() == 0:
-                    shutil.rmtree(_partial(final), ignore_errors=True)
-                cause = _cause(failed)
-                kind = StorageError if is_transient(cause) else TitansError
-                return kind(f"{final}: cannot be written: {one_line(cause)}")
+        started = time.perf_counter()
+        try:
+            future.result()
+        except CheckpointException as failed:
+            if rank() == 0:
+                shutil.rmtree(_partial(final), ignore_errors=True)
+            cause = _cause(failed)
+            kind = StorageError if is_transient(cause) else TitansError
+            return kind(f"{final}: cannot be written: {one_line(cause)}")
+        finally:
+            self.waited += time.perf_counter() - started
         self._failures = 0
         return None
 
     def _begin(self) -> Path:
-        with self.phases.phase("checkpoint"):
-            final = at_step(self.folder, self.trainer.progress.step)
-            if rank() == 0:
-                for cut_short in self.folder.glob(".partial-*"):
-                    shutil.rmtree(cut_short, ignore_errors=True)
-            if self._group:
-                dist.barrier(self._group)
-            # warned from the writing thread, where a filter of this block has no effect
-            warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-            with _quiet():
-                writer = _Writer(final, deepcopy(self.trainer.progress), self)
-                to: dict[str, Any] = {"process_group": self._writers, "no_dist": self._writers is None}
-                future = async_save(_state(self.trainer), storage_writer=writer, **to)
-            assert isinstance(future, Future)
-            self._writing = final, future
+        final = at_step(self.folder, self.trainer.progress.step)
+        if rank() == 0:
+            for cut_short in self.folder.glob(".partial-*"):
+                shutil.rmtree(cut_short, ignore_errors=True)
+        if self._group:
+            dist.barrier(self._group)
+        # warned from the writing thread, where a filter of this block has no effect
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        with _quiet():
+            writer = _Writer(final, deepcopy(self.trainer.progress), self)
+            to: dict[str, Any] = {"process_group": self._writers, "no_dist": self._writers is None}
+            future = async_save(_state(self.trainer), storage_writer=writer, **to)
+        assert isinstance(future, Future)
+        self._writing = final, future
         return final
 
     def __enter__(self) -> Saver:

@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import time
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager, nullcontext
@@ -26,7 +26,7 @@ from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
-from titans_platform.training.optim import SKIPS, WINDOW, Diverged, adamw, drawn_window, judge, learning_rate
+from titans_platform.training.optim import Diverged, adamw, drawn_window, learning_rate
 from titans_platform.training.parallel import (
     clip_gradients,
     data_shard,
@@ -41,26 +41,6 @@ log = logging.getLogger(__name__)
 
 AHEAD = 2
 """Number of batches to prefetch."""
-
-
-class Phases:
-    """Wall-clock seconds by phase. A nested phase is not counted in the outer one, so the phases add up."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner = [0.0]
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Time the block as phase ``name``, without the phases nested in it."""
-        self._inner.append(0.0)
-        started = time.perf_counter()
-        try:
-            yield
-        finally:
-            taken = time.perf_counter() - started
-            self.seconds[name] += taken - self._inner.pop()
-            self._inner[-1] += taken
 
 
 class Stream(Protocol):
@@ -114,9 +94,8 @@ class Hooks:
     ``checkpoint_every``, ``telemetry_every`` and ``validate_every`` are intervals in steps; 0 means never. A
     checkpoint is also due after step ``checkpoint_at`` and, with ``checkpoint_best``, after each validation
     with the lowest loss so far. Training stops early after ``patience`` validations without improvement.
-    ``validate()`` returns the validation loss, which is passed to ``on_step``. ``phases`` records the time
-    spent waiting for batches ("data wait") and in validation ("validate"). ``on_divergence(batch, error)``
-    saves the batch and returns a message with its path.
+    ``validate()`` returns the validation loss, which is passed to ``on_step``.
+    ``on_divergence(batch, error)`` saves the batch and returns a message with its path.
     """
 
     on_step: Callable[[int, dict[str, float]], None] = lambda step, metrics: None
@@ -129,7 +108,6 @@ class Hooks:
     telemetry_every: int = 0
     validate_every: int = 0
     patience: int = 0
-    phases: Phases = field(default_factory=Phases)
 
 
 @dataclass
@@ -138,13 +116,8 @@ class Progress:
 
     step: int = 0
     """Optimiser steps done."""
-    offset: int = 0
-    """Number of batches skipped by on_divergence; ``step + offset`` is the position in the data."""
-    skipped_in_a_row: int = 0
     worlds: list[list[int]] = field(default_factory=list)
     """[step, workers] for each change of the world size."""
-    recent: list[float] = field(default_factory=list)
-    """Losses of the last steps, to detect spikes."""
     seconds: float = 0.0
     best_loss: float | None = None
     """The lowest validation loss so far, in nats; None if the best checkpoint is not kept."""
@@ -153,11 +126,6 @@ class Progress:
     tail_loss: float = 0.0
     tail_steps: int = 0
     telemetry: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def position(self) -> int:
-        """Index of the next batch in the data."""
-        return self.step + self.offset
 
     @property
     def final_loss(self) -> float:
@@ -204,18 +172,17 @@ class Trainer:
         steps = self.cfg.steps
         last = min(steps, until or steps)
         self.model.train()
-        with closing(self._batches(last)) as batches:
+        with closing(batches_ahead(self.stream, range(self.progress.step, last), self.device)) as batches:
             while self.progress.step < last and not self._patience_exhausted(hooks):
                 number = self.progress.step + 1
                 started = time.perf_counter()
-                with hooks.phases.phase("data wait"):
-                    batch = next(batches)
+                batch = next(batches)
                 waited = time.perf_counter() - started
                 try:
                     metrics = self.step(batch, telemetry=_due(number, hooks.telemetry_every, steps))
                 except Diverged as error:
-                    self._leave_out(batch, error, hooks)
-                    continue
+                    saved = hooks.on_divergence(batch, error)
+                    raise Diverged("; ".join(filter(None, (str(error), saved)))) from error
                 seconds = time.perf_counter() - started
                 self.progress.seconds += seconds
                 speed, flops = self.tokens_per_step / seconds, self.flops_per_token
@@ -238,35 +205,12 @@ class Trainer:
 
     def _validated(self, hooks: Hooks) -> float:
         """Return the validation loss, averaged over ranks so that all agree on the best checkpoint."""
-        with hooks.phases.phase("validate"):
-            own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
-            loss = self._over_workers(own).item()
+        own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
+        loss = self._over_workers(own).item()
         lowest = self.progress.best_loss
         if hooks.checkpoint_best and (lowest is None or loss < lowest):
             self.progress.best_loss, self.progress.best_step = loss, self.progress.step
         return loss
-
-    def _batches(self, last: int) -> Generator[Any, None, None]:
-        """Prefetched batches up to step ``last``; prefetching restarts when a batch is skipped."""
-        while self.progress.step < last:
-            offset = self.progress.offset
-            places = range(self.progress.position, last + offset)
-            with closing(batches_ahead(self.stream, places, self.device)) as ahead:
-                for batch in ahead:
-                    yield batch
-                    if self.progress.offset != offset:
-                        break
-
-    def _leave_out(self, batch: Any, error: Diverged, hooks: Hooks) -> None:
-        """Apply ``on_divergence``: skip the batch, or raise."""
-        progress, skips = self.progress, self.cfg.on_divergence == "skip"
-        message = "; ".join(filter(None, (str(error), hooks.on_divergence(batch, error))))
-        if not skips or progress.skipped_in_a_row == SKIPS:
-            tried = f"{SKIPS} batches in a row were left out; " if skips else ""
-            raise Diverged(tried + message) from error
-        progress.skipped_in_a_row += 1
-        progress.offset += 1
-        log.warning("%s; continuing with batch %d", message, self.progress.position)
 
     def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
         """Take one optimiser step. Returns loss (nats), learning rate, gradient norm and optional telemetry.
@@ -278,11 +222,12 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.zero_grad(set_to_none=True)
-        batch = self.stream.batch(progress.position) if batch is None else batch
+        batch = self.stream.batch(progress.step) if batch is None else batch
         loss, state, seen = self._backward(batch, telemetry)
         norm = clip_gradients(self.model, self.cfg.grad_clip)
-        if wrong := judge(loss, norm, progress.recent, self.cfg.spike):
-            raise self._diverged(wrong, loss, norm)
+        # all ranks agree, because both numbers are reduced over ranks
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise self._diverged(loss, norm)
         progress.telemetry = seen or progress.telemetry
         if (message := out_of_range(seen, self._limits)) and rank() == 0:
             log.warning("step %d: %s", progress.step + 1, message)
@@ -291,9 +236,6 @@ class Trainer:
         if state is not None:
             self.states[self._group] = state
         progress.step += 1
-        progress.skipped_in_a_row = 0
-        if self.cfg.spike:
-            progress.recent = [*progress.recent, loss][-WINDOW:]
         if progress.step > 0.95 * self.cfg.steps:
             progress.tail_loss += loss
             progress.tail_steps += 1
@@ -302,7 +244,7 @@ class Trainer:
     @property
     def _group(self) -> int:
         """The group of streams whose turn it is."""
-        return self.progress.position % self.cfg.stream_groups
+        return self.progress.step % self.cfg.stream_groups
 
     def _backward(self, batch: Any, telemetry: bool) -> tuple[float, ModelState | None, dict[str, float]]:
         """Accumulate the gradient of the whole batch in ``.grad``.
@@ -350,10 +292,11 @@ class Trainer:
             dist.all_reduce(value)
         return value
 
-    def _diverged(self, wrong: str, loss: float, norm: float) -> Diverged:
+    def _diverged(self, loss: float, norm: float) -> Diverged:
         seen = ", ".join(f"{k} {v:.3g}" for k, v in self.progress.telemetry.items()) or "none yet"
         fix = "try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
-        error = Diverged(f"step {self.progress.step + 1}: {wrong}; last telemetry: {seen}; {fix}")
+        wrong = f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}"
+        error = Diverged(f"{wrong}; last telemetry: {seen}; {fix}")
         error.loss, error.norm = loss, norm
         return error
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -68,33 +67,10 @@ def before_decay(cfg: OptimConfig) -> int | None:
     return next((s for s in range(warmup_steps(cfg), cfg.steps) if learning_rate(s, cfg) < cfg.lr), None)
 
 
-WINDOW = 64
-"""Number of recent losses whose median a spike is measured against."""
-JUDGED_FROM = 16
-"""Minimum number of recent losses to detect a spike: the loss falls steeply in the first steps."""
-SKIPS = 10
-"""Maximum number of consecutive batches to skip; beyond it the batch is not the cause."""
-
-
 class Diverged(TitansError):
-    """The loss or its gradient is not finite, or the loss spiked. Deterministic: a retry would fail too."""
+    """The loss or its gradient is not finite. Deterministic: a retry would fail too."""
 
     loss = norm = math.nan
-
-
-def judge(loss: float, norm: float, recent: list[float], spike: float | None) -> str | None:
-    """Return the reason for which a step has diverged, or None, from its loss, gradient norm and ``recent``.
-
-    All ranks agree, because both numbers are reduced over ranks.
-    """
-    if not (math.isfinite(loss) and math.isfinite(norm)):
-        return f"loss {loss:.4g}, gradient norm {norm:.4g}"
-    if spike is None or len(recent) < JUDGED_FROM:
-        return None
-    usual = median(recent)
-    if 0 < spike * usual < loss:
-        return f"loss {loss:.4g} after a median of {usual:.4g}, gradient norm {norm:.4g}"
-    return None
 
 
 def save_batch(folder: Path, batch: Any, step: int, rank: int, error: Diverged) -> str:

@@ -17,9 +17,9 @@ from titans_kernels.memory.forms.triton.gates import Gates
 from titans_kernels.memory.forms.triton.launch import launch
 from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
+    divisor,
     document_at,
     dot,
-    keep_bounded,
     load_rows,
     load_tokens,
     store_rows,
@@ -59,7 +59,7 @@ def _write(
         error = 2 * (z - load_rows(v, t, row, valid, h, H, V, column).to(tl.float32))
         error = tl.where(valid[:, None], error, 0.0)
         if BOUND > 0:
-            over = keep_bounded(error, BOUND)
+            over = divisor(tl.sum(error * error, 1), BOUND)
             error = error / over[:, None]
             if KEEP:
                 store_tokens(scale, over, t, row, valid, h, H)

@@ -147,9 +147,9 @@ def base_of(base, h, at, SIZE: tl.constexpr):
 
 
 @triton.jit
-def keep_bounded(g, BOUND: tl.constexpr):
-    """Divisor [b] that reduces the norm of an error signal g [b, columns] to at most BOUND."""
-    over = tl.sqrt(tl.sum(g * g, 1)) / BOUND
+def divisor(squares, BOUND: tl.constexpr):
+    """Divisor [b] that reduces errors, whose squares sum to ``squares``, to a norm of at most BOUND."""
+    over = tl.sqrt(squares) / BOUND
     return tl.where(over > 1 + 32 * 2.0**-23, over, 1.0)  # `parts.passes.edge`
 
 

@@ -22,9 +22,9 @@ from titans_kernels.memory.forms.triton.launch import launch
 from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
     base_of,
+    divisor,
     document_at,
     dot,
-    keep_bounded,
     load_rows,
     load_tokens,
     slope,
@@ -83,13 +83,13 @@ def _write(
         values = load_rows(v, t, row, valid, h, H, V, column).to(tl.float32)
         error2 = tl.where(valid[:, None], 2 * (dot(X, W2, TYPE, PRECISION) - values), 0.0)
         if BOUND > 0:
-            over2 = keep_bounded(error2, BOUND)
+            over2 = divisor(tl.sum(error2 * error2, 1), BOUND)
             error2 = error2 / over2[:, None]
             store_tokens(scale + stride, over2, t, row, valid, h, H)
         error2 = error2.to(TYPE)
         error1 = dot(error2, tl.trans(W2), TYPE, PRECISION) * slope(z_tile, ACTIVATION)
         if BOUND > 0:
-            over1 = keep_bounded(error1, BOUND)
+            over1 = divisor(tl.sum(error1 * error1, 1), BOUND)
             error1 = error1 / over1[:, None]
             store_tokens(scale, over1, t, row, valid, h, H)
         error1 = error1.to(TYPE)

@@ -22,6 +22,7 @@ from titans_kernels.memory.forms.triton.launch import launch
 from titans_kernels.memory.forms.triton.pieces import (
     add_dot,
     base_of,
+    divisor,
     document_at,
     dot,
     load_rows,
@@ -101,7 +102,7 @@ def _bound_errors(
 ):  # fmt: skip
     """Scale a layer's errors, whose squares sum to ``norm`` [b], in place."""
     BF: tl.constexpr = min(BLOCK, F)
-    over = tl.maximum(tl.sqrt(norm) / BOUND, 1.0)
+    over = divisor(norm, BOUND)
     store_tokens(scale, over, t, row, valid, h, H)
     for j in range(0, F, BF):
         f = j + tl.arange(0, BF)
