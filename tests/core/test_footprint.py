@@ -29,7 +29,7 @@ def accumulated(graphs: footprint.Graphs) -> list[torch.Size]:
     return [
         x
         for x in (n.args[2].meta["val"].shape for n in puts)
-        if prod(x[:-1]) > 4 * DOCUMENTS or x[-1] != WIDTH
+        if prod(x[:-1]) > 5 * DOCUMENTS or x[-1] != WIDTH
     ]
 
 
