@@ -128,25 +128,19 @@ def test_gradient_of_repeated_keys_does_not_depend_on_rounding(form, dtype):
     # steps of 0.4 leave 0.2 for the third; steps of 0.5 fit exactly
     for step in (0.4, 0.5, 1.0):
         gates = torch.full((1, 12, 1), 0.5, dtype=dtype), torch.full((1, 12, 1), step / 4, dtype=dtype)
-        expected = with_gradients(write_budget, [axis.clone().requires_grad_(), *_leaves(gates)], 12)
+        expected = with_gradients(write_budget, [x.clone().requires_grad_() for x in (axis, *gates)], 12)
         for seed in range(2 if form == "triton" else 8):
             turn = torch.randn(9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
             turn = torch.linalg.qr(turn)[0].to(dtype)
-            k = (axis @ turn).detach().requires_grad_()
-            limited, dk, *dgates = with_gradients(write_budget, [k, *_leaves(gates)], 12)
+            leaves = [x.clone().requires_grad_() for x in (axis @ turn, *gates)]
+            limited, dk, *dgates = with_gradients(write_budget, leaves, 12)
             close = partial(torch.testing.assert_close, rtol=1e-4, atol=1e-5)
             close([limited, dk, *dgates], [expected[0], expected[1] @ turn, *expected[2:]])
 
 
-def _leaves(gates: tuple[Tensor, ...]) -> list[Tensor]:
-    return [x.clone().requires_grad_() for x in gates]
-
-
 @pytest.mark.parametrize("form", [NATIVE, "pytorch", TRITON], indirect=True)
 def test_gradient_at_a_limit_is_of_the_side_that_is_stated(form):
-    """A step that exactly fits has a smaller one's gradient, a budget used up an exceeded one's; a key of
-    norm 0 has none, which is between its sides'.
-    """
+    """A step that exactly fits has a smaller one's gradient, a budget used up and a key of norm 0 none."""
     dtype, h = (torch.float32, 1e-2) if form == "triton" else (torch.float64, 1e-4)
     direction = F.normalize(torch.randn(5, dtype=dtype), dim=-1)
     k = direction.expand(1, 3, 1, 5).clone().requires_grad_()
@@ -161,8 +155,7 @@ def test_gradient_at_a_limit_is_of_the_side_that_is_stated(form):
     assert not any(row[0].any() for row in rows)
     zero, theta = (k * (1 - first[..., None])).detach().requires_grad_(), (theta / 2 + 0.4 - first * 0.4)
     now, aside = steps(zero, theta), h * first[..., None] * direction
-    close((steps(zero + aside, theta) - now)[1] / h, now.new_tensor(-0.25))
-    close((steps(zero - aside, theta) - now)[1] / h, now.new_tensor(-0.25))
+    close([(steps(zero + s, theta) - now)[1] / h for s in (aside, -aside)], [now.new_tensor(-0.25)] * 2)
     assert not torch.autograd.grad(now.sum(), zero)[0][0, 0].any()
 
 

@@ -201,24 +201,18 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
         assert (x - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12
 
 
-@pytest.mark.slow
-def test_states_found_again_are_those_kept(monkeypatch):
-    case = Case((16, 32, 32, 16), 34, 16)
+@pytest.mark.parametrize(("case", "keep_bytes", "again"), [
+    (Case(SHORT, 20, 16), 0, 1), (Case(SHORT, 20, 16), 2**30, 0), (Case(SHORT, 20, 16), None, 0),
+    pytest.param(Case((16, 32, 32, 16), 34, 16), 0, 1, marks=pytest.mark.slow),
+])  # fmt: skip
+def test_states_found_again_are_those_kept(case, keep_bytes, again, monkeypatch):
+    recalls, recall = [], triton_op.recall
     kept = Call(case).results("triton", torch.float32)
-    monkeypatch.setattr(triton_op, "KEEP_BYTES", 0)
-    again = Call(case).results("triton", torch.float32)
-    assert all(torch.equal(kept[name], again[name]) for name in kept)
-
-
-@pytest.mark.parametrize(("keep_bytes", "again"), [(0, 1), (2**30, 0), (None, 0)])
-def test_a_call_says_what_may_be_kept_of_it(keep_bytes, again, monkeypatch):
-    call, recalls, recall = Call(Case(SHORT, 20, 16)), [], triton_op.recall
     monkeypatch.setattr(triton_op, "recall", lambda *args: recalls.append(args) or recall(*args))
-    tokens, weights = [x.float().requires_grad_() for x in call.tokens], (call.weights[0].float(),)
     monkeypatch.setattr(triton_op, "KEEP_BYTES", keep_bytes)
-    y, _ = neural_memory(*tokens, weights, chunk_size=16, backend="triton")
-    y.sum().backward()
+    result = Call(case).results("triton", torch.float32)
     assert len(recalls) == again
+    assert all(torch.equal(kept[name], result[name]) for name in kept)
 
 
 def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
