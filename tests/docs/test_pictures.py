@@ -27,10 +27,16 @@ def test_picture_shows_the_numbers_of_today(path, reports):
 def test_pages_print_the_verdicts_of_the_pictures(reports):
     verdict = tally(reports[pictures.PAGE].comparisons)
     assert verdict in " ".join((pictures.DOCS / "results.md").read_text("utf-8").split())
+
+
+def test_readme_has_the_verdict_of_ten_seeds():
+    """experiments/paper/test_ablation.py recomputes it from the cells."""
+    page = (pictures.TOP / "experiments/paper/README.md").read_text("utf-8").partition("## Ten seeds")[2]
+    (verdict,) = re.findall(r"of (\d+) comparisons (\d+) agree, (\d+) disagree, (\d+) are not resolved", page)
     readme = " ".join((pictures.TOP / "README.md").read_text("utf-8").split())
-    before, _, after = readme.partition(" comparisons with the LMM")
-    numbers = [before.split()[-1], *re.findall(r"(\d+) (?:agree|disagree|are not resolved)", after)]
-    assert numbers == re.findall(r"\d+", verdict)
+    before, _, after = readme.partition(" differences from the LMM")
+    numbers = re.findall(r"(\d+) (?:agree|disagree|are not resolved)", after)
+    assert (before.split()[-1], *numbers) == verdict
 
 
 def test_pages_name_pictures_that_are_there_and_no_others():

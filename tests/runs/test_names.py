@@ -12,7 +12,7 @@ from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs.spec import Resources
 
-DEFAULTS = "e892a8b31bb0"
+DEFAULTS = "cd4212059707"
 """Of the defaults, which docs/config.md prints: its diff shows which one has changed."""
 NAMES = {
     "{}": "5d1485aa7993",
