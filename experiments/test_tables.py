@@ -11,6 +11,7 @@ HEADINGS = {
     "carried/cells.csv": "Streams that take turns",
     "carried/cells-every-step.csv": "Streams that are all read at every step",
     "hybrids/cells.csv": "Ten reporting seeds",
+    "letter/cells.csv": "What it showed",
     "long_ablation/cells.csv": "Ten seeds",
 }
 """The heading above a table, where the page has several."""

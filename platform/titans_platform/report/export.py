@@ -52,8 +52,8 @@ def tables(report: StudyReport) -> dict[str, str]:
             summary.append({"row": row.row.name, "column": key, **numbers, "paper": e.paper, **row.sizes})
         for result in row.results:
             # the cell's own row, where a row of the table joins several
-            line = {"row": result.row or row.row.name, **{name: getattr(result, name) for name in CELL}}
-            line["lr"] = result.config.get("optim", {}).get("lr")
+            line = {"row": result.row or row.row.name, "lr": result.config.get("optim", {}).get("lr")}
+            line |= {name: getattr(result, name) for name in CELL}
             for key, column in columns.items():
                 value = result.columns.get(key)
                 line[column.titled(key)] = None if value is None else column.factor * value
