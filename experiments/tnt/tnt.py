@@ -104,7 +104,7 @@ class LocalMemory(NeuralMemory):
                 y = self._whole(flat[0], Writes(*flat[1:]), position, starts)[0].unflatten(0, (B, whole))
             else:
                 part, keys = self._projected(part, now.k, keys)
-                y, opened = self._write(part, now, opened, record=True)
+                y, opened = self._write(part, now, opened)
                 seen = (seen + part.shape[1]) % self.shard
                 if not seen:
                     opened, keys, _ = self.fresh(B)

@@ -27,7 +27,7 @@ RUN: dict[str, Any] = {
     "optim": {"steps": 40, "global_batch_size": 8, "lr": 1e-2},
     "eval": {"items": 20, "columns": {"mse": [{"task": "mse"}], "mae": [{"task": "mae", "lengths": [1, 2]}]}},
 }
-CLOCKS = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id"}
+CLOCKS = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id", "finished"}
 
 
 def config(**options: Any) -> RunConfig:

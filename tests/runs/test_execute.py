@@ -19,7 +19,7 @@ from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest
 
 # timings and ids of the store differ between two runs of the same cell
-UNLIKE = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id"}
+UNLIKE = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id", "finished"}
 
 
 def changed(cfg: RunConfig, **parts) -> RunConfig:
