@@ -21,6 +21,7 @@ from titans_core.config import Frozen
 from titans_core.interventions import Intervention, has_effect, intervene
 from titans_platform.errors import UsageError
 from titans_platform.evals.by_position import LongText, long_texts, ratio
+from titans_platform.evals.ngrams import NGrams
 from titans_platform.evals.scoring import Scorer, measure_distributed
 from titans_platform.tasks import Context, Measurement, Task
 
@@ -99,9 +100,15 @@ class FarText(Task):
         if options.less:
             values_NP = readings.losses[options.less] - values_NP
         value, stderr = readings.mean(values_NP, far)
-        chance = 0.0 if options.less else math.log(context.scorer.tokenizer.vocab_size)
-        items = int((readings.far_NP if far else readings.counts_NP).sum())
-        return Measurement(value, stderr, chance, items)
+        counts_NP = readings.far_NP if far else readings.counts_NP
+        items = int(counts_NP.sum())
+        if options.less:
+            return Measurement(value, stderr, 0.0, items)
+        chance, floor, heuristic = math.log(context.scorer.tokenizer.vocab_size), None, None
+        if options.read != OFF and (ngrams := context.ngrams()):
+            p_NP = cached(ngrams, self.texts(context), READ.get(options.read))
+            floor, heuristic = float(-np.log(p_NP[counts_NP]).mean()), "5-grams with a cache of what is read"
+        return Measurement(value, stderr, chance, items, floor=floor, heuristic=heuristic)
 
     def texts(self, context: Context) -> list[LongText]:
         """Return texts of `context.length` tokens."""
@@ -121,6 +128,22 @@ def read(scorer: Scorer, texts: list[LongText]) -> Readings:
     counts_NP = np.stack([text.counts for text in texts])[:, BEYOND:]
     last_NP = np.stack([last_seen(text.tokens)[BEYOND + 1 :] for text in texts])
     return Readings(losses, counts_NP, counts_NP & (last_NP > BLOCK))
+
+
+def cached(ngrams: NGrams, texts: list[LongText], before: int | None) -> NDArray[np.float64]:
+    """Probability [N, P] of each measured token, by n-grams with a cache of what a state has read.
+
+    Args:
+        ngrams: counted on the text trained on.
+        texts: N texts.
+        before: tokens read before each block; None: the text from its start.
+    """
+    tokens_NL = np.stack([text.tokens for text in texts])
+    if before is None:
+        return ngrams.cached(tokens_NL)[:, BEYOND:]
+    rows = np.lib.stride_tricks.sliding_window_view(tokens_NL[:, BEYOND - before :], before + BLOCK + 1, 1)
+    p = ngrams.cached(rows[:, ::BLOCK].reshape(-1, before + BLOCK + 1))[:, before:]
+    return p.reshape(len(texts), -1)
 
 
 def last_seen(tokens: NDArray[np.int64]) -> NDArray[np.int64]:
