@@ -84,15 +84,16 @@ def model_hash(model: Any) -> str:
         if adapted
         else model.config.model_dump_json(exclude_defaults=True)
     )
-    return _hash(config, model.state_dict())
+    return hash_of(config, model.state_dict())
 
 
 def _checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
     """Return a hash of everything in a file but the checksum itself."""
-    return _hash(json.dumps(about, sort_keys=True), dict(sorted(tensors.items())))
+    return hash_of(json.dumps(about, sort_keys=True), dict(sorted(tensors.items())))
 
 
-def _hash(text: str, tensors: Mapping[str, Tensor]) -> str:
+def hash_of(text: str, tensors: Mapping[str, Tensor]) -> str:
+    """Return a hash of a text and of named tensors, 32 hex digits."""
     digest = blake2b(text.encode(), digest_size=16)
     for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())

@@ -7,6 +7,6 @@ leaves it is written to a memory. `titans adapt` trains the memories.
 """
 
 from titans_core.adapt.memory import MemoryOptions
-from titans_core.adapt.model import MODELS, Adapted, convert, options_of, state_bytes
+from titans_core.adapt.model import MODELS, Adapted, convert, options_of
 
-__all__ = ["MODELS", "Adapted", "MemoryOptions", "convert", "options_of", "state_bytes"]
+__all__ = ["MODELS", "Adapted", "MemoryOptions", "convert", "options_of"]

@@ -9,11 +9,12 @@ R = H / G, E head width, W window, S sinks; n blocks of c queries, which see W +
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 from titans_core.adapt.families import Family
 from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
@@ -60,8 +61,20 @@ class WindowAttention(nn.Module):
         heads, self.options = config.num_attention_heads, options
         groups = getattr(config, "num_key_value_heads", None) or heads
         with_memory = options.layers is None or self.layer_idx in options.layers
-        sizes = config.hidden_size, heads, groups, getattr(self, "head_dim", config.hidden_size // heads)
+        self.shape = groups, getattr(self, "head_dim", config.hidden_size // heads)
+        """Of a token's keys, [G, E]."""
+        sizes = config.hidden_size, heads, *self.shape
         self.memory = AttentionMemory(*sizes, options) if with_memory else None
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""
+        W, S, weight = self.options.window, self.options.sinks, next(cast(nn.Module, self).parameters())
+        like = weight.new_empty(1, min(length, W), *self.shape)
+        held = 2 * (like.nbytes + like[:, :S].nbytes)
+        if self.memory is None:
+            return held
+        memory = (x for x in tree_leaves(self.memory.start(1, like)) if isinstance(x, Tensor))
+        return held + sum(x.nbytes for x in memory) + 4 * min(length, W) * self.memory.write.out_features
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -70,19 +83,23 @@ class WindowAttention(nn.Module):
         """Attend; ``call`` has the state before and takes the one after. Returns [B, T, D]."""
         call, x = call or Pass(), hidden_states
         q, k, v = self.family.heads(self, x)
-        if call.far in ("full", "transfer"):
-            y = self._full(q, k, v, position_embeddings)
-        if call.far == "transfer" and self.memory is not None:
-            with torch.no_grad():
-                window, level = self._window(q, k, v, self._start(q, k), 0, position_embeddings)
-            beyond = self.options.window + self.options.sinks
-            error = lambda z: (z - y)[:, beyond:].float().square().sum((1, 2, 3))  # noqa: E731
-            with torch.enable_grad():
-                learnt, *_ = self._with_memory(x, q, window, level, self._start(q, k), k, v, 0)
-                call.errors.append(error(learnt) / error(window).clamp(min=1e-9))
-        elif call.far != "full":
+        if call.far in ("memory", "window"):
             y = self._carried(x, q, k, v, position_embeddings, call)
+        else:
+            y = self._full(q, k, v, position_embeddings)
+            if call.far == "transfer" and self.memory is not None:
+                call.errors.append(self._error(x, q, k, v, position_embeddings, y))
         return self.family.output(self, y.flatten(2)), None
+
+    def _error(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, full: Tensor) -> Tensor:
+        """[B], the part of the window's squared error to full attention that the memory leaves."""
+        start, beyond = self._start(q, k), self.options.window + self.options.sinks
+        error = lambda y: (y - full)[:, beyond:].float().square().sum((1, 2, 3))  # noqa: E731
+        with torch.no_grad():
+            window, level = self._window(q, k, v, start, 0, rotary)
+        with torch.enable_grad():
+            learnt, *_ = self._with_memory(x, q, window, level, start, k, v, 0)
+            return error(learnt) / error(window).clamp(min=1e-9)
 
     def _carried(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, call: Pass) -> Tensor:
         before = call.blocks[self.layer_idx] if call.blocks else self._start(q, k)
@@ -111,8 +128,8 @@ class WindowAttention(nn.Module):
         """[B, T, H, E]: the source's attention from the first token."""
         R, positions = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
         q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
-        heads = (x.transpose(1, 2) for x in (q, k.repeat_interleave(R, 2), v.repeat_interleave(R, 2)))
-        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scaling).transpose(1, 2)
+        q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(R, 2), v.repeat_interleave(R, 2)))
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scaling).transpose(1, 2)
 
     def _window(
         self, q: Tensor, k: Tensor, v: Tensor, before: Carry, position: int, rotary: Any
@@ -140,6 +157,7 @@ class WindowAttention(nn.Module):
         keys = blocks(
             rotate(torch.cat([before.k, k], 1), rotary, torch.arange(start - h, start + T, device=device))
         )
+        q = q * self.scaling
         near = queries(rotate(q, rotary, at)) @ keys
         far = queries(rotate(q, rotary, at.clamp(max=S + W - 1))) @ sinks_k
         query, key = torch.arange(c, device=device)[:, None], torch.arange(W + c, device=device)
@@ -147,14 +165,13 @@ class WindowAttention(nn.Module):
         sees_near = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
         sees_sink = sinks <= start + block + query - W
         sees = torch.cat([sees_near, sees_sink], -1)
-        scores = (
-            torch.cat([near, far], -1).unflatten(3, (-1, c)).float() * self.scaling
-        )  # [B, G, n, R, c, ..]
+        scores = torch.cat([near, far], -1).unflatten(3, (-1, c)).float()  # [B, G, n, R, c, ..]
         scores = scores.masked_fill(~sees[:, None], -torch.inf)
-        total = scores.logsumexp(-1, keepdim=True)
-        p = (scores - total).exp().to(v.dtype).flatten(3, 4)
+        p = scores.softmax(-1)
+        # the log sum of exponentials, as max p = exp(max score) / sum
+        level = scores.amax(-1) - p.amax(-1).log() - sees.sum(-1)[:, None].log()
+        p = p.to(v.dtype).flatten(3, 4)
         y = p[..., : W + c] @ blocks(torch.cat([before.v, v], 1)).mT + p[..., W + c :] @ sinks_v
-        level = total[..., 0] - sees.sum(-1)[:, None].log()
 
         def tokens(x: Tensor) -> Tensor:
             """[B, G, n, R, c, ..] to [B, T, H, ..]."""
@@ -183,11 +200,9 @@ class WindowAttention(nn.Module):
         if lead >= T:
             return y, before.memory, gates
         first = before.k.shape[1] + lead - W
-        leaving = (
-            z[:, first : first + T - lead]
-            for z in (torch.cat([before.k, k], 1), torch.cat([before.v, v], 1), gates)
-        )
-        read, after = memory.extend(q[:, lead:], *leaving, before.memory)
+        leaving = slice(first, first + T - lead)
+        k, v = (torch.cat(pair, 1)[:, leaving] for pair in ((before.k, k), (before.v, v)))
+        read, after = memory.extend(q[:, lead:], k, v, gates[:, leaving], before.memory)
         far = torch.arange(position + lead + 1, position + T + 1, device=q.device) - W - S
         share = memory.share(x[:, lead:], q[:, lead:], level[:, lead:], far)
         window = y[:, lead:].float()

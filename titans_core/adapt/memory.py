@@ -25,6 +25,8 @@ from titans_kernels.memory.budget import effective_steps
 
 FORGETS, CLOSED, WRITES = -7.0, -4.0, 0.0
 """Initial biases, before the sigmoid: of forgetting (0.1% a token), of the gate of the read, of a write."""
+GATE_RATE = 10.0
+"""Scale of the gate's two coefficients a head, which a few hundred steps take from 0 towards 1."""
 SURPRISE_BOUND, WRITE_BUDGET, MAX_THETA = 0.3, 2.0, 0.1
 """Of the deep memory, as in `titans init` (`MemoryConfig`)."""
 
@@ -80,25 +82,25 @@ class AttentionMemory(nn.Module):
         self.write = nn.Linear(width, count * len(gates))
         self.mix = nn.Linear(width, heads)
         self.mix_query_HE = nn.Parameter(torch.zeros(heads, head_dim))
-        self.level_H, self.count_H = nn.Parameter(torch.ones(heads)), nn.Parameter(torch.ones(heads))
+        self.level_H, self.count_H = nn.Parameter(torch.zeros(heads)), nn.Parameter(torch.zeros(heads))
         with torch.no_grad():
             self.write.weight.zero_()
             self.write.bias.copy_(torch.tensor(list(gates.values())).repeat_interleave(count))
             self.mix.weight.zero_()
             self.mix.bias.fill_(CLOSED)
-        widths = [head_dim] * (1 + options.depth) if self.deep else []
+        self.widths = [head_dim] * (1 + options.depth) if self.deep else [head_dim] * 2
         # M_0 as in `titans_core.init`
         self.initial = nn.ParameterList(
             torch.randn(count, *pair) * pair[0] ** -0.5 * (0.1 if i == options.depth - 1 else 1.0)
-            for i, pair in enumerate(pairwise(widths))
+            for i, pair in enumerate(pairwise(self.widths if self.deep else []))
         )
 
     def start(self, rows: int, like: Tensor) -> MemoryCarry:
         """Return the memory before the first token: M_0, or zero."""
-        E = self.key_MEE.shape[-1]
-        shapes = [W.shape for W in self.initial] or [torch.Size((self.count, E, E))]
         # offsets from M_0, towards which the deep memory forgets
-        weights = tuple(like.new_zeros(rows, *shape, dtype=torch.float32) for shape in shapes)
+        weights = tuple(
+            like.new_zeros(rows, self.count, *pair, dtype=torch.float32) for pair in pairwise(self.widths)
+        )
         momentum = tuple(torch.zeros_like(W) for W in weights) if self.deep else zero_momentum(weights)
         return MemoryCarry(DecodeState.of(MemoryState(weights, momentum)))
 
@@ -156,8 +158,8 @@ class AttentionMemory(nn.Module):
         # of n far tokens to 4 windows more: grows with n at first, and ends at 0
         growth_T = (far_T / (far_T + 4 * self.options.window)).log()
         logit = _float(self.mix, x_BTD) + (q_BTHE.float() * self.mix_query_HE.float()).sum(-1)
-        logit = logit + self.count_H.float() * growth_T[:, None] - self.level_H.float() * level_BTH
-        return logit.sigmoid()[..., None]
+        far_BTH = self.count_H.float() * growth_T[:, None] - self.level_H.float() * level_BTH
+        return (logit + GATE_RATE * far_BTH).sigmoid()[..., None]
 
 
 def _float(layer: nn.Linear, x: Tensor) -> Tensor:

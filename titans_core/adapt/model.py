@@ -11,6 +11,7 @@ Shapes: B rows, T tokens of a call, D model width, V vocabulary.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -19,13 +20,13 @@ import transformers  # pyright: ignore[reportMissingImports]
 from pydantic import ValidationError
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
 from titans_core.adapt.attention import Pass, WindowAttention
 from titans_core.adapt.families import FAMILIES, Family, find_family
 from titans_core.adapt.memory import AttentionMemory, MemoryOptions
+from titans_core.memory_file import hash_of
 from titans_core.ragged import (
     IGNORED,
     RaggedState,
@@ -66,6 +67,21 @@ class Adapted:
         """Return the memories by the number of their layer."""
         attentions = {str(i): getattr(layer, self.family.attention) for i, layer in enumerate(self.layers())}
         return {i: attention.memory for i, attention in attentions.items() if attention.memory is not None}
+
+    def renew_memories(self) -> None:
+        """Put untrained memories in the place of the memories, from the global RNG."""
+        for layer in self.layers():
+            getattr(layer, self.family.attention).add_memory(self.config, self.options)
+
+    def source_hash(self) -> str:
+        """Return a hash of the source's weights and of the memory's options, 16 hex digits."""
+        source = {name: x for name, x in cast(Any, self).state_dict().items() if ".memory." not in name}
+        return hash_of(json.dumps(self.config.titans, sort_keys=True), source)[:16]
+
+    def state_bytes(self, length: int) -> int:
+        """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""
+        attentions = (getattr(layer, self.family.attention) for layer in self.layers())
+        return sum(attention.state_bytes(length) for attention in attentions)
 
     def encode(self, x_BTD: Tensor, call: Pass) -> Tensor:
         """[B, T, D] embedded tokens to [B, T, D] inputs of the head, all tokens unmasked.
@@ -155,11 +171,6 @@ class Adapted:
         return False
 
 
-def state_bytes(state: ModelState) -> int:
-    """Bytes of a state's tensors."""
-    return sum(x.numel() * x.itemsize for x in tree_leaves(state.blocks) if isinstance(x, Tensor))
-
-
 def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # noqa: B008
     """Return a copy of a transformers model with a window and untrained memories.
 
@@ -205,8 +216,9 @@ def _mixed(part: type, base: type, family: Family) -> Any:
 
 def _classes(name: str, family: Family) -> Any:
     """Build and register config and model class of a family."""
-    config = transformers.CONFIG_MAPPING[name]
-    model, title = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config], config.__name__.removesuffix("Config")
+    config: Any = transformers.CONFIG_MAPPING[name]
+    model: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config]
+    title = config.__name__.removesuffix("Config")
     fields: dict[str, Any] = {
         "__annotations__": {"titans": dict | None},
         "titans": None,

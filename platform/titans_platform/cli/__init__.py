@@ -24,11 +24,12 @@ from titans_platform.provenance import checkout
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
 PARTS = "finished parts are kept; run the same command again for the rest"
-AFTER_INTERRUPT = {"train": RESUME, "sweep": RESUME, "data": PARTS}
+AFTER_INTERRUPT = {"adapt": RESUME, "train": RESUME, "sweep": RESUME, "data": PARTS}
 """Hints for resuming an interrupted command; the others leave nothing behind."""
 
 # name -> (module under titans_platform.cli, the attribute in it, one line for --help)
 COMMANDS: dict[str, tuple[str, str, str]] = {
+    "adapt": ("adapt", "adapt", "Give a pretrained transformers model a memory, and train it."),
     "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),

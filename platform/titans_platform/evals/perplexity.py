@@ -40,7 +40,9 @@ class Perplexity(Task):
             UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
         rows = [
-            row for batch in measure_distributed(_batches(context), partial(_rows, context)) for row in batch
+            row
+            for batch in measure_distributed(validation_batches(context), partial(_rows, context))
+            for row in batch
         ]
         if not (tokens := sum(count for _, count in rows)):
             raise UsageError("perplexity: no validation rows; raise a text source's validation_fraction")
@@ -51,7 +53,7 @@ class Perplexity(Task):
         floor, heuristic = None, None
         if ngrams := context.ngrams():
             length = context.length
-            batches = [(b.tokens[:, : length + 1], b.loss[:, :length]) for b in _batches(context)]
+            batches = [(b.tokens[:, : length + 1], b.loss[:, :length]) for b in validation_batches(context)]
             floor, heuristic = ngrams.floor([(tokens.numpy(), loss.numpy()) for tokens, loss in batches])
         value = math.exp(mean)
         return Measurement(value, value * stderr, chance, tokens, floor=floor, heuristic=heuristic)
@@ -71,7 +73,7 @@ class HeldOutLoss(Perplexity):
         )  # fmt: skip
 
 
-def _batches(context: Context) -> Iterator[Any]:
+def validation_batches(context: Context) -> Iterator[Any]:
     """Yield validation batches until `config.perplexity_tokens` tokens are counted.
 
     A budget of less than one pass is read in one of its own size.

@@ -182,6 +182,8 @@ OBJECTIVES = Registry(
         "classification": "titans_platform.objectives.classification:Classification",
         "next_token": "titans_platform.objectives.next_token:NextToken",
         "regression": "titans_platform.objectives.regression:Regression",
+        "transfer": "titans_platform.objectives.adapt:Transfer",
+        "tune": "titans_platform.objectives.adapt:Tune",
     },
     UsageError,
 )

@@ -1,0 +1,215 @@
+"""`titans adapt`: a pretrained transformers model with a memory, converted and trained in two stages."""
+
+from __future__ import annotations
+
+import resource
+import time
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import click
+import yaml
+from rich.console import Console
+
+from titans_platform.cli import dry_run_option, echo_json, json_option, root_option, set_option
+from titans_platform.errors import UsageError, one_line, within
+from titans_platform.text import clock
+
+if TYPE_CHECKING:
+    from titans_core.adapt import MemoryOptions
+    from titans_platform.config import RunConfig
+
+STAGES = {"transfer": 3e-3, "tune": 1e-3}
+"""Objectives of the runs, in order, and their learning rates."""
+
+
+@click.command()
+@click.argument("source")
+@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.option("--data", metavar="FILE", help="Text to train on: file, folder or glob  [default: the corpus]")
+@click.option("--memory", "kind", type=click.Choice(["delta", "titans"]), default="delta", help="Its kind.")
+@click.option("--window", type=click.IntRange(1), default=256, help="Tokens that attention sees.")
+@click.option("--sinks", type=click.IntRange(0, 64), default=4, help="First tokens that it always sees.")
+@click.option("--layers", metavar="I,J,...", help="Layers with a memory  [default: all]")
+@click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
+@click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
+@click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
+@click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
+@click.option(
+    "--rows", type=(click.IntRange(1), click.IntRange(1)), default=(48, 60), help="Rows of both runs."
+)
+@click.option("--threads", type=click.IntRange(1), default=1, help="CPU threads.")
+@click.option("--gpus", type=click.IntRange(0, 1), default=0, help="GPUs.")
+@set_option
+@root_option
+@dry_run_option
+@json_option
+def adapt(
+    source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str | None,
+    heads: int, depth: int, chunk: int, length: int, rows: tuple[int, int], threads: int, gpus: int,
+    overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
+
+    SOURCE is a transformers folder, a Hub name or a GGUF file of the Llama, Qwen2, Qwen3 or GPT-2 family; its
+    weights stay as they are. Two runs train the memories: transfer, on the attention of each layer, then
+    tune, on the model's distribution. Their run files are in OUT and may be edited; the same command goes on
+    where it stopped. After `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads it.
+
+    \b
+    Example:
+      titans adapt HuggingFaceTB/SmolLM2-135M-Instruct my-model --data books/ --dry-run
+      titans adapt HuggingFaceTB/SmolLM2-135M-Instruct my-model --data books/
+    """
+    from pydantic import ValidationError
+
+    from titans_core.adapt import MemoryOptions
+
+    chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
+    given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
+    try:
+        options = MemoryOptions.model_validate(
+            given | {"heads": heads, "depth": depth, "chunk": chunk}, strict=False
+        )
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
+    about = {"data": data, "length": length, "rows": dict(zip(STAGES, rows, strict=True)), "threads": threads}
+    console = Console(stderr=as_json)
+    with TemporaryDirectory(prefix="titans-adapt-") if dry_run else nullcontext(out) as folder:
+        folder = Path(folder)
+        _convert(source, folder, options, about)
+        if dry_run:
+            planned = {stage: _plan(_config(folder, stage, overrides), console) for stage in STAGES}
+            return echo_json(planned) if as_json else None
+        result = _train(folder, root, overrides, gpus, console)
+    if as_json:
+        echo_json(result)
+
+
+def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, Any]) -> None:
+    """Write the model with untrained memories, its tokenizer, and the run files; checks what is there."""
+    import transformers
+
+    from titans_core.adapt import convert, options_of
+    from titans_platform.data.tokenizer import load_tokenizer
+
+    path, gguf = Path(source).expanduser(), {}
+    if path.suffix == ".gguf":
+        source, gguf = str(path.parent), {"gguf_file": path.name}
+    if (out / "config.json").is_file():
+        with within(f"{out}: ", ValueError, ""):
+            if options_of(transformers.AutoConfig.from_pretrained(out)) != options:
+                raise UsageError("has a memory with other options; give another folder")
+        return
+    if out.is_dir() and any(out.iterdir()):
+        raise UsageError(f"{out}: is not empty; give another folder")
+    try:
+        model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto", **gguf)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source, **gguf)
+    except (ImportError, OSError, ValueError) as error:
+        raise UsageError(f"{source}: cannot be loaded by transformers: {one_line(error)}") from None
+    with within(f"{source}: ", ValueError, ""):
+        adapted = convert(model, options)
+    config, weights = adapted.config, adapted.source_hash()
+    adapted.save_pretrained(out)
+    tokenizer.save_pretrained(out)
+    if not (out / "tokenizer.json").is_file():
+        raise UsageError(f"{source}: its tokenizer cannot be written as a tokenizer.json")
+    # the platform counts special tokens that a tokenizer lacks, such as padding
+    vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
+    sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
+    text = (
+        {"kind": "files", "path": str(Path(about["data"]).resolve())} if about["data"] else {"kind": "corpus"}
+    )
+    for stage, rate in STAGES.items():
+        share = [{"task": "context_share"}] if stage == "tune" else []
+        run = {
+            "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
+            "objective": {"kind": stage, "options": {"model": str(out.resolve()), "weights": weights}},
+            "data": {
+                "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
+                "sequence_length": about["length"],
+            },
+            "optim": {"steps": about["rows"][stage], "global_batch_size": 1, "lr": rate, "weight_decay": 0.0},
+            "eval": {
+                "columns": {"share": share} if share else {}, "perplexity_tokens": 8 * about["length"],
+                "batch_tokens": about["length"],
+            },
+            "threads": about["threads"], "checkpoint": {"every": 5},
+        }  # fmt: skip
+        (out / f"{stage}.yaml").write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
+
+
+def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
+    from titans_platform.loading import load_config
+
+    return load_config(folder / f"{stage}.yaml", overrides)
+
+
+def _plan(cfg: RunConfig, console: Console) -> dict[str, Any]:
+    """Time one step of a run on random tokens, and show the run's cost."""
+    from titans_platform.objectives import build_objective
+    from titans_platform.training.loop import Trainer, deterministic
+
+    objective, rows = build_objective(cfg), cfg.optim.global_batch_size
+    objective.check()
+    with deterministic(cfg.seed, cfg.threads):
+        batch, model = objective.sample_batch(rows), objective.build_model()
+        stream: Any = SimpleNamespace(batch=lambda step: batch)
+        trainer = Trainer(
+            model, cfg.optim, stream, objective=objective, sequence_length=cfg.data.sequence_length
+        )
+        began = time.perf_counter()
+        trainer.step()
+        seconds = (time.perf_counter() - began) * cfg.optim.steps
+    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    planned = {
+        "parameters": model.num_parameters(),
+        "state_bytes": model.state_bytes(cfg.data.sequence_length),
+    }
+    planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
+    console.print(
+        f"{cfg.objective.kind}: {cfg.optim.steps} steps, {cfg.tokens:,} tokens, {planned['parameters']:,} "
+        f"parameters, state of {planned['state_bytes']:,} bytes; {clock(seconds)}, {peak / 2**30:.1f} GiB "
+        "by one step here", soft_wrap=True, highlight=False,
+    )  # fmt: skip
+    return planned
+
+
+def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
+    """Train both stages, each from its last checkpoint, and write the memories into the model after each."""
+    from titans_platform.cli.live import bucket_tables, measures_table
+    from titans_platform.cli.train import _run, _spec
+    from titans_platform.objectives import build_objective
+    from titans_platform.runs.load import find_checkpoint, located
+    from titans_platform.runs.spec import Resources
+    from titans_platform.training.checkpoint import load_model
+
+    runs, before, result = {}, None, None
+    for stage in STAGES:
+        cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
+        cfg = located(cfg, root)
+        objective = build_objective(cfg)
+        objective.check()
+        resources = Resources(workers=1, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
+        spec = _spec(objective, root, resources, None, console, dry_run=False)
+        assert spec
+        result = _run(spec, root, f"{out.name} {stage}", console)
+        before = str(spec.folder.path)
+        runs[stage] = result.record()
+        model: Any = objective.build_model()
+        load_model(find_checkpoint(before, root), model)
+        model.adapted.save_pretrained(out)
+        unit = build_objective(cfg).loss_unit
+        console.print(
+            f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
+            f"{result.final_train_loss:.4f} {unit}", soft_wrap=True, highlight=False,
+        )  # fmt: skip
+    assert result
+    console.print(measures_table(result), *bucket_tables(result))
+    console.print(f"model {out}", soft_wrap=True, highlight=False)
+    return runs

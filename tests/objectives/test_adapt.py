@@ -1,0 +1,166 @@
+"""`titans adapt`: a pretrained model converted and trained in two runs, resumed, measured, refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from titans_platform.cli import run
+from titans_platform.config import RunConfig
+from titans_platform.data.tokenizer import load_tokenizer, write_tokenizer
+from titans_platform.errors import UsageError
+from titans_platform.objectives import build_objective
+from titans_platform.training.loop import Trainer
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("titans_core.adapt")
+
+pytestmark = pytest.mark.filterwarnings("default")
+OPTIONS = ["--window", "16", "--sinks", "2", "--length", "48", "--rows", "6", "4"]
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPECIAL = {"vocab_size": 260, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 257}
+
+
+def write_source(folder: Path, **fields) -> Path:
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SIZES | SPECIAL | {"max_position_embeddings": 64} | fields)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    write_tokenizer(load_tokenizer("byte"), folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("adapt")
+    write_source(folder / "source")
+    (folder / "book.txt").write_text("The quick brown fox jumps over the lazy dog. " * 400)
+    return folder
+
+
+def adapt(place: Path, out: str, *options: str, source: str = "source", root: str = "runs") -> int:
+    words = [str(place / source), str(place / out), "--data", str(place / "book.txt"), *OPTIONS]
+    return run(["adapt", *words, "--root", str(place / root), *options])
+
+
+def weights(place: Path, out: str) -> dict[str, torch.Tensor]:
+    return transformers.AutoModelForCausalLM.from_pretrained(place / out).state_dict()
+
+
+def objective(place: Path, stage: str, **optim):
+    cfg = RunConfig.model_validate_json(
+        json.dumps(yaml.safe_load((place / "out" / f"{stage}.yaml").read_text()))
+    )
+    return build_objective(cfg.model_copy(update={"optim": cfg.optim.model_copy(update=optim)}))
+
+
+@pytest.fixture(scope="module")
+def adapted(place) -> Path:
+    assert adapt(place, "out") == 0
+    return place
+
+
+def test_memories_are_trained_and_everything_else_is_the_source_s(adapted):
+    own, given = weights(adapted, "out"), weights(adapted, "source")
+    assert all(torch.equal(own[name], given[name]) for name in given)
+    new = own.keys() - given.keys()
+    assert new
+    assert all(".memory." in name for name in new)
+    assert any(own[name].abs().max() > 0 for name in new if name.endswith("mix.weight"))
+    cells = [json.loads(path.read_text()) for path in (adapted / "runs" / "cells").glob("*/result.json")]
+    stages = {cell["config"]["objective"]["kind"]: cell for cell in cells}
+    assert stages.keys() == {"transfer", "tune"}
+    assert 0 < stages["transfer"]["final_train_loss"] < 1
+    assert "share" in stages["tune"]["columns"]
+    assert stages["tune"]["parameters"] == sum(own[name].numel() for name in new)
+
+
+def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys):
+    assert adapt(adapted, "out") == 0
+    assert capsys.readouterr().out.count("is finished; nothing to do") == 2
+    assert adapt(adapted, "planned", "--dry-run", "--json") == 0
+    planned = json.loads(capsys.readouterr().out)
+    assert planned["transfer"]["steps"] == 6
+    assert min(planned["tune"][key] for key in ("seconds", "peak_bytes", "state_bytes")) > 0
+    assert not (adapted / "planned").exists()
+
+
+def test_interrupted_transfer_resumes_to_the_same_memories(adapted, monkeypatch):
+    steps = []
+
+    def step(trainer, *given, **options):
+        steps.append(trainer.progress.step)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return original(trainer, *given, **options)
+
+    original = Trainer.step
+    monkeypatch.setattr(Trainer, "step", step)
+    often = ("--set", "checkpoint.every=1")
+    assert adapt(adapted, "again", *often, root="others") == 130
+    assert adapt(adapted, "again", *often, root="others") == 0
+    assert steps[:5] == [0, 1, 2, 3, 3]
+    first, second = weights(adapted, "out"), weights(adapted, "again")
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("stage", ["transfer", "tune"])
+def test_losses_train_the_memories_alone_and_need_no_batch(adapted, stage):
+    own = objective(adapted, stage, recompute=True)
+    model, batch = own.build_model(), own.sample_batch(3)
+    losses = own.losses(model, batch)
+    assert losses.shape == (3,)
+    alone = [own.losses(model, type(batch)(*(x[i : i + 1] for x in batch))) for i in range(3)]
+    torch.testing.assert_close(torch.cat(alone), losses)
+    losses.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+    assert all(p.grad is None for name, p in model.adapted.named_parameters() if ".memory." not in name)
+
+
+def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
+    own = objective(adapted, "tune")
+    model, batch = own.build_model().eval(), own.sample_batch(2)
+    source = transformers.AutoModelForCausalLM.from_pretrained(adapted / "source")
+    teacher = source(batch.tokens[:, :-1]).logits[:, 18:].log_softmax(-1)
+    student = model.adapted(batch.tokens[:, :-1]).logits[:, 18:].log_softmax(-1)
+    expected = (teacher.exp() * (teacher - student)).sum(-1).mean(1)
+    torch.testing.assert_close(own.losses(model, batch), expected, atol=1e-6, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
+        (["--layers", "0,x"], "--layers: "),
+        (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
+        (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
+    ],
+)
+def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys):
+    assert adapt(place, "refused", "--dry-run", *options) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.strip().splitlines()[-1].startswith("error: ")
+
+
+def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
+    other = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=260, **sizes))
+    other.save_pretrained(adapted / "neox")
+    write_tokenizer(load_tokenizer("byte"), adapted / "neox")
+    assert adapt(adapted, "refused", source="neox") == 2
+    assert "gpt_neox is not a family that can get a memory" in capsys.readouterr().err
+    assert adapt(adapted, "refused", source="missing.gguf") == 2
+    assert "cannot be loaded by transformers" in capsys.readouterr().err
+    assert adapt(adapted, "out", "--depth", "3") == 2
+    assert "has a memory with other options" in capsys.readouterr().err
+    assert adapt(adapted, "source") == 2
+    assert "a llama model without a memory" in capsys.readouterr().err
+
+
+def test_run_file_of_another_model_is_refused(adapted):
+    own = objective(adapted, "tune")
+    options = own.options.model_copy(update={"weights": "0" * 16})
+    with pytest.raises(UsageError, match=r"objective.options.weights: 0+, but the model in .* has"):
+        type(own)(own.cfg, options).build_model()
