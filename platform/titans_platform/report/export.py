@@ -14,7 +14,7 @@ from rich.text import Text
 from titans_platform import text
 from titans_platform.report import render
 from titans_platform.report.report import DAGGERS, Section, StudyReport
-from titans_platform.report.table import Entry, Table
+from titans_platform.report.table import SIZES, Entry, Table
 from titans_platform.text import NONE, count, plural
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def body(
     keys: Keys = None,
     ours: Callable[[Entry, bool], str] = lambda entry, best: str(entry),
 ) -> list[list[str]]:
-    """Return the lines of the table: name, ours and the paper's of each column, parameters, state bytes.
+    """Return the lines of the table: name, ours and the paper's of each column, the columns of SIZES.
 
     ``ours`` takes an entry, and whether it is the best of its column.
     """
@@ -109,7 +109,7 @@ def _levels(report: StudyReport, keys: Keys = None) -> list[list[str]]:
     """Return chance and floor of each column, laid out as lines of the body."""
     fields = report.fields(keys)
     return [
-        [name, *("" if paper else level[key] for key, paper in fields), "", ""]
+        [name, *("" if paper else level[key] for key, paper in fields), *[""] * len(SIZES)]
         for name, level in report.levels.items()
     ]
 
@@ -120,7 +120,7 @@ def latex(report: StudyReport) -> str:
 
     columns = report.table.columns
     heads = [(columns[key].heading, "paper" if paper else "ours") for key, paper in report.fields()]
-    index = MultiIndex.from_tuples([("", ""), *heads, ("params", ""), ("state", "")])
+    index = MultiIndex.from_tuples([("", ""), *heads, *((head, "") for head in SIZES.values())])
     frame = DataFrame([*body(report, ours=_tex_number), *_levels(report)], columns=index)
     caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
     tables = [(frame, caption), *((DataFrame(s.lines, columns=s.heads), s.text) for s in report.sections)]
@@ -152,7 +152,7 @@ def markdown(report: StudyReport, figures: str = "") -> str:
     """
     heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
     values = {"body": body(report), "levels": _levels(report), "figures": figures}
-    return render("table.md", report=report, heads=["", *heads, "parameters", "state bytes"], **values)
+    return render("table.md", report=report, heads=["", *heads, *SIZES.values()], **values)
 
 
 def terminal(report: StudyReport, width: int = 80) -> RenderableType:
@@ -203,10 +203,14 @@ def _grid(report: StudyReport, keys: Sequence[str], width: int) -> RichTable:
         stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
         heads.append(("paper", "dim") if paper else (stacked, ""))
     last = keys[-1] == list(columns)[-1]
-    heads += [("para-\nmeters", ""), ("state\nbytes", "")] if last else []
+    heads += (
+        [(head.replace("param", "para-\nm").replace(" ", "\n"), "") for head in SIZES.values()]
+        if last
+        else []
+    )
     for head, style in heads:
         grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
-    kept = None if last else -2
+    kept = None if last else -len(SIZES)
     for row, line in zip(report.table.rows, body(report, keys), strict=True):
         grid.add_row(*line[:kept], style="dim" if row.row.reference else "")
     grid.add_section()
