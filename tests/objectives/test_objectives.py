@@ -113,7 +113,7 @@ def test_study_of_a_series_has_its_table(run_yaml, capsys, answer):
 
 @pytest.mark.parametrize(("sets", "says"), [
     (["objective.kind=regresion"],
-     "objective.kind: 'regresion' is not one of classification, next_token, regression; did"),
+     "objective.kind: 'regresion' is not one of classification, next_token, regression, transfer, tune; did"),
     (["objective.options.horizn=2"], "objective.options.horizn: unknown key; did you mean horizon?"),
     (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
     (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
