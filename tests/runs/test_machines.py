@@ -6,7 +6,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from titans_kernels import native
 from titans_platform.runs import ray_session
 from titans_platform.tracking import CELL_TAG, name_of, open_store
 
@@ -69,19 +71,35 @@ def test_ray_gets_a_short_temporary_directory(name, value, temp, tmp_path, monke
     wide.rmdir()
 
 
-@pytest.mark.parametrize("home", ["/proc/none", "/proc", "{here}"])
+@pytest.mark.parametrize("home", ["/proc/none", "/proc", "{here}", "{other}"])
 def test_home_that_cannot_be_written_gets_no_token(home, monkeypatch, tmp_path):
     import ray
 
+    # a folder .ray of another user, as sudo leaves it; root may write anywhere
+    (other := tmp_path / "other" / ".ray").mkdir(parents=True)
+    monkeypatch.setattr(os, "access", lambda path, mode: path != other)
     monkeypatch.setattr(ray, "is_initialized", lambda: False)  # another test may have started it
     monkeypatch.setattr(ray, "shutdown", lambda: None)
     monkeypatch.setattr(ray, "init", lambda **options: None)
-    monkeypatch.setenv("HOME", home.format(here=tmp_path))
+    monkeypatch.setenv("HOME", home.format(here=tmp_path, other=other.parent))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     with ray_session.ray_session(1):
         assert ("RAY_AUTH_TOKEN" in os.environ) is (home != "{here}")
     monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
+
+
+def test_user_id_without_passwd_entry_and_home_has_no_caches(monkeypatch, tmp_path):
+    def unknown(uid: int) -> None:
+        raise KeyError(f"getpwuid(): uid not found: {uid}")
+
+    for name in ("HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    with pytest.raises(RuntimeError, match="home"):
+        Path.home()
+    assert open_store(tmp_path).cell_run("cell", "title")
+    assert native.library.__wrapped__(torch.float32) is None
 
 
 ASCII = [
