@@ -55,7 +55,6 @@ def saved_bytes_per_token(
     recompute: Recompute = False,
     precision: Precision = "bf16",
     gpu_bytes: int = H100,
-    documents: int = 0,
 ) -> float:
     """Return the bytes of activations that one block saves for each token of a micro-batch.
 
@@ -69,12 +68,11 @@ def saved_bytes_per_token(
         recompute: as `Block.recompute`.
         precision: of autocast, as in training.
         gpu_bytes: memory of the GPU, which decides what kernels keep.
-        documents: packed into the micro-batch; 0 for rows that are one sequence each.
 
     Raises:
         ValueError: the config's variant is unknown, or refuses the config.
     """
-    options = rows, length, recompute, precision, gpu_bytes, documents
+    options = rows, length, recompute, precision, gpu_bytes
     return _saved_bytes(config.model_dump_json(), *options) / (rows * length)
 
 

@@ -43,8 +43,6 @@ USUALLY_SAVED = 72
 """The same of a block that torch.compile cannot trace as one graph: what the largest of ours keeps, MAC."""
 RECOMPUTED = 3
 """A block's activations, relative to what selective recomputation keeps of them."""
-DOCUMENTS_A_ROW = 4
-"""Documents that a row of text holds; MAC saves a third less than of rows that are one document each."""
 TIMED_PARAMETERS = 50e6
 """Models with more parameters are not timed."""
 TIMED_FLOPS = 5e11
@@ -157,9 +155,7 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
         return most * layers, most + head
     recompute = recomputed(cfg.optim)
     block = cfg.model.model_copy(update={"n_layers": 1})
-    packed = objective.data_kind == "tokens" and cfg.data.rows != "streams" and parts == 1
-    documents = DOCUMENTS_A_ROW * rows * packed
-    saved = partial(_saved_bytes, block, rows, length, precision=cfg.optim.precision, documents=documents)
+    saved = partial(_saved_bytes, block, rows, length, precision=cfg.optim.precision)
     kept = saved(recompute=recompute)
     # a block that was recomputed holds all that it would have saved
     once = saved(recompute=False) if recompute is True else RECOMPUTED * kept if recompute else kept
