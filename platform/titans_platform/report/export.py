@@ -15,7 +15,7 @@ from titans_platform import text
 from titans_platform.report import render
 from titans_platform.report.report import DAGGERS, Section, StudyReport
 from titans_platform.report.table import Entry, Table
-from titans_platform.text import NONE, count
+from titans_platform.text import NONE, count, plural
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -163,6 +163,14 @@ def terminal(report: StudyReport, width: int = 80) -> RenderableType:
     grids = _fitting(report, list(report.table.columns), width)
     notes = [Text(note, style="dim") for note in report.footnotes]
     return Group(report.title, *grids, *map(_section, report.sections), "", *notes)
+
+
+def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
+    """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
+    grids = _fitting(report, list(report.table.columns), width)
+    says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
+    finished = f"{report.table.study}, {seeds} of {plural(len(report.table.seeds), 'seed')} finished: {says}"
+    return Group("", finished, *grids)
 
 
 def _section(section: Section) -> RenderableType:
