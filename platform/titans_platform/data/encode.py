@@ -85,11 +85,9 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
     is split by position: the last ``fraction`` of its text is held out.
     """
     window: list[Document] = []
-    characters = 0
     for document in islice(documents, WINDOW_DOCUMENTS):
         window.append(document)
-        characters += len(document.text)
-        if characters >= WINDOW_CHARACTERS:
+        if sum(len(each.text) for each in window) >= WINDOW_CHARACTERS:
             break
     following = list(islice(documents, 1))
     threshold = fraction

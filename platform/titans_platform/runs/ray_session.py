@@ -118,19 +118,14 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
     where = {"address": "local", "object_store_memory": OBJECT_STORE, "num_cpus": max(1, round(cpus))}
     base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
     where["_temp_dir"] = f"{base if len(os.fsencode(base)) <= LONGEST_TEMP else '/tmp'}/ray"
-    if not _takes_token():
+    try:
+        # where Ray writes its token
+        (folder := Path.home() / ".ray").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
+    except (OSError, RuntimeError):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with _connected(where | ({"num_gpus": max(1, round(gpus))} if gpus else {}), "on this machine"):
         yield
-
-
-def _takes_token() -> bool:
-    """Return True if Ray can write its token to the user's home."""
-    try:
-        (folder := Path.home() / ".ray").mkdir(parents=True, exist_ok=True)
-    except (OSError, RuntimeError):
-        return False
-    return os.access(folder, os.W_OK | os.X_OK)
 
 
 @contextmanager
