@@ -23,7 +23,7 @@ BUDGETS = {
     "Form, fields": (8, 8),
     "FORMS, entries": (6, 6),
     "MemoryConfig, fields": (24, 24),
-    "platform, lines of code": (11_545, 11_000),
+    "platform, lines of code": (11_549, 11_000),
     "platform, files": (88, 85),
     "tests, lines": (19_884, 18_000),
     "docs, pages": (12, 12),
