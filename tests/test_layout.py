@@ -25,7 +25,7 @@ memory = MemoryConfig(heads=2, chunk_size=4)
 config = ModelConfig(variant="mag", vocab_size=9, d_model=8, n_layers=1, memory=memory)
 LanguageModel(config).generate([[1, 2]], max_new_tokens=2)
 """
-OPTIONAL = ("titans_kernels.bench", "titans_core.huggingface")
+OPTIONAL = ("titans_kernels.bench", "titans_core.adapt", "titans_core.huggingface")
 """Modules with requirements of their own: click, transformers."""
 MODULES = """
 import importlib, pkgutil, sys

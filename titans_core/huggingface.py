@@ -34,13 +34,13 @@ from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config, summary
 from titans_core.ragged import (
     IGNORED,
-    Group,
     RaggedState,
     check_labels,
     document_starts,
     documents,
     front,
     keep,
+    read_ragged,
     unmasked,
 )
 from titans_core.state import ModelState
@@ -164,8 +164,10 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         if use_cache is None:
             use_cache = starts_BT is None and labels is None and not self.training
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        streams, state = self._read(
-            front(x_BTD, order_BT), read_BT, starts_BT, past_key_values, use_cache, bool(hidden)
+        encode = lambda x, state: self._encode(x, state, starts_BT, bool(hidden))  # noqa: E731
+        count = 1 + bool(hidden) * len(self.model.blocks)
+        streams, state = read_ragged(
+            encode, count, front(x_BTD, order_BT), read_BT, past_key_values, use_cache
         )
         loss = None
         if labels is None:
@@ -192,39 +194,6 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
         if input_ids is None or input_ids.ndim != 2:
             raise ValueError(f"input_ids: {list(cast(Tensor, input_ids).shape)}, not [rows, tokens]")
         return self.model.scaled(self.model.embedding(input_ids))
-
-    def _read(
-        self, x_BTD: Tensor, read_BT: Tensor | None, starts_BT: Tensor | None, past: RaggedState | None,
-        keep_state: bool, hidden: bool,
-    ) -> tuple[list[Tensor], RaggedState | None]:  # fmt: skip
-        """Return the head's inputs [B, T, D], after the streams before them if ``hidden``, and the state.
-
-        The tokens that are read are at the front of their rows, in ``x_BTD`` and ``starts_BT``. Those behind
-        them change nothing before, so that all rows go through the model at once, unless states are carried.
-        """
-        B, T = x_BTD.shape[:2]
-        lengths = [T] * B
-        if read_BT is not None and (past is not None or keep_state):
-            lengths = read_BT.sum(1).tolist()
-        groups: list[Group] = []
-        parts: list[list[Tensor]] = []
-        for group in past.groups if past else [Group(list(range(B)), None)]:
-            for length in sorted({lengths[row] for row in group.rows}):
-                rows, state = group.take([row for row in group.rows if lengths[row] == length])
-                x = x_BTD if rows == list(range(B)) else x_BTD[rows]
-                streams = [torch.zeros_like(x[:, :0])] * (1 + hidden * len(self.model.blocks))
-                if length:
-                    streams, state = self._encode(x[:, :length], state, starts_BT, hidden)
-                parts.append([F.pad(stream, (0, 0, 0, T - length)) for stream in streams])
-                groups.append(Group(rows, state))
-        row = torch.tensor([row for group in groups for row in group.rows], device=x_BTD.device)
-        streams = parts[0]
-        if len(parts) > 1:
-            streams = [torch.cat(part)[row.argsort()] for part in zip(*parts, strict=True)]
-        if read_BT is not None:  # back to the place of each, a masked token's from the last one read
-            place_BT = (read_BT.cumsum(1) - 1).clamp(min=0)
-            streams = [stream.take_along_dim(place_BT[..., None], 1) for stream in streams]
-        return streams, RaggedState(groups, (past.columns if past else 0) + T) if keep_state else None
 
     def _encode(
         self, x_BTD: Tensor, state: ModelState | None, starts_BT: Tensor | None, hidden: bool

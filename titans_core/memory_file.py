@@ -20,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save as as_safetensors
 from torch import Tensor
 
-from titans_core.backbone import Backbone
 from titans_core.generation import Reading
 
 KIND, VERSION = "titans-memory", "3"
@@ -28,7 +27,7 @@ NO_CHECKSUM = "2"
 """The format before, without a checksum; its files can still be read."""
 
 
-def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
+def save_memory(path: Path, reading: Reading, model: Any) -> int:
     """Write what ``model`` has read to a file, atomically. Returns its size in bytes.
 
     Raises:
@@ -49,7 +48,7 @@ def save_memory(path: Path, reading: Reading, model: Backbone) -> int:
     return len(content)
 
 
-def load_memory(path: Path, model: Backbone) -> Reading:
+def load_memory(path: Path, model: Any) -> Reading:
     """Read a memory file that ``model`` wrote, onto the model's device.
 
     Raises:
@@ -77,9 +76,15 @@ def load_memory(path: Path, model: Backbone) -> Reading:
         raise ValueError(f"{path}: the state in the file cannot be restored: {error!r}") from None
 
 
-def model_hash(model: Backbone) -> str:
-    """Return a hash of the model's config and weights, 32 hex digits."""
-    return _hash(model.config.model_dump_json(exclude_defaults=True), model.state_dict())
+def model_hash(model: Any) -> str:
+    """Return a hash of the config and weights of a `Backbone` or an adapted model, 32 hex digits."""
+    adapted = getattr(model.config, "titans", None)
+    config = (
+        json.dumps(adapted, sort_keys=True)
+        if adapted
+        else model.config.model_dump_json(exclude_defaults=True)
+    )
+    return _hash(config, model.state_dict())
 
 
 def _checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
@@ -118,7 +123,7 @@ def restore_state(structure: Any, tensors: dict[str, Tensor]) -> Any:
     return _state_class(structure["class"])(**parts) if "class" in structure else parts
 
 
-def _check(path: Path, about: dict[str, str], model: Backbone) -> None:
+def _check(path: Path, about: dict[str, str], model: Any) -> None:
     if about.get("kind") != KIND:
         raise ValueError(f"{path}: a safetensors file, but not a memory file")
     if about.get("version") not in (VERSION, NO_CHECKSUM):

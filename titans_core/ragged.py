@@ -5,6 +5,7 @@ Shapes: B rows, T tokens of a call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -143,6 +144,40 @@ def document_starts(
             raise ValueError(f"position_ids: begin at {first}, and {read} tokens were read before")
         starts = jumps if starts is None else starts
     return F.pad(starts, (1, 0), value=True) if starts is not None and starts.any() else None
+
+
+def read_ragged(
+    encode: Callable[[Tensor, ModelState | None], tuple[list[Tensor], ModelState | None]], outputs: int,
+    x_BTD: Tensor, read_BT: Tensor | None, past: RaggedState | None, keep_state: bool,
+) -> tuple[list[Tensor], RaggedState | None]:  # fmt: skip
+    """Return the ``outputs`` streams [B, T, D] of ``encode(x, state)``, and the state after the last token.
+
+    The tokens that are read, ``read_BT`` or all, are at the front of their rows in ``x_BTD``. Those behind
+    them change nothing before, so that all rows go through the model at once, unless states are carried.
+    """
+    B, T = x_BTD.shape[:2]
+    lengths = [T] * B
+    if read_BT is not None and (past is not None or keep_state):
+        lengths = read_BT.sum(1).tolist()
+    groups: list[Group] = []
+    parts: list[list[Tensor]] = []
+    for group in past.groups if past else [Group(list(range(B)), None)]:
+        for length in sorted({lengths[row] for row in group.rows}):
+            rows, state = group.take([row for row in group.rows if lengths[row] == length])
+            x = x_BTD if rows == list(range(B)) else x_BTD[rows]
+            streams = [torch.zeros_like(x[:, :0])] * outputs
+            if length:
+                streams, state = encode(x[:, :length], state)
+            parts.append([F.pad(stream, (0, 0, 0, T - length)) for stream in streams])
+            groups.append(Group(rows, state))
+    row = torch.tensor([row for group in groups for row in group.rows], device=x_BTD.device)
+    streams = parts[0]
+    if len(parts) > 1:
+        streams = [torch.cat(part)[row.argsort()] for part in zip(*parts, strict=True)]
+    if read_BT is not None:  # back to the place of each, a masked token's from the last one read
+        place_BT = (read_BT.cumsum(1) - 1).clamp(min=0)
+        streams = [stream.take_along_dim(place_BT[..., None], 1) for stream in streams]
+    return streams, RaggedState(groups, (past.columns if past else 0) + T) if keep_state else None
 
 
 def keep(x_BTD: Tensor, logits_to_keep: int | Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from titans_platform.cli import cli
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.evals import Scorer
-from titans_platform.evals.ngrams import NGrams
+from titans_platform.evals.ngrams import NGrams, perplexity
 from titans_platform.tasks import TASKS, Context, Floor, GeneratedTask, Heuristic, Item, build_generated
 
 BYTE = load_tokenizer("byte")
@@ -168,9 +168,35 @@ def test_ngrams_give_the_probabilities_of_counting_by_dictionaries(order):
     ngrams = NGrams((text, np.ones((7, 22), bool)), vocab_size=6, order=order)
     wanted = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
     np.testing.assert_allclose(ngrams.probabilities(row, order), wanted, rtol=1e-12)
-    assert ngrams.perplexity([(row, np.ones((3, 10), bool))], order) == pytest.approx(
+    rows = [(row, np.ones((3, 10), bool))]
+    assert perplexity(lambda tokens: ngrams.probabilities(tokens, order), rows) == pytest.approx(
         np.exp(-np.log(wanted).mean())
     )
+
+
+def test_cache_counts_what_followed_the_same_tokens_earlier_in_the_row():
+    rng = np.random.default_rng(0)
+    text, row = rng.integers(0, 4, (7, 23)), rng.integers(0, 3, 17)
+    ngrams = NGrams((text, np.ones((7, 22), bool)), vocab_size=6, order=3)
+    wanted = counted(text.tolist(), row.tolist(), 3, 6)
+    for t in range(1, len(row)):
+        for n in range(1, min(t, 3) + 1):
+            history = row[t - n : t].tolist()
+            after = [row[u] for u in range(n, t) if row[u - n : u].tolist() == history]
+            if after:
+                kinds, same = len(set(after)), after.count(row[t])
+                wanted[t - 1] = (same + kinds * wanted[t - 1]) / (len(after) + kinds)
+    np.testing.assert_allclose(ngrams.cached(row[None])[0], wanted, rtol=1e-12)
+
+
+def test_floor_is_the_lowest_perplexity_and_names_its_counts():
+    text = np.random.default_rng(0).integers(0, 50, (20, 40))
+    ngrams = NGrams((text, np.ones((20, 39), bool)), vocab_size=50)
+    repeated = np.tile(np.random.default_rng(1).integers(0, 50, (1, 8)), 8)
+    value, name = ngrams.floor([(repeated, np.ones((1, 63), bool))])
+    assert name == "5-grams with a cache"
+    assert value < 10
+    assert ngrams.floor([(text, np.ones((20, 39), bool))])[1] == "5-grams"
 
 
 def test_ngrams_are_not_counted_at_positions_without_loss():

@@ -8,6 +8,7 @@ import pytest
 
 from titans_platform.report.table import (
     AT_FLOOR,
+    RATES,
     Comparison,
     Entry,
     adjust,
@@ -42,6 +43,7 @@ def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], ref
             for seed in seeds
         ],
         entries={key: Entry(COLUMNS[key], (), len(seeds), paper.get(key)) for key in COLUMNS},
+        rates={1e-3},
     )
 
 
@@ -122,6 +124,16 @@ def test_number_not_better_than_its_floor_counts_in_no_verdict():
     assert other.p == pytest.approx(2 * (other.ours.p or 0))
 
 
+def test_rows_at_different_learning_rates_are_not_judged():
+    lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27})
+    apart = row("A", measured([4, 4.3, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26})
+    equal, apart.rates = row("B", measured([4, 4.1, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26}), {2e-3}
+    across, same, *_ = verdicts = compare(table(lmm, apart, equal))
+    assert (across.outcome, across.p, same.outcome) == (RATES, None, "agrees")
+    assert same.p == same.ours.p
+    assert tally(verdicts).endswith("; 1 more are across learning rates")
+
+
 def test_agreement_follows_each_columns_direction():
     lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
     worse = row("A", measured([6, 6.1, 6.2], [0.5, 0.51, 0.53]), {"lm_ppl": 28, "reasoning_acc": 47})
@@ -143,6 +155,7 @@ def test_agreement_follows_each_columns_direction():
         "not resolved": 1,
         "one seed": 0,
         AT_FLOOR: 0,
+        RATES: 0,
     }
     assert compare(table(apart)) == []
 

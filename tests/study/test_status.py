@@ -5,6 +5,7 @@ import re
 
 from rich.console import Console
 
+from tests.report.small import save
 from titans_platform.cli import live
 from titans_platform.cli.live import running
 from titans_platform.config import RunConfig
@@ -30,6 +31,27 @@ def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
         assert not out.getvalue()
         write_json(cell.folder(tmp_path).path / "result.json", result)
     assert out.getvalue() == "done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
+
+
+def test_table_is_shown_when_a_seed_is_finished_in_every_row(tmp_path):
+    rows = Row(name="LMM"), Row(name="MAC")
+    cells = [
+        Cell(row.name, seed, RunConfig(seed=seed), f"{row.name}{seed}") for seed in (0, 1) for row in rows
+    ]
+    study = Study(name="tiny", columns={"lm_ppl": Column(title="LM")}, scales={"small": Scale()}, rows=rows)
+    study = StudyRun(study, "small", tmp_path, "c0ffee", cells=tuple(cells), whole=tuple(cells))
+    out = io.StringIO()
+    for last in (2, 4):
+        with running(study, Console(file=out, width=100)):
+            for cell in cells[last - 2 : last]:
+                save(tmp_path, cell, columns={"lm_ppl": 5.0 + cell.seed})
+    shown = out.getvalue()
+    assert shown.count("tiny, 1 of 2 seeds finished: one seed has no spread") == 1
+    assert [line.split()[:3] for line in shown.splitlines() if line.startswith((" LMM", " MAC"))] == [
+        ["LMM", "5.0", "1/2"],
+        ["MAC", "5.0", "1/2"],
+    ]
+    assert "2 of 2" not in shown
 
 
 def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left_once(tmp_path, monkeypatch):

@@ -158,7 +158,7 @@ def parts_model(variant: str, window: int) -> LanguageModel:
     return LanguageModel(config).double()
 
 
-def two_rows(call: Any, T: int = 96) -> tuple[Tensor, Any]:
+def two_rows(call: Any, T: int = 192) -> tuple[Tensor, Any]:
     tokens = torch.randint(32, (2, 2 * T + 1), generator=torch.Generator().manual_seed(1))
     first = call(tokens[:, :T], None, targets_BT=tokens[:, 1 : T + 1])
     first.losses.mean().backward()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -121,8 +121,15 @@ def searching(study: StudyRun, console: Console) -> Iterator[None]:
 
 @contextmanager
 def running(study: StudyRun, console: Console) -> Iterator[None]:
-    """Show a bar for all cells and one for each running cell; print a line for each cell that ends."""
-    todo = {cell.name for cell in study.todo}
+    """Show a bar for all cells and one for each running cell.
+
+    Prints a line for each cell that ends, and the table when a seed is finished in every row.
+    """
+    from titans_platform.report.export import so_far
+    from titans_platform.report.report import build_report
+    from titans_platform.report.table import build_table
+
+    todo, finished = {cell.name for cell in study.todo}, _finished(cell_statuses(study.cells, study.root))
     plain, shown, ended = PlainLines(console), dict[str | None, TaskID](), set[str | None]()
     # long names of rows are cut, so that a line fits 80 columns
     narrow = {"no_wrap": True, "overflow": "ellipsis"}
@@ -149,12 +156,21 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
                     ended.add(item.cell)
                     result = RunFolder(study.root, str(item.cell)).result()
                     say(console, ended_line(item, result, study.columns))
+            nonlocal finished
+            if finished < (seeds := _finished(statuses)) < len({item.seed for item in statuses}):
+                console.print(so_far(build_report(build_table(study)), seeds, console.width))
+            finished = seeds
             lines = [" ".join(running_line(item)) for item in statuses if item.state == "running"]
             left = clock(bars.tasks[0].time_remaining)
             plain(lambda: " | ".join([f"{state}; {left} left", *lines]))
 
         with report_interrupt(study, console), repeating(update, 1.0):
             yield
+
+
+def _finished(statuses: Sequence[CellStatus]) -> int:
+    """Return the number of seeds of which every row is done."""
+    return len({item.seed for item in statuses} - {item.seed for item in statuses if item.state != "done"})
 
 
 @contextmanager

@@ -5,7 +5,9 @@ Shapes: R rows, W predicted tokens of a row.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,7 +19,9 @@ if TYPE_CHECKING:
     from titans_platform.config import RunConfig
 
 ORDERS = 3, 5
-"""Orders whose perplexity is computed; the lower one is the floor."""
+"""Orders whose perplexity is computed; the lowest is the floor."""
+CACHED = 3
+"""Tokens of the longest history that the cache counts."""
 COUNTED_TOKENS = 2**25
 """A run that trains on more tokens has no floor: its text is not counted."""
 
@@ -78,21 +82,42 @@ class NGrams:
             history = np.where(seen, at, -1)[:, :-1]
         return p[:, 1 - tokens.shape[1] :]
 
-    def perplexity(self, rows: Iterable[Rows], order: int) -> float:
-        """Perplexity per predicted token of rows."""
-        total, count = 0.0, 0
-        for tokens, predicted in rows:
-            total -= float(np.log(self.probabilities(tokens, order)[predicted]).sum())
-            count += int(predicted.sum())
-        return float(np.exp(total / count))
+    def cached(self, tokens: NDArray[np.int64]) -> NDArray[np.float64]:
+        """Probability [R, W] of each token of rows [R, W + 1] but the first, with a cache of its row.
+
+        The highest order's, interpolated as in the class's equation with counts of what followed the last 1,
+        2 and 3 tokens earlier in the row.
+        """
+        p_RW = self.probabilities(tokens, self.order).copy()
+        for row, p_W in zip(tokens.tolist(), p_RW, strict=True):
+            seen: defaultdict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
+            for i, token in enumerate(row[1:], 1):
+                for n in range(1, min(i, CACHED) + 1):
+                    after = seen[tuple(row[i - n : i])]
+                    if kinds := len(after):
+                        p_W[i - 1] = (after[token] + kinds * p_W[i - 1]) / (after.total() + kinds)
+                    after[token] += 1
+        return p_RW
 
     def floor(self, rows: list[Rows]) -> tuple[float, str]:
-        """Return the lowest perplexity over `ORDERS`, and its name."""
-        return min((self.perplexity(rows, order), f"{order}-grams") for order in ORDERS)
+        """Return the lowest perplexity over `ORDERS` and the highest with a cache, and its name."""
+        plain = [(perplexity(partial(self.probabilities, order=n), rows), f"{n}-grams") for n in ORDERS]
+        return min(*plain, (perplexity(self.cached, rows), f"{self.order}-grams with a cache"))
 
     def _padded(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
         """Put N - 1 times a token of its own before each row."""
         return np.pad(tokens, ((0, 0), (self.order - 1, 0)), constant_values=self.vocab_size)
+
+
+def perplexity(
+    probabilities: Callable[[NDArray[np.int64]], NDArray[np.float64]], rows: Iterable[Rows]
+) -> float:
+    """Perplexity per predicted token of rows."""
+    total, count = 0.0, 0
+    for tokens, predicted in rows:
+        total -= float(np.log(probabilities(tokens)[predicted]).sum())
+        count += int(predicted.sum())
+    return float(np.exp(total / count))
 
 
 def count_text(data: object, cfg: RunConfig) -> NGrams | None:

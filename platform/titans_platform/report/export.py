@@ -14,8 +14,8 @@ from rich.text import Text
 from titans_platform import text
 from titans_platform.report import render
 from titans_platform.report.report import DAGGERS, Section, StudyReport
-from titans_platform.report.table import Entry, Table
-from titans_platform.text import NONE, count
+from titans_platform.report.table import SIZES, Entry, Table
+from titans_platform.text import NONE, count, plural
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -91,7 +91,7 @@ def body(
     keys: Keys = None,
     ours: Callable[[Entry, bool], str] = lambda entry, best: str(entry),
 ) -> list[list[str]]:
-    """Return the lines of the table: name, ours and the paper's of each column, parameters, state bytes.
+    """Return the lines of the table: name, ours and the paper's of each column, the columns of SIZES.
 
     ``ours`` takes an entry, and whether it is the best of its column.
     """
@@ -109,7 +109,7 @@ def _levels(report: StudyReport, keys: Keys = None) -> list[list[str]]:
     """Return chance and floor of each column, laid out as lines of the body."""
     fields = report.fields(keys)
     return [
-        [name, *("" if paper else level[key] for key, paper in fields), "", ""]
+        [name, *("" if paper else level[key] for key, paper in fields), *[""] * len(SIZES)]
         for name, level in report.levels.items()
     ]
 
@@ -120,7 +120,7 @@ def latex(report: StudyReport) -> str:
 
     columns = report.table.columns
     heads = [(columns[key].heading, "paper" if paper else "ours") for key, paper in report.fields()]
-    index = MultiIndex.from_tuples([("", ""), *heads, ("params", ""), ("state", "")])
+    index = MultiIndex.from_tuples([("", ""), *heads, *((head, "") for head in SIZES.values())])
     frame = DataFrame([*body(report, ours=_tex_number), *_levels(report)], columns=index)
     caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
     tables = [(frame, caption), *((DataFrame(s.lines, columns=s.heads), s.text) for s in report.sections)]
@@ -152,7 +152,7 @@ def markdown(report: StudyReport, figures: str = "") -> str:
     """
     heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
     values = {"body": body(report), "levels": _levels(report), "figures": figures}
-    return render("table.md", report=report, heads=["", *heads, "parameters", "state bytes"], **values)
+    return render("table.md", report=report, heads=["", *heads, *SIZES.values()], **values)
 
 
 def terminal(report: StudyReport, width: int = 80) -> RenderableType:
@@ -160,9 +160,17 @@ def terminal(report: StudyReport, width: int = 80) -> RenderableType:
 
     Columns that do not fit beside each other are split into several tables.
     """
-    grids = _fitting(report, list(report.table.columns), width)
+    grids = _fitting(report, width)
     notes = [Text(note, style="dim") for note in report.footnotes]
     return Group(report.title, *grids, *map(_section, report.sections), "", *notes)
+
+
+def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
+    """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
+    grids = _fitting(report, width)
+    says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
+    finished = f"{report.table.study}, {seeds} of {plural(len(report.table.seeds), 'seed')} finished: {says}"
+    return Group("", finished, *grids)
 
 
 def _section(section: Section) -> RenderableType:
@@ -174,16 +182,25 @@ def _section(section: Section) -> RenderableType:
     return Group("", section.title, grid, Text(section.text, style="dim"))
 
 
-def _fitting(report: StudyReport, keys: list[str], width: int) -> list[RichTable]:
-    """Return one table, or several of fewer columns; the last has the sizes of the models."""
-    grid = _grid(report, keys, width)
-    if len(keys) < 2 or Console(width=1000).measure(grid).minimum <= width:
+def _fitting(report: StudyReport, width: int) -> list[RichTable]:
+    """Return one table; or the columns in one or several, and the sizes of the models in another."""
+    keys = list(report.table.columns)
+    whole = _grid(report, keys, width, sizes=True)
+    return [whole] if _fits(whole, width) else [*_split(report, keys, width), _grid(report, [], width, True)]
+
+
+def _fits(grid: RichTable, width: int) -> bool:
+    return Console(width=1000).measure(grid).minimum <= width
+
+
+def _split(report: StudyReport, keys: list[str], width: int) -> list[RichTable]:
+    grid, half = _grid(report, keys, width, sizes=False), (len(keys) + 1) // 2
+    if len(keys) < 2 or _fits(grid, width):
         return [grid]
-    half = (len(keys) + 1) // 2
-    return _fitting(report, keys[:half], width) + _fitting(report, keys[half:], width)
+    return _split(report, keys[:half], width) + _split(report, keys[half:], width)
 
 
-def _grid(report: StudyReport, keys: Sequence[str], width: int) -> RichTable:
+def _grid(report: StudyReport, keys: Sequence[str], width: int, sizes: bool) -> RichTable:
     """Lay out a table of these columns; only the names of rows are wrapped."""
     columns = report.table.columns
     grid = RichTable(box=box.SIMPLE_HEAD, padding=(0, 0, 0, 1) if width >= 100 else 0, show_edge=False)
@@ -194,14 +211,14 @@ def _grid(report: StudyReport, keys: Sequence[str], width: int) -> RichTable:
         # a word a line, to fit 80 columns
         stacked = "\n".join([*column.title.split(), f"{column.unit} {column.arrow}".strip()])
         heads.append(("paper", "dim") if paper else (stacked, ""))
-    last = keys[-1] == list(columns)[-1]
-    heads += [("para-\nmeters", ""), ("state\nbytes", "")] if last else []
+    if sizes:
+        heads += [(head.replace("param", "para-\nm").replace(" ", "\n"), "") for head in SIZES.values()]
     for head, style in heads:
         grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
-    kept = None if last else -2
+    kept = None if sizes else -len(SIZES)
     for row, line in zip(report.table.rows, body(report, keys), strict=True):
         grid.add_row(*line[:kept], style="dim" if row.row.reference else "")
     grid.add_section()
-    for line in _levels(report, keys):
+    for line in _levels(report, keys) if keys else ():
         grid.add_row(*line[:kept], style="italic dim")
     return grid

@@ -21,7 +21,7 @@ from titans_platform.files import read_json, write_text
 from titans_platform.report import export, render
 from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import Links, StudyReport, build_report
-from titans_platform.report.table import Table, build_table
+from titans_platform.report.table import SIZES, Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.reporter import curve
 from titans_platform.study.grid import RECORD
@@ -69,7 +69,8 @@ def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
     spreads = {key: max((len(row.entries[key].sd_text) for row in table.rows), default=0) for key in columns}
     text = html(
         "results_table.html", report=report, table=table, columns=columns, links=report.links,
-        heading=heading, place=re.sub(r"\W+", "-", heading.lower()), caption=caption, crowded=crowded,
+        heading=heading, sizes=SIZES.values(), place=re.sub(r"\W+", "-", heading.lower()),
+        caption=caption, crowded=crowded,
         paired={key: key in report.paper_columns and not crowded for key in columns},
         widths={key: 2 + spread if spread else 0 for key, spread in spreads.items()},
     )  # fmt: skip

@@ -91,7 +91,8 @@ class StudyReport:
 
     def fields(self, keys: Sequence[str] | None = None) -> list[tuple[str, bool]]:
         """Return the fields of a line between name and sizes: (column, True if it is the paper's number)."""
-        both = ((key, paper) for key in keys or self.table.columns for paper in (False, True))
+        columns = self.table.columns if keys is None else keys
+        both = ((key, paper) for key in columns for paper in (False, True))
         return [(key, paper) for key, paper in both if not paper or key in self.paper_columns]
 
 

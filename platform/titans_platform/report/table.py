@@ -120,10 +120,19 @@ class TableRow:
         return {result.seed: result.mlflow_run_id for result in self.results if result.mlflow_run_id}
 
     @property
-    def sizes(self) -> dict[str, int | None]:
-        """``parameters`` and ``state_bytes`` of the row's model, from its results."""
-        known = {key: [getattr(result, key) for result in self.results] for key in SIZES}
-        return {key: next((size for size in sizes if size is not None), None) for key, sizes in known.items()}
+    def rates(self) -> set[float]:
+        """Learning rates of its cells."""
+        return {cell.config.optim.lr for cell in self.cells}
+
+    @property
+    def sizes(self) -> dict[str, float | None]:
+        """Parameters and state bytes of its model, tokens and learning rate of a run; None if runs differ."""
+        sizes: dict[str, set[Any]] = {
+            key: {size for r in self.results if (size := getattr(r, key)) is not None}
+            for key in ("parameters", "state_bytes")
+        }
+        sizes |= {"tokens": {cell.config.tokens for cell in self.cells}, "rate": self.rates}
+        return {key: next(iter(values)) if len(values) == 1 else None for key, values in sizes.items()}
 
 
 @dataclass(frozen=True)
@@ -271,10 +280,11 @@ def task_of(key: str) -> tuple[str, str, int | None]:
     return (owner, task, int(length)) if at and length.isdigit() else (owner, rest, None)
 
 
-SIZES = ("parameters", "state_bytes")
+SIZES = {"parameters": "parameters", "state_bytes": "state bytes", "tokens": "tokens", "rate": "rate"}
+"""Headings of `TableRow.sizes`."""
 ALPHA = 0.05
 AGREES, DISAGREES, UNRESOLVED, ONE_SEED = "agrees", "disagrees", "not resolved", "one seed"
-AT_FLOOR = "not above the floor"
+AT_FLOOR, RATES = "not above the floor", "rates differ"
 
 
 @dataclass(frozen=True)
@@ -331,6 +341,8 @@ class Comparison:
     """Holm-adjusted p value; None for one seed, and without an expected direction."""
     above_floor: bool = True
     """False if the row or the baseline row is not better than its floor."""
+    same_rate: bool = True
+    """False if the row was trained at another learning rate than the baseline row."""
 
     @property
     def better(self) -> bool | None:
@@ -341,7 +353,7 @@ class Comparison:
 
     @property
     def outcome(self) -> str:
-        """`agrees`, `disagrees`, `not resolved`, `one seed` or `not above the floor`.
+        """`agrees`, `disagrees`, `not resolved`, `one seed`, `not above the floor` or `rates differ`.
 
         Empty without an expected direction.
         """
@@ -349,6 +361,8 @@ class Comparison:
             return ""
         if not self.above_floor:
             return AT_FLOOR
+        if not self.same_rate:
+            return RATES
         if len(self.ours.pairs) == 1:
             return ONE_SEED
         if self.p is None or self.p >= ALPHA:
@@ -367,9 +381,11 @@ def compare(table: Table) -> list[Comparison]:
                 paper, reference = row.entries[key].paper, first.entries[key].paper
                 theirs = None if paper is None or reference is None else sign * (paper - reference)
                 expected = row.row.expected.get(key)
-                above = first.entries[key].above_floor and row.entries[key].above_floor
-                one = Comparison(row.row.name, key, first.row.name, theirs, ours, expected, above_floor=above)
-                comparisons.append(one)
+                comparisons.append(Comparison(
+                    row.row.name, key, first.row.name, theirs, ours, expected,
+                    above_floor=first.entries[key].above_floor and row.entries[key].above_floor,
+                    same_rate=row.rates == first.rates,
+                ))  # fmt: skip
     return adjust(comparisons)
 
 
@@ -388,7 +404,7 @@ def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int =
 def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
     """Add Holm-adjusted p values to the comparisons.
 
-    The family has an expected direction, at least two seeds, and both numbers above their floors.
+    The family has an expected direction, at least two seeds, both numbers above their floors, and one rate.
     """
     counted = (AGREES, DISAGREES, UNRESOLVED)
     family = [i for i, each in enumerate(comparisons) if each.outcome in counted]
@@ -408,16 +424,19 @@ def holm(ps: Sequence[float]) -> list[float]:
 def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
     """Count the comparisons of each outcome, without the ones that have no expected direction."""
     counts = Counter(each.outcome for each in comparisons)
-    return {outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR)}
+    return {
+        outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR, RATES)
+    }
 
 
 def tally(comparisons: Sequence[Comparison]) -> str:
     """Describe the counts in words."""
-    agree, disagree, unresolved, single, floor = count_outcomes(comparisons).values()
+    agree, disagree, unresolved, single, floor, rates = count_outcomes(comparisons).values()
     total = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {total} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
     text += f", {single} have one seed" if single else ""
-    return f"{text}; {floor} more are with a number that is not above its floor" if floor else text
+    text += f"; {floor} more are with a number that is not above its floor" if floor else ""
+    return f"{text}; {rates} more are across learning rates" if rates else text
 
 
 def method(comparisons: Sequence[Comparison]) -> str:

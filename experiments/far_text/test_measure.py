@@ -1,0 +1,66 @@
+"""Readings of a text, held to plain passes over it."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from experiments.far_text import measure
+from titans_core import LanguageModel
+from titans_core.interventions import Intervention, intervene
+from titans_core.presets import preset
+from titans_platform.evals.by_position import LongText
+from titans_platform.evals.ngrams import NGrams
+from titans_platform.evals.scoring import Scorer
+
+
+@pytest.fixture
+def short(monkeypatch):
+    monkeypatch.setattr(measure, "BEYOND", 64)
+    monkeypatch.setattr(measure, "BLOCK", 16)
+    monkeypatch.setattr(measure, "READ", {"256": 16, "1k": 32})
+
+
+@pytest.fixture
+def texts():
+    rng = np.random.default_rng(0)
+    return [LongText(rng.integers(0, 256, 129), np.ones(128, bool)) for _ in range(3)]
+
+
+@torch.no_grad()
+def test_readings_are_the_losses_of_plain_passes(short, texts):
+    torch.manual_seed(0)
+    model = LanguageModel(preset("smoke")).eval()
+    tokenizer: Any = SimpleNamespace(vocab_size=260)
+    read = measure.read(Scorer(model, tokenizer, torch.device("cpu"), 64), texts)
+
+    def plain(tokens: np.ndarray) -> np.ndarray:
+        row = torch.from_numpy(tokens)[None]
+        return cast(torch.Tensor, model(row[:, :-1], targets_BT=row[:, 1:]).losses)[0].numpy()
+
+    for text, *losses in zip(texts, *read.losses.values(), strict=True):
+        given = dict(zip(read.losses, losses, strict=True))
+        assert given["all"] == pytest.approx(plain(text.tokens)[64:], abs=1e-5)
+        with intervene(model, Intervention(memory=False)):
+            assert given["off"] == pytest.approx(plain(text.tokens)[64:], abs=1e-5)
+        for name, before in (("256", 16), ("1k", 32)):
+            first = 64 + 16 * 2
+            block = plain(text.tokens[first - before : first + 17])[before:]
+            assert given[name][32:48] == pytest.approx(block, abs=1e-5)
+
+
+def test_cache_of_a_reading_counts_only_what_it_read(short, texts):
+    ngrams = NGrams((texts[0].tokens[None], texts[0].counts[None]), vocab_size=260)
+    p = measure.cached(ngrams, texts, 32)
+    first = 64 + 16 * 3
+    block = ngrams.cached(texts[1].tokens[None, first - 32 : first + 17])[0, 32:]
+    np.testing.assert_allclose(p[1, 48:], block)
+    np.testing.assert_allclose(
+        measure.cached(ngrams, texts, None)[2], ngrams.cached(texts[2].tokens[None])[0, 64:]
+    )
+
+
+def test_last_seen_is_the_distance_to_the_same_token():
+    assert measure.last_seen(np.array([5, 7, 5, 5, 7])).tolist() == [0, 0, 2, 1, 3]

@@ -1,0 +1,173 @@
+"""Adapted models of every family: the source within the window, a memory of constant size beyond it."""
+
+import pytest
+import torch
+
+from titans_core.generation import Reading
+from titans_core.memory_file import load_memory, save_memory
+
+transformers = pytest.importorskip("transformers")
+adapt = pytest.importorskip("titans_core.adapt")
+attention = pytest.importorskip("titans_core.adapt.attention")
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+SPECIAL = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+ROTARY = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.15}
+FAMILIES = {"llama": ROTARY, "qwen2": ROTARY, "qwen3": ROTARY | {"head_dim": 16}, "gpt2": SIZES}
+KINDS = ("delta", "titans")
+WINDOW, SINKS, LENGTH = 16, 3, 61
+SHORT = {"window": WINDOW, "sinks": SINKS, "chunk": 8}
+
+each_family = pytest.mark.parametrize("family", FAMILIES)
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+def source(family, **fields):
+    torch.manual_seed(0)
+    sizes = FAMILIES[family] | SPECIAL | {"max_position_embeddings": 256} | fields
+    config = transformers.AutoConfig.for_model(family, **sizes)
+    return transformers.AutoModelForCausalLM.from_config(config).eval()
+
+
+def adapted(family="llama", trained=True, **options):
+    """An adapted model; ``trained`` has memories that matter."""
+    model = adapt.convert(source(family), adapt.MemoryOptions(**SHORT | options))
+    for memory in model.memories().values() if trained else ():
+        for p in memory.parameters():
+            p.data += 0.1 * torch.randn_like(p)
+        memory.mix.bias.data.fill_(1.0)
+    return model
+
+
+def tokens(rows=2, length=LENGTH, seed=0):
+    return torch.randint(2, 50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def largest(a, b):
+    return (a - b).abs().max().item()
+
+
+@each_kind
+@each_family
+@torch.no_grad()
+def test_logits_within_the_window_are_the_source_s(family, kind):
+    given, own, text = source(family), adapted(family, kind=kind, heads=2), tokens()
+    expected, logits, near = given(text).logits, own(text).logits, WINDOW + SINKS
+    assert largest(logits[:, :near], expected[:, :near]) < 1e-5
+    assert largest(logits[:, near:], expected[:, near:]) > 1e-3
+    wide = adapted(family, kind=kind, window=LENGTH)
+    assert largest(wide(text).logits, expected) < 1e-5
+    assert largest(full := own.lm_head(encoded(own, text, "full")), expected) < 1e-5
+    assert largest(own.lm_head(encoded(own, text, "transfer")), full) == 0
+
+
+def encoded(model, text, far):
+    return model.encode(model.get_input_embeddings()(text), attention.Pass(far=far))
+
+
+@each_family
+@torch.no_grad()
+def test_window_without_sinks_is_the_source_under_a_mask(family):
+    given, own, text = source(family, attn_implementation="eager"), adapted(family, sinks=0), tokens()
+    age = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
+    hidden = torch.zeros(LENGTH, LENGTH).masked_fill((age < 0) | (age >= WINDOW), -torch.inf)
+    expected = given(text, attention_mask=hidden.expand(2, 1, -1, -1)).logits
+    assert largest(own.lm_head(encoded(own, text, "window")), expected) < 1e-4
+
+
+@each_kind
+@each_family
+@torch.no_grad()
+def test_text_read_in_pieces_is_the_text_read_at_once_and_the_state_does_not_grow(family, kind):
+    model, text, state, parts, sizes = adapted(family, kind=kind), tokens(), None, [], []
+    for start, end in ((0, 5), (5, 35), *((i, i + 1) for i in range(35, LENGTH))):
+        out = model(text[:, start:end], past_key_values=state, use_cache=True)
+        state = out.past_key_values
+        parts.append(out.logits)
+        sizes.append(adapt.state_bytes(state.groups[0].state))
+    assert largest(torch.cat(parts, 1), model(text).logits) < 2e-5
+    chunk = SHORT["chunk"] if kind == "titans" else 1
+    assert sizes[-1] == sizes[-1 - chunk]
+
+
+@torch.no_grad()
+def test_memory_alone_reaches_beyond_the_window_and_no_token_sees_a_later_one():
+    model, text = adapted(layers=(1,)), tokens()
+    other = text.clone()
+    other[:, SINKS + 4] = 49 - other[:, SINKS + 4] + 2
+    changed = lambda far: (encoded(model, text, far) - encoded(model, other, far)).abs().amax((0, 2))  # noqa: E731
+    last = SINKS + 4 + 2 * (WINDOW - 1)  # of two layers' windows
+    assert changed("window")[last + 1 :].max() == 0
+    assert changed("memory")[last + 1 :].min() > 1e-6
+    assert changed("memory")[: SINKS + 4].max() == 0
+
+
+@each_kind
+def test_generation_of_a_padded_batch_is_that_of_its_rows(kind):
+    model, rows = adapted(kind=kind), [tokens(1, n, n)[0] for n in (40, 9, 23)]
+    padded = [torch.nn.functional.pad(row, (40 - len(row), 0), value=1) for row in rows]
+    mask = torch.stack([(torch.arange(40) >= 40 - len(row)).long() for row in rows])
+    options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 1}
+    written = model.generate(torch.stack(padded), attention_mask=mask, do_sample=False, **options)[:, 40:]
+    for row, own in zip(rows, written, strict=True):
+        alone = model.generate(row[None], do_sample=False, **options)[0, len(row) :]
+        assert alone.tolist() == own.tolist()
+    drawn = model.generate(torch.stack(padded), attention_mask=mask, do_sample=True, num_beams=2, **options)
+    assert drawn.shape == (3, 46)
+
+
+@each_family
+def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
+    model, text = adapted(family, kind="titans"), tokens(1)[0].tolist()
+    model.save_pretrained(tmp_path / "model")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    reading = Reading(model.read(text[:-1]), (text[-1],))
+    save_memory(tmp_path / "text.memory", reading, model)
+    back = load_memory(tmp_path / "text.memory", loaded)
+    assert back.ahead == reading.ahead
+    whole = model(torch.tensor([text])).logits[:, -1]
+    step, _ = loaded._step(loaded.get_input_embeddings()(torch.tensor([back.ahead])), back.state)
+    assert largest(loaded.lm_head(step[0])[:, -1], whole) < 2e-5
+    loaded.memories()["0"].mix.bias.data += 1
+    with pytest.raises(ValueError, match="written by another model"):
+        load_memory(tmp_path / "text.memory", loaded)
+
+
+@each_kind
+def test_every_parameter_of_a_memory_learns_from_the_teacher(kind):
+    model = adapted("llama", kind=kind)
+    call = attention.Pass(far="transfer")
+    with torch.no_grad():
+        model.encode(model.get_input_embeddings()(tokens()), call)
+    assert [tuple(error.shape) for error in call.errors] == [(2,), (2,)]
+    torch.stack(call.errors).sum().backward()
+    for memory in model.memories().values():
+        assert all(p.grad.abs().max() > 0 for p in memory.parameters())
+    assert model.get_input_embeddings().weight.grad is None
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "options", "message"),
+    [
+        ("llama", {}, {"window": 254}, "window: 257 tokens with the sinks, but the source's context has 256"),
+        ("llama", {}, {"layers": (2,)}, "layers: 2 does not exist; the source has 2"),
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "layers without full attention"),
+    ],
+)
+def test_conversion_that_cannot_be_is_refused(family, fields, options, message):
+    with pytest.raises(ValueError, match=message):
+        adapt.convert(source(family, **fields), adapt.MemoryOptions(**SHORT | options))
+
+
+def test_unknown_family_quantised_weights_and_long_texts_are_refused():
+    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
+    other = transformers.AutoModelForCausalLM.from_config(transformers.GPTNeoXConfig(**sizes, vocab_size=9))
+    with pytest.raises(ValueError, match=r"gpt_neox is not a family .*llama, qwen2, qwen3, gpt2 are"):
+        adapt.convert(other)
+    quantised = source("llama")
+    quantised.config.quantization_config = {"quant_method": "gptq"}
+    with pytest.raises(ValueError, match=r"quantised \(gptq\)"):
+        adapt.convert(quantised)
+    with pytest.raises(ValueError, match="257 tokens; a titans_gpt2 has positions for 256"):
+        adapted("gpt2").read([2] * 257)
+    assert adapted("llama").read([2] * 300).position == 300

@@ -1,0 +1,12 @@
+"""A memory for a pretrained model (the extra `hf`): importing this registers its models with transformers.
+
+    from titans_core.adapt import MemoryOptions, convert
+
+Models of the Llama, Qwen2, Qwen3 and GPT-2 families keep their weights; attention sees a window, and what
+leaves it is written to a memory. `titans adapt` trains the memories.
+"""
+
+from titans_core.adapt.memory import MemoryOptions
+from titans_core.adapt.model import MODELS, Adapted, convert, options_of, state_bytes
+
+__all__ = ["MODELS", "Adapted", "MemoryOptions", "convert", "options_of", "state_bytes"]

@@ -1,0 +1,204 @@
+"""Attention to a window with sink tokens, and the memory of what has left it.
+
+The first ``sinks + window`` tokens see each other as in the source. Beyond them the sinks keep the distance
+that they have there, so that no position grows with the text.
+
+Shapes: B rows, T tokens of a call, h held tokens, D model width, H query heads, G heads of keys and values,
+R = H / G, E head width, W window, S sinks; n blocks of c queries, which see W + c keys.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titans_core.adapt.families import Family
+from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
+
+Far = Literal["memory", "window", "full", "transfer"]
+"""Stands for the tokens beyond the window: the memory; nothing; themselves, as in the source (no state is
+left); transfer: themselves, while each memory's error to them is collected."""
+
+
+class Carry(NamedTuple):
+    """An attention layer after any token: what it holds of the tokens before."""
+
+    sinks_k: Tensor
+    """The first S keys [B, S, G, E], before positions, as are all keys here."""
+    sinks_v: Tensor
+    k: Tensor
+    """Of the last W tokens, [B, h, G, E]."""
+    v: Tensor
+    gates: Tensor
+    """Their writing gates, [B, h, A]."""
+    memory: MemoryCarry | None
+
+
+class Pass:
+    """One call of the model, as its attention layers share it."""
+
+    def __init__(self, position: int = 0, blocks: tuple[Carry, ...] | None = None, far: Far = "memory"):
+        self.position, self.blocks, self.far = position, blocks, far
+        self.after: dict[int, Carry] = {}
+        """The carry that each layer leaves, by its index."""
+        self.errors: list[Tensor] = []
+        """transfer: of each layer with a memory, the part [B] of the window's squared error that is left."""
+
+
+class WindowAttention(nn.Module):
+    """Mixed into a family's attention class, whose projections it uses."""
+
+    family: Family
+    layer_idx: int
+    scaling: float
+
+    def add_memory(self, config: Any, options: MemoryOptions) -> None:
+        """Add the memory, unless the layer is to have the window alone."""
+        heads, self.options = config.num_attention_heads, options
+        groups = getattr(config, "num_key_value_heads", None) or heads
+        with_memory = options.layers is None or self.layer_idx in options.layers
+        sizes = config.hidden_size, heads, groups, getattr(self, "head_dim", config.hidden_size // heads)
+        self.memory = AttentionMemory(*sizes, options) if with_memory else None
+
+    def forward(
+        self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor] | None = None,
+        call: Pass | None = None, **__: Any,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """Attend; ``call`` has the state before and takes the one after. Returns [B, T, D]."""
+        call, x = call or Pass(), hidden_states
+        q, k, v = self.family.heads(self, x)
+        if call.far in ("full", "transfer"):
+            y = self._full(q, k, v, position_embeddings)
+        if call.far == "transfer" and self.memory is not None:
+            with torch.no_grad():
+                window, level = self._window(q, k, v, self._start(q, k), 0, position_embeddings)
+            beyond = self.options.window + self.options.sinks
+            error = lambda z: (z - y)[:, beyond:].float().square().sum((1, 2, 3))  # noqa: E731
+            with torch.enable_grad():
+                learnt, *_ = self._with_memory(x, q, window, level, self._start(q, k), k, v, 0)
+                call.errors.append(error(learnt) / error(window).clamp(min=1e-9))
+        elif call.far != "full":
+            y = self._carried(x, q, k, v, position_embeddings, call)
+        return self.family.output(self, y.flatten(2)), None
+
+    def _carried(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, call: Pass) -> Tensor:
+        before = call.blocks[self.layer_idx] if call.blocks else self._start(q, k)
+        y, level = self._window(q, k, v, before, call.position, rotary)
+        memory, gates = before.memory, before.gates
+        if self.memory is not None and call.far == "memory":
+            y, memory, gates = self._with_memory(x, q, y, level, before, k, v, call.position)
+        elif self.memory is not None:
+            gates = torch.cat([gates, self.memory.gates(x)], 1)
+        W, S = self.options.window, self.options.sinks
+        # copies: views would keep the tokens of all calls
+        last = lambda held, new: torch.cat([held, new], 1)[:, -W:].clone()  # noqa: E731
+        first = lambda held, new: held if held.shape[1] == S else torch.cat([held, new], 1)[:, :S].clone()  # noqa: E731
+        call.after[self.layer_idx] = Carry(
+            first(before.sinks_k, k), first(before.sinks_v, v), last(before.k, k), last(before.v, v),
+            gates[:, -W:].clone(), memory,
+        )  # fmt: skip
+        return y
+
+    def _start(self, q: Tensor, k: Tensor) -> Carry:
+        none, memory = k[:, :0], self.memory
+        gates = q.new_empty(q.shape[0], 0, memory.write.out_features if memory else 0, dtype=torch.float32)
+        return Carry(none, none, none, none, gates, memory.start(q.shape[0], q) if memory else None)
+
+    def _full(self, q: Tensor, k: Tensor, v: Tensor, rotary: Any) -> Tensor:
+        """[B, T, H, E]: the source's attention from the first token."""
+        R, positions = q.shape[2] // k.shape[2], torch.arange(q.shape[1], device=q.device)
+        q, k = rotate(q, rotary, positions), rotate(k, rotary, positions)
+        heads = (x.transpose(1, 2) for x in (q, k.repeat_interleave(R, 2), v.repeat_interleave(R, 2)))
+        return F.scaled_dot_product_attention(*heads, is_causal=True, scale=self.scaling).transpose(1, 2)
+
+    def _window(
+        self, q: Tensor, k: Tensor, v: Tensor, before: Carry, position: int, rotary: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[B, T, H, E], attention to window and sinks, and [B, T, H], the log mean exp of its scores."""
+        (B, T, H, E), G, W, S = q.shape, k.shape[2], self.options.window, self.options.sinks
+        h, start, device = before.k.shape[1], min(position, S + W), q.device
+        c = min(W, T)
+        n, at = -(-T // c), torch.arange(start, start + T, device=device)
+        sinks_k, sinks_v = (torch.cat(pair, 1)[:, :S] for pair in ((before.sinks_k, k), (before.sinks_v, v)))
+        sinks = torch.arange(sinks_k.shape[1], device=device)
+        sinks_k = rotate(sinks_k, rotary, sinks).permute(0, 2, 3, 1)[:, :, None]  # [B, G, 1, E, S]
+        sinks_v = sinks_v.transpose(1, 2)[:, :, None]
+
+        def queries(x: Tensor) -> Tensor:
+            """[B, G, n, R c, E]."""
+            x = F.pad(x, (0, 0, 0, 0, 0, n * c - T)).view(B, n, c, G, H // G, E)
+            return x.permute(0, 3, 1, 4, 2, 5).reshape(B, G, n, -1, E)
+
+        def blocks(x: Tensor) -> Tensor:
+            """[B, G, n, E, W + c]."""
+            x = F.pad(x, (0, 0, 0, 0, W - h, n * c - T))
+            return x.unfold(1, W + c, c).permute(0, 2, 1, 3, 4)
+
+        keys = blocks(
+            rotate(torch.cat([before.k, k], 1), rotary, torch.arange(start - h, start + T, device=device))
+        )
+        near = queries(rotate(q, rotary, at)) @ keys
+        far = queries(rotate(q, rotary, at.clamp(max=S + W - 1))) @ sinks_k
+        query, key = torch.arange(c, device=device)[:, None], torch.arange(W + c, device=device)
+        block = c * torch.arange(n, device=device)[:, None, None]
+        sees_near = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
+        sees_sink = sinks <= start + block + query - W
+        sees = torch.cat([sees_near, sees_sink], -1)
+        scores = (
+            torch.cat([near, far], -1).unflatten(3, (-1, c)).float() * self.scaling
+        )  # [B, G, n, R, c, ..]
+        scores = scores.masked_fill(~sees[:, None], -torch.inf)
+        total = scores.logsumexp(-1, keepdim=True)
+        p = (scores - total).exp().to(v.dtype).flatten(3, 4)
+        y = p[..., : W + c] @ blocks(torch.cat([before.v, v], 1)).mT + p[..., W + c :] @ sinks_v
+        level = total[..., 0] - sees.sum(-1)[:, None].log()
+
+        def tokens(x: Tensor) -> Tensor:
+            """[B, G, n, R, c, ..] to [B, T, H, ..]."""
+            order = (0, 2, 4, 1, 3, *range(5, x.ndim))
+            return x.permute(order).flatten(1, 2).flatten(2, 3)[:, :T]
+
+        return tokens(y.unflatten(3, (-1, c))), tokens(level)
+
+    def _with_memory(
+        self,
+        x: Tensor,
+        q: Tensor,
+        y: Tensor,
+        level: Tensor,
+        before: Carry,
+        k: Tensor,
+        v: Tensor,
+        position: int,
+    ) -> tuple[Tensor, MemoryCarry | None, Tensor]:
+        """Return the window's output ``y`` with the memory's read mixed in, the memory after, and gates."""
+        memory, T, W, S = self.memory, q.shape[1], self.options.window, self.options.sinks
+        assert memory is not None
+        assert before.memory is not None
+        gates = torch.cat([before.gates, memory.gates(x)], 1)
+        lead = max(S + W - position, 0)  # queries that see all tokens before them
+        if lead >= T:
+            return y, before.memory, gates
+        first = before.k.shape[1] + lead - W
+        leaving = (
+            z[:, first : first + T - lead]
+            for z in (torch.cat([before.k, k], 1), torch.cat([before.v, v], 1), gates)
+        )
+        read, after = memory.extend(q[:, lead:], *leaving, before.memory)
+        far = torch.arange(position + lead + 1, position + T + 1, device=q.device) - W - S
+        share = memory.share(x[:, lead:], q[:, lead:], level[:, lead:], far)
+        window = y[:, lead:].float()
+        mixed = (window + share * (read - window)).to(y.dtype)
+        return torch.cat([y[:, :lead], mixed], 1), after, gates
+
+
+def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor] | None, at_T: Tensor) -> Tensor:
+    """Rotate heads to positions ``at_T`` [T] of tables (cos, sin) [1, P, E]; as they are without a table."""
+    if rotary is None:
+        return x_BTHE
+    cos, sin = (table[0, at_T, None] for table in rotary)
+    a, b = x_BTHE.chunk(2, -1)
+    return x_BTHE * cos + torch.cat([-b, a], -1) * sin

@@ -1,0 +1,168 @@
+"""The memory beside one attention layer: written with the tokens that leave the window, read by every query.
+
+The keys, values and queries are the attention's own, before rotary positions. Full attention is
+``(1 - p) window + p far``, where p is the share of the far tokens in the softmax. A read of the memory stands
+for ``far`` and a gate for p, whose logit is the difference of two log sums of exponentials: the window's is
+known, that over the far tokens is estimated from the query, the token and the number of far tokens.
+
+Shapes: B rows, T tokens, D model width, H query heads, G heads of keys and values, M memories, E head width.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Annotated, Literal, NamedTuple
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from titans_core.config import Frozen, PositiveInt
+from titans_core.memory import expand_momentum, zero_momentum
+from titans_kernels import AnyState, DecodeState, Extension, MemoryState, extend_memory, find_rule
+from titans_kernels.memory.budget import effective_steps
+
+FORGETS, CLOSED, WRITES = -7.0, -4.0, 0.0
+"""Initial biases, before the sigmoid: of forgetting (0.1% a token), of the gate of the read, of a write."""
+SURPRISE_BOUND, WRITE_BUDGET, MAX_THETA = 0.3, 2.0, 0.1
+"""Of the deep memory, as in `titans init` (`MemoryConfig`)."""
+
+
+class MemoryOptions(Frozen):
+    """The window and the memory of every attention layer of an adapted model."""
+
+    kind: Literal["delta", "titans"] = "delta"
+    """delta: a matrix a head under the exact gated delta rule. titans: the paper's memory, with depth,
+    momentum and decay towards its initial weights."""
+    window: PositiveInt = 256
+    """Tokens that attention sees, the query included."""
+    sinks: Annotated[int, Field(ge=0, le=64)] = 4
+    """First tokens of the text, which attention sees for ever (StreamingLLM, arXiv 2309.17453)."""
+    layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    """Layers with a memory; None: all. The others have the window alone."""
+    heads: PositiveInt = 1
+    """Memories of each query head, whose reads are added."""
+    depth: PositiveInt = 2
+    """titans: layers of the memory."""
+    chunk: PositiveInt = 64
+    """titans: tokens whose gradients are taken at the same weights."""
+
+
+class MemoryCarry(NamedTuple):
+    """A memory after any token."""
+
+    state: AnyState
+    steps: tuple[Tensor, ...] = ()
+    """titans: effective steps of the open chunk's tokens, [B, M, p]."""
+
+
+class AttentionMemory(nn.Module):
+    """The memories of an attention layer's heads, and the gate that mixes their reads in.
+
+    Args:
+        width: D.
+        heads: H.
+        groups: G, a divisor of H.
+        head_dim: E.
+        options: the memory's kind and sizes.
+    """
+
+    def __init__(self, width: int, heads: int, groups: int, head_dim: int, options: MemoryOptions):
+        super().__init__()
+        count, self.deep = heads * options.heads, options.kind == "titans"
+        self.heads, self.groups, self.count, self.options = heads, groups, count, options
+        maps = torch.stack([torch.eye(head_dim), *(_turn(head_dim) for _ in range(options.heads - 1))])
+        for name in ("query_MEE", "key_MEE"):
+            setattr(self, name, nn.Parameter(maps.repeat(heads, 1, 1)))
+        self.out_MEE = nn.Parameter(torch.eye(head_dim).repeat(count, 1, 1) / options.heads)
+        gates = {"alpha": FORGETS, "theta": WRITES} | ({"eta": 0.0} if self.deep else {})
+        self.write = nn.Linear(width, count * len(gates))
+        self.mix = nn.Linear(width, heads)
+        self.mix_query_HE = nn.Parameter(torch.zeros(heads, head_dim))
+        self.level_H, self.count_H = nn.Parameter(torch.ones(heads)), nn.Parameter(torch.ones(heads))
+        with torch.no_grad():
+            self.write.weight.zero_()
+            self.write.bias.copy_(torch.tensor(list(gates.values())).repeat_interleave(count))
+            self.mix.weight.zero_()
+            self.mix.bias.fill_(CLOSED)
+        widths = [head_dim] * (1 + options.depth) if self.deep else []
+        # M_0 as in `titans_core.init`
+        self.initial = nn.ParameterList(
+            torch.randn(count, *pair) * pair[0] ** -0.5 * (0.1 if i == options.depth - 1 else 1.0)
+            for i, pair in enumerate(pairwise(widths))
+        )
+
+    def start(self, rows: int, like: Tensor) -> MemoryCarry:
+        """Return the memory before the first token: M_0, or zero."""
+        E = self.key_MEE.shape[-1]
+        shapes = [W.shape for W in self.initial] or [torch.Size((self.count, E, E))]
+        # offsets from M_0, towards which the deep memory forgets
+        weights = tuple(like.new_zeros(rows, *shape, dtype=torch.float32) for shape in shapes)
+        momentum = tuple(torch.zeros_like(W) for W in weights) if self.deep else zero_momentum(weights)
+        return MemoryCarry(DecodeState.of(MemoryState(weights, momentum)))
+
+    def gates(self, x_BTD: Tensor) -> Tensor:
+        """Logits of the writing gates of tokens, [B, T, A]."""
+        return _float(self.write, x_BTD)
+
+    def extend(
+        self, q_BTHE: Tensor, k_BTGE: Tensor, v_BTGE: Tensor, gates_BTA: Tensor, carry: MemoryCarry
+    ) -> tuple[Tensor, MemoryCarry]:
+        """Write a token that has left the window, then read with the query that it leaves: [B, T, H, E]."""
+        each = lambda x: x.float().repeat_interleave(self.count // x.shape[2], 2)  # noqa: E731
+        mapped = lambda x, W: torch.einsum("btme,mef->btmf", x, W.float())  # noqa: E731
+        q = F.normalize(mapped(each(q_BTHE), self.query_MEE), dim=-1)
+        k, v = F.normalize(mapped(each(k_BTGE), self.key_MEE), dim=-1), each(v_BTGE)
+        alpha, theta, *eta = gates_BTA.sigmoid().split(self.count, -1)
+        state = carry.state._replace(momentum=expand_momentum(carry.state.momentum, carry.state.weights))
+        if self.deep:
+            y, carry = self._extend_deep(
+                q, k, F.normalize(v, dim=-1), alpha, eta[0], MAX_THETA * theta, carry
+            )
+        else:
+            y, after = extend_memory(
+                q, k, v, alpha, torch.zeros_like(alpha), theta / 2, state, chunk_size=1,
+                extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
+            )  # fmt: skip
+            carry = MemoryCarry(after._replace(momentum=zero_momentum(after.weights)))
+        y = mapped(y, self.out_MEE).unflatten(2, (self.heads, -1)).sum(3)
+        return y, carry
+
+    def _extend_deep(
+        self, q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, eta: Tensor, theta: Tensor, carry: MemoryCarry
+    ) -> tuple[Tensor, MemoryCarry]:
+        size = self.options.chunk
+        held = (carry.state.keys, carry.steps[0]) if carry.steps else None
+        theta, new = effective_steps(k, eta, theta, size, held=held, budget=WRITE_BUDGET)
+        y, after = extend_memory(
+            q, k, v, alpha, eta, theta, carry.state, chunk_size=size, surprise_bound=SURPRISE_BOUND,
+            extension=Extension(base=tuple(W.float() for W in self.initial)),
+        )  # fmt: skip
+        steps = torch.cat([*carry.steps, new.transpose(1, 2)], 2)
+        # a copy: a view would keep the steps of all tokens
+        kept = (steps[..., steps.shape[-1] - after.position :].clone(),) if after.position else ()
+        return y, MemoryCarry(after, kept)
+
+    def share(self, x_BTD: Tensor, q_BTHE: Tensor, level_BTH: Tensor, far_T: Tensor) -> Tensor:
+        """[B, T, H, 1], the share of the far tokens in the softmax.
+
+        Args:
+            x_BTD: the layer's normalised input.
+            q_BTHE: queries before positions.
+            level_BTH: log mean exp of the scores within the window.
+            far_T: far tokens before each query, at least 1.
+        """
+        # of n far tokens to 4 windows more: grows with n at first, and ends at 0
+        growth_T = (far_T / (far_T + 4 * self.options.window)).log()
+        logit = _float(self.mix, x_BTD) + (q_BTHE.float() * self.mix_query_HE.float()).sum(-1)
+        logit = logit + self.count_H.float() * growth_T[:, None] - self.level_H.float() * level_BTH
+        return logit.sigmoid()[..., None]
+
+
+def _float(layer: nn.Linear, x: Tensor) -> Tensor:
+    return F.linear(x.float(), layer.weight.float(), layer.bias.float())
+
+
+def _turn(width: int) -> Tensor:
+    return nn.init.orthogonal_(torch.empty(width, width))

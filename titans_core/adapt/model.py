@@ -1,0 +1,224 @@
+"""Pretrained transformers models whose attention sees a window and a memory of constant size.
+
+    model = convert(AutoModelForCausalLM.from_pretrained(name), MemoryOptions(window=256))
+    model.save_pretrained(folder)  # then AutoModelForCausalLM.from_pretrained(folder), after importing this
+
+``past_key_values`` is the state after the last token, whose size does not grow; batches and padding are read
+as in `titans_core.huggingface`.
+
+Shapes: B rows, T tokens of a call, D model width, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import transformers  # pyright: ignore[reportMissingImports]
+from pydantic import ValidationError
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
+from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
+
+from titans_core.adapt.attention import Pass, WindowAttention
+from titans_core.adapt.families import FAMILIES, Family, find_family
+from titans_core.adapt.memory import AttentionMemory, MemoryOptions
+from titans_core.ragged import (
+    IGNORED,
+    RaggedState,
+    check_labels,
+    document_starts,
+    front,
+    keep,
+    read_ragged,
+    unmasked,
+)
+from titans_core.state import ModelState
+
+PIECE = 2048
+"""Tokens of a call while a text is read."""
+
+
+class Adapted:
+    """Mixed into a family's class for causal language models: the window, the memories and their state."""
+
+    family: Family
+    config: Any
+    _is_stateful = True  # a state cannot be rolled back by a few tokens
+
+    def __init__(self, config: Any):
+        super().__init__(config)  # pyright: ignore[reportCallIssue]
+        self.options = MemoryOptions.model_validate(config.titans or {}, strict=False)
+        for layer in self.layers():
+            source = getattr(layer, self.family.attention)
+            attention = _mixed(WindowAttention, type(source), self.family)(config, layer_idx=source.layer_idx)
+            attention.add_memory(config, self.options)
+            setattr(layer, self.family.attention, attention)
+
+    def layers(self) -> nn.ModuleList:
+        """Return the layers of the base model."""
+        return getattr(getattr(self, cast(Any, self).base_model_prefix), self.family.layers)
+
+    def memories(self) -> dict[str, AttentionMemory]:
+        """Return the memories by the number of their layer."""
+        attentions = {str(i): getattr(layer, self.family.attention) for i, layer in enumerate(self.layers())}
+        return {i: attention.memory for i, attention in attentions.items() if attention.memory is not None}
+
+    def encode(self, x_BTD: Tensor, call: Pass) -> Tensor:
+        """[B, T, D] embedded tokens to [B, T, D] inputs of the head, all tokens unmasked.
+
+        Raises:
+            ValueError: positions are a learned table, and the text is longer.
+        """
+        own, start, device = cast(Any, self), call.position, x_BTD.device
+        end = start + x_BTD.shape[1]
+        if self.family.rotary:  # the tables of `attention.rotate`
+            start, end = 0, min(start, self.options.window + self.options.sinks) + x_BTD.shape[1]
+        elif end > self.config.max_position_embeddings:
+            most = self.config.max_position_embeddings
+            raise ValueError(f"input_ids: {end} tokens; a {self.config.model_type} has positions for {most}")
+        return own.base_model(
+            inputs_embeds=x_BTD, position_ids=torch.arange(start, end, device=device)[None], call=call,
+            attention_mask=x_BTD.new_zeros(1, 1, 1, 1),  # four axes: transformers makes no mask of its own
+            use_cache=False,
+        ).last_hidden_state  # fmt: skip
+
+    @can_return_tuple
+    def forward(
+        self, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, past_key_values: RaggedState | None = None,
+        inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0, *, num_items_in_batch: Tensor | int | None = None,
+    ) -> CausalLMOutputWithPast:  # fmt: skip
+        """Logits, the loss of ``labels``, and the state after the last token.
+
+        Args as in `titans_core.huggingface.TitansForCausalLM.forward`; documents cannot be packed.
+
+        Raises:
+            ValueError: an argument has a wrong shape or cannot be honoured; one line.
+        """
+        own, past = cast(Any, self), past_key_values
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("input_ids, inputs_embeds: give one of them")
+        if not isinstance(past, RaggedState | None):
+            raise ValueError(f"past_key_values: a {type(past).__name__}, not the state of an earlier call")
+        x_BTD = own.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        B, T = x_BTD.shape[:2]
+        if past is not None and (rows := len(past.positions())) != B:
+            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}")
+        check_labels(labels, B, T)
+        read_BT = unmasked(attention_mask, past, B, T)
+        order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
+        if document_starts(position_ids, None, read_BT, order_BT, past, B, T) is not None:
+            raise ValueError("position_ids: packed documents; an adapted model reads one text a row")
+        use_cache = labels is None and not own.training if use_cache is None else use_cache
+        (features,), state = read_ragged(self._step, 1, front(x_BTD, order_BT), read_BT, past, use_cache)
+        loss = None
+        if labels is not None:
+            if read_BT is not None:  # a masked token predicts nothing
+                labels = labels.masked_fill(~F.pad(read_BT[:, :-1], (1, 0), value=True), IGNORED)
+            size = self.config.vocab_size
+            loss = own.loss_function(
+                own.lm_head(features), labels, size, num_items_in_batch=num_items_in_batch
+            )
+        logits = own.lm_head(keep(features, logits_to_keep))
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast(Any, state))
+
+    def _step(self, x_BTD: Tensor, state: ModelState | None) -> tuple[list[Tensor], ModelState]:
+        call = Pass(state.position, state.blocks) if state else Pass()
+        features = self.encode(x_BTD, call)
+        blocks = tuple(call.after[i] for i in sorted(call.after))
+        return [features], ModelState(call.position + x_BTD.shape[1], blocks)
+
+    @torch.inference_mode()
+    def read(self, tokens: Sequence[int], state: ModelState | None = None) -> ModelState:
+        """Read at least one token after ``state``, of a single row, and return the state after them."""
+        own = cast(Any, self)
+        for piece in torch.tensor([list(tokens)], device=own.device).split(PIECE, 1):
+            _, state = self._step(own.get_input_embeddings()(piece), state)
+        assert state is not None
+        return state
+
+    def _prepare_position_ids_for_generation(
+        self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
+    ) -> Tensor:
+        """Count the tokens that are not padding."""
+        if (mask := model_kwargs.get("attention_mask")) is not None:
+            return (mask.long().cumsum(-1) - 1).clamp(min=0)
+        return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return False
+
+
+def state_bytes(state: ModelState) -> int:
+    """Bytes of a state's tensors."""
+    return sum(x.numel() * x.itemsize for x in tree_leaves(state.blocks) if isinstance(x, Tensor))
+
+
+def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # noqa: B008
+    """Return a copy of a transformers model with a window and untrained memories.
+
+    Raises:
+        ValueError: its family is unknown, its weights are quantised, its attention is not full, or the window
+            does not fit into its context; one line.
+    """
+    config = source.config
+    find_family(config.model_type)
+    quantised = getattr(config, "quantization_config", None)
+    # transformers gives the weights of a GGUF file in full
+    if quantised is not None and (method := dict(quantised)["quant_method"]) != "gguf":
+        method = getattr(method, "value", method)
+        raise ValueError(f"the source is quantised ({method}), so that nothing can be trained through it")
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        raise ValueError("the source has layers without full attention, which a memory could not learn from")
+    context, seen = config.max_position_embeddings, options.window + options.sinks
+    if seen > context:
+        raise ValueError(f"window: {seen} tokens with the sinks, but the source's context has {context}")
+    if wrong := [i for i in options.layers or () if i >= config.num_hidden_layers]:
+        raise ValueError(f"layers: {wrong[0]} does not exist; the source has {config.num_hidden_layers}")
+    entries = config.to_dict() | {"titans": options.model_dump(mode="json")}
+    model_class = MODELS[config.model_type]
+    for key in ("model_type", "architectures", "quantization_config"):
+        entries.pop(key, None)
+    model = model_class(model_class.config_class(**entries)).to(source.dtype)
+    model.load_state_dict(source.state_dict(), strict=False)
+    model.generation_config = source.generation_config
+    return model.eval()
+
+
+def options_of(config: Any) -> MemoryOptions:
+    """Return the memory's options of an adapted model's config. Raises ValueError: it is of another model."""
+    try:
+        return MemoryOptions.model_validate(config.titans, strict=False)
+    except (AttributeError, ValidationError):
+        raise ValueError(f"a {config.model_type} model without a memory") from None
+
+
+def _mixed(part: type, base: type, family: Family) -> Any:
+    return type(f"{part.__name__}{base.__name__}", (part, base), {"family": family})
+
+
+def _classes(name: str, family: Family) -> Any:
+    """Build and register config and model class of a family."""
+    config = transformers.CONFIG_MAPPING[name]
+    model, title = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[config], config.__name__.removesuffix("Config")
+    fields: dict[str, Any] = {
+        "__annotations__": {"titans": dict | None},
+        "titans": None,
+        "__module__": __name__,
+    }
+    config = type(f"Titans{title}Config", (config,), fields | {"model_type": f"titans_{name}"})
+    about = {"config_class": config, "family": family, "__module__": __name__}
+    model = type(f"Titans{title}ForCausalLM", (Adapted, model), about)
+    transformers.AutoConfig.register(f"titans_{name}", config)
+    transformers.AutoModelForCausalLM.register(config, model)
+    return model
+
+
+MODELS = {name: _classes(name, family) for name, family in FAMILIES.items()}
+"""Adapted models by the ``model_type`` of their source."""
