@@ -128,11 +128,11 @@ def _start_from_template(path: Path) -> None:
     # `_check_sqlite` has created the file
     if path.stat().st_size:
         return
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans"
-    template = cache / f"mlflow-{mlflow.__version__}.db"
     copy = path.with_name(f"{path.name}.new")
     # whatever goes wrong here, MLflow may still create the file, and reports its own error if not
     with suppress(Exception):
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans"
+        template = cache / f"mlflow-{mlflow.__version__}.db"
         if not template.exists():
             cache.mkdir(parents=True, exist_ok=True)
             with TemporaryDirectory(dir=cache) as aside:

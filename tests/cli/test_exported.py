@@ -59,7 +59,6 @@ def one_step(model, tokenizer, micro, accumulated, ragged, tmp_path, **options):
 
 @pytest.mark.parametrize("ragged", [False, True], ids=["full", "ragged"])
 def test_step_of_trainer_does_not_depend_on_how_its_rows_are_divided(ragged, folder, tokenizer, tmp_path):
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     whole, *divided = (one_step(load(folder), tokenizer, *d, ragged, tmp_path) for d in DIVISIONS)
     batch = tokenizer.pad(rows(ragged), return_tensors="pt")
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
@@ -71,7 +70,6 @@ def test_step_of_trainer_does_not_depend_on_how_its_rows_are_divided(ragged, fol
 
 
 def test_trainer_recomputes_activations_and_evaluates_padded_batches(folder, tokenizer, tmp_path):
-    pytest.importorskip("accelerate", reason="Trainer needs accelerate")
     plain = one_step(load(folder), tokenizer, 4, 2, True, tmp_path)
     assert one_step(load(folder), tokenizer, 4, 2, True, tmp_path, gradient_checkpointing=True) == plain
     args = transformers.TrainingArguments(

@@ -41,8 +41,7 @@ def accumulated(graphs: footprint.Graphs) -> list[torch.Size]:
 def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask(variant):
     options = {"projections": "titans"} if variant == "transformer" else {}
     config = presets.preset("340M", variant=variant, options=options)
-    rows = 2 * ROWS if variant == "mac" else ROWS  # further segments are alike
-    graphs = footprint.trace(config, rows, ROWS * LENGTH // rows, "selective", documents=DOCUMENTS)
+    graphs = footprint.trace(config, ROWS, LENGTH, "selective", documents=DOCUMENTS)
     each = graphs.saved_bytes / (ROWS * LENGTH)
     assert each <= BUDGETS[variant], f"{each:,.0f} bytes a token and block"
     assert [shape for shape in accumulated(graphs) if prod(shape) >= ROWS * LENGTH] == []

@@ -95,6 +95,9 @@ def test_splits_keep_the_fraction():
         placed = list(split_documents(iter(documents), fraction, seed=0))
         assert sum(validation for _, validation in placed) == kept
         assert [document for document, _ in placed] == documents
+    for seed in range(4):  # copies lie on one side
+        placed = split_documents((Document(key, key, None) for key in "abb"), 0.2, seed)
+        assert 0 < sum(validation for _, validation in placed) < 3
     documents = (Document("text", str(i), None) for i in range(4000))
     kept = sum(validation for _, validation in split_documents(documents, 0.1, seed=0))
     assert 300 < kept < 500

@@ -71,13 +71,16 @@ def library(dtype: torch.dtype) -> ctypes.CDLL | None:
         return None
     try:
         return ctypes.CDLL(str(build(TYPES[dtype], cache_folder())))
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         log.info("PyTorch's operators in place of compiled ones: %s", error)
         return None
 
 
 def cache_folder() -> Path:
-    """Folder of the compiled libraries: ``titans`` in the user's cache folder."""
+    """Folder of the compiled libraries: ``titans`` in the user's cache folder.
+
+    Raises RuntimeError if the user has no home folder.
+    """
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "titans"
 
 

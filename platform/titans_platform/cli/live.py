@@ -210,7 +210,7 @@ def running_line(item: CellStatus) -> list[str]:
 
 @contextmanager
 def run_display(progress: Callable[[], dict[str, Any] | None], console: Console) -> Iterator[None]:
-    """Show a bar for one run, fed by its progress.json."""
+    """Show a bar for one run, fed by its progress."""
     about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     plain, began = PlainLines(console), time.time()
     with _bars(console, about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn()) as bars:
@@ -229,7 +229,7 @@ def run_display(progress: Callable[[], dict[str, Any] | None], console: Console)
 
 
 def progress_line(state: dict[str, Any]) -> str:
-    """Loss, validation loss, speed and time left of a progress.json, in one line."""
+    """Loss, validation loss, speed and time left of its progress, in one line."""
     if "loss" not in state:
         return ""
     held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""

@@ -85,11 +85,9 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
     is split by position: the last ``fraction`` of its text is held out.
     """
     window: list[Document] = []
-    characters = 0
     for document in islice(documents, WINDOW_DOCUMENTS):
         window.append(document)
-        characters += len(document.text)
-        if characters >= WINDOW_CHARACTERS:
+        if sum(len(each.text) for each in window) >= WINDOW_CHARACTERS:
             break
     following = list(islice(documents, 1))
     threshold = fraction
@@ -98,7 +96,9 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
             yield from _split_by_position(window[0], fraction)
             return
         kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
-        threshold = sorted(_unit(seed, document.key) for document in window)[kept] if len(window) > 1 else 0.0
+        ranks = sorted(_unit(seed, document.key) for document in window)
+        # copies of a document have one rank, so all are held out or none
+        threshold = next((rank for rank in ranks[kept:] if rank > ranks[0]), 0.0)
     yield from _by_hash(chain(window, following, documents), threshold, seed)
 
 

@@ -120,7 +120,8 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
     where["_temp_dir"] = f"{base if len(os.fsencode(base)) <= LONGEST_TEMP else '/tmp'}/ray"
     try:
         # where Ray writes its token
-        (Path.home() / ".ray").mkdir(parents=True, exist_ok=True)
+        (folder := Path.home() / ".ray").mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     with _connected(where | ({"num_gpus": max(1, round(gpus))} if gpus else {}), "on this machine"):

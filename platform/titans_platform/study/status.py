@@ -34,7 +34,7 @@ class CellStatus(NamedTuple):
     state: str
     """done, running, failed, interrupted or missing: see `RunFolder.state`."""
     progress: dict[str, Any]
-    """The run's progress.json, with its ``age`` in seconds; empty for a cell that does not train."""
+    """The run's progress, with its ``age`` in seconds; empty for a cell that does not train."""
     reason: str = ""
     """The cause of a failure."""
 
