@@ -165,7 +165,8 @@ def counted(text: list[list[int]], row: list[int], order: int, vocab: int) -> li
 def test_ngrams_give_the_probabilities_of_counting_by_dictionaries(order):
     rng = np.random.default_rng(0)
     text, row = rng.integers(0, 4, (7, 23)), rng.integers(0, 6, (3, 11))
-    ngrams = NGrams((text, np.ones((7, 22), bool)), vocab_size=6, order=order)
+    passes = np.concatenate([text, text[2:5]])  # rows that are read again
+    ngrams = NGrams((passes, np.ones((10, 22), bool)), vocab_size=6, order=order)
     wanted = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
     np.testing.assert_allclose(ngrams.probabilities(row, order), wanted, rtol=1e-12)
     rows = [(row, np.ones((3, 10), bool))]

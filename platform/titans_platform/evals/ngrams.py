@@ -48,14 +48,19 @@ class NGrams:
     uniform. A history does not reach beyond its row.
 
     Args:
-        rows: the rows to count.
+        rows: the rows to count. A row that occurs again, in another pass over the text, counts once: repeated
+            counts would be trusted more than they are worth.
         vocab_size: number of tokens.
         order: N.
     """
 
     def __init__(self, rows: Rows, vocab_size: int, order: int = max(ORDERS)):
         self.vocab_size, self.order = vocab_size, order
-        tokens, predicted = self._padded(rows[0]), np.pad(rows[1], ((0, 0), (order, 0))).astype(float)
+        first = np.unique(rows[0], axis=0, return_index=True)[1]
+        tokens, predicted = (
+            self._padded(rows[0][first]),
+            np.pad(rows[1][first], ((0, 0), (order, 0))).astype(float),
+        )
         self._levels: list[_Level] = []
         history = np.zeros_like(tokens)
         for n in range(order):
