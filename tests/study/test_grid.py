@@ -138,8 +138,7 @@ def test_planned_activations_are_within_a_tenth_of_a_packed_trace():
     study = load_study("ablation")
     config = expand(study, "340M", rows=["LMM"])[0].config
     rows, length = config.optim.micro_batch_size, config.data.sequence_length
-    half = trace(config.model, rows // 2, length, "selective", documents=2 * rows)
-    traced = 2 * int(half.saved_bytes)
+    traced = 2 * int(trace(config.model, rows // 2, length, "selective", documents=2 * rows).saved_bytes)
     planned = check.needed_memory(config, study.scales["340M"].resources)["optim.micro_batch_size"]
     assert planned == pytest.approx(traced * config.model.n_layers, rel=0.1)
     most = saved_at_most(config.model, rows, length, "selective", "bf16") * rows * length
