@@ -32,8 +32,11 @@ def initialize(model: nn.Module, n_layers: int) -> None:
     """Initialise every parameter of a model, or of a part of one, from the global RNG.
 
     Layers are recognised by type, the other parameters by attribute name, so that custom blocks are
-    initialised like the built-in ones.
+    initialised like the built-in ones. On the meta device, where drawing takes most of the time that a model
+    takes to build, nothing is done.
     """
+    if all(parameter.is_meta for parameter in model.parameters()):
+        return
     for module in model.modules():
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=module.in_features**-0.5)

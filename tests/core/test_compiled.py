@@ -56,8 +56,8 @@ def test_packed_documents_compile_too(variant):
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
     starts = torch.zeros(2, 21, dtype=torch.bool)
-    for document in ((0, 9), (1, 13), (1, 14)):  # one more each time
-        starts[document] = True
+    for row, t in ((0, [9]), (1, [13, 14])):  # more each time
+        starts[row, t] = True
         documents, results = Documents.from_starts(starts), []
         for form, given in ((m, starts), (compiled, documents)):
             logits = form(x, document_starts=given).logits
@@ -126,9 +126,10 @@ def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
         block.recompute = "selective"  # as on a GPU
         block.compile(backend=counter, fullgraph=True)
     torch.manual_seed(1)
+    T = 32 if variant == "mac" else 64  # two segments: further ones are alike
     for step in range(14):
         with record(m) if step == 7 else nullcontext() as seen:
-            loss = m(tokens(4, 64), document_starts=torch.rand(4, 64) < 1 / 14).logits.square().mean()
+            loss = m(tokens(4, T), document_starts=torch.rand(4, T) < 1 / 14).logits.square().mean()
             loss.backward()
         assert seen is None or bool(seen.summary()) == (variant != "transformer")
     assert 1 <= counter.frame_count <= 2

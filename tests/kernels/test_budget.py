@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, library
 from torch.nn import functional as F
 
-from tests.kernels.cases import NATIVE
+from tests.kernels.cases import NATIVE, PARALLEL
 from titans_kernels import neural_memory, read_memory, state_dtype, write_budget
 from titans_kernels.memory import budget
 from titans_kernels.memory.forms.triton import budget as kernels
@@ -99,14 +99,11 @@ def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, lim
 
 
 @INTERPRETED
-@pytest.mark.parametrize("held", [0, 3])
-@pytest.mark.parametrize(("shape", "chunk_size", "borders"), [
-    CASES[1], CASES[4], ((2, 70, 2, 18), 48, None), ((1, 130, 1, 8), 128, None),
-    ((1, 40, 2, 18), 32, [0, 1, 1, 36, 40]),
+@pytest.mark.parametrize(("shape", "chunk_size", "borders", "held"), [
+    (*CASES[1], 0), (*CASES[1], 3), ((1, 70, 2, 18), 48, None, 3), ((1, 130, 1, 8), 128, None, 0),
+    (*CASES[4], 0), ((1, 40, 2, 18), 32, [0, 1, 1, 36, 40], 0),
 ])  # fmt: skip
 def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held):
-    if borders is not None and held:
-        pytest.skip("packed documents begin on a border")
     tokens = [x.float() for x in inputs(*shape, grad=False)]
     options = chunk_size, None if borders is None else torch.tensor(borders)
     result = kernels.forward(*tokens, *options, held)
@@ -119,7 +116,7 @@ def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held):
 
 
 @pytest.mark.parametrize(("form", "dtype"), [
-    *product([NATIVE, "pytorch"], [torch.float32, torch.float64]),
+    *product(["pytorch", *PARALLEL[1:]], [torch.float32, torch.float64]),
     pytest.param("triton", torch.float32, marks=INTERPRETED),
 ], indirect=["form"])  # fmt: skip
 def test_gradient_of_repeated_keys_does_not_depend_on_rounding(form, dtype):
@@ -323,14 +320,14 @@ def _written(v: Tensor, bound: float | None, backend: str, depth: int = 1) -> Te
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
-@pytest.mark.parametrize("backend", ["reference", "generic", "chunked", NATIVE, TRITON])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize(("backend", "dtype"), [
+    *product(["reference", "generic", *PARALLEL], [torch.float32, torch.float64]),
+    pytest.param("triton", torch.float32, marks=INTERPRETED),
+])  # fmt: skip
 def test_gradient_at_the_surprise_bound_is_that_within_it(backend, dtype, depth):
     """At |d| = c within a few roundings, in any direction. Above, only what is across d passes."""
-    if backend == "triton" and dtype == torch.float64:
-        pytest.skip("no kernel computes in float64")
     at = 1 - 8 * torch.finfo(dtype).eps
-    for seed in range(2):
+    for seed in range(1 if backend == "triton" else 2):
         draw = torch.randn(5, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         v = (F.normalize(draw, dim=-1) / 2).to(dtype).requires_grad_()
         slopes = {}

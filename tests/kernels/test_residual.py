@@ -13,9 +13,6 @@ from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.options import Options
 
 KINDS = ["none", "input", "norm"]
-every_kind = pytest.mark.parametrize("kind", KINDS)
-
-
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
 CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (19, 7, 0.5), (9, 64, 0.5)]
 
@@ -132,12 +129,13 @@ def test_packed_documents_are_separate_calls(depth, kind, groups, base, backend)
     assert_same(case.apart(borders, **options), packed, case.leaves)
 
 
-@pytest.mark.parametrize(("chunk_size", "bound"), [(1, 0.3), (5, None), (5, 0.3)])
+@pytest.mark.parametrize(("depth", "chunk_size", "bound"), [
+    (3, 1, 0.3), (1, 5, None), (1, 5, 0.3), (3, 5, 0.3),
+])  # fmt: skip
 @every_case
-def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, chunk_size, bound):
-    for depth in (1, 3):
-        case, cuts = Case(13, depth, kind=kind, groups=groups, base=base), ([3, 2, 3, 5], [1, 11, 1])
-        case.check(cuts=cuts, decoded=True, chunk_size=chunk_size, surprise_bound=bound)
+def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, depth, chunk_size, bound):
+    case = Case(13, depth, kind=kind, groups=groups, base=base)
+    case.check(cuts=([3, 2, 3, 5], [1, 11, 1]), decoded=True, chunk_size=chunk_size, surprise_bound=bound)
 
 
 @pytest.mark.parametrize(("kind", "groups", "base"), [
@@ -242,7 +240,7 @@ def test_groups_are_neighbouring_columns_of_every_layer(gate):
 
 
 @pytest.mark.parametrize("base", [False, True])
-@every_kind
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_read_without_a_write(kind, base):
     case = Case(20, kind=kind, base=base)
     tokens = [*case.tokens[:3], *(torch.zeros_like(x) for x in case.tokens[3:])]
@@ -290,10 +288,12 @@ def test_a_plain_residual_is_for_every_form(backend):
 
 HEADS = torch.ones(2, 4, dtype=torch.float64)
 BAD = {
-    "half": (lambda c: around(Residual(HEADS)), "residual: LN needs a weight and a bias, or neither"),
-    "shape": (lambda c: around(Residual(HEADS, HEADS[:1])),
+    "half": (lambda c: {"extension": Extension(Residual(HEADS))},
+             "residual: LN needs a weight and a bias, or neither"),
+    "shape": (lambda c: {"extension": Extension(Residual(HEADS, HEADS[:1]))},
               "residual: bias of shape (1, 4) is not [H, D] = (2, 4)"),
-    "widths": (lambda c: around(Residual()) | {"v": c.tokens[2][..., :3], "weights": narrow(c)},
+    "widths": (lambda c: {"extension": Extension(Residual()), "v": c.tokens[2][..., :3],
+                          "weights": tuple(W[..., :3] if W.shape[-1] == 4 else W for W in c.state.weights)},
                "residual: x + f(x) of widths 4 and 3"),
     "groups": (lambda c: {"alpha": c.tokens[3][..., None].expand(-1, -1, -1, 3)},
                "alpha: 3 groups of columns, which 8 columns do not divide into"),
@@ -303,14 +303,6 @@ BAD = {
                                      "theta": c.tokens[5][..., None].expand(-1, -1, -1, 4)},
                           "alpha: 2 groups of columns, another gate has 4"),
 }  # fmt: skip
-
-
-def around(residual: Residual) -> dict:
-    return {"extension": Extension(residual)}
-
-
-def narrow(case: Case) -> tuple:
-    return tuple(W[..., :3] if W.shape[-1] == 4 else W for W in case.state.weights)
 
 
 @pytest.mark.parametrize("name", BAD)
