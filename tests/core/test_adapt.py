@@ -1,5 +1,7 @@
 """Adapted models of every family: the source within the window, a memory of constant size beyond it."""
 
+import random
+
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -148,6 +150,50 @@ def test_every_parameter_of_a_memory_learns_from_the_teacher(kind):
     for memory in model.memories().values():
         assert all(p.grad.abs().max() > 0 for p in memory.parameters())
     assert model.get_input_embeddings().weight.grad is None
+
+
+def test_loss_counts_the_tokens_that_are_read():
+    model, text, mask = adapted(), tokens(), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[0, :20] = 0
+    logits = model(text, attention_mask=mask).logits
+    pairs = torch.cat([logits[0, 20:-1], logits[1, :-1]]), torch.cat([text[0, 21:], text[1, 1:]])
+    loss = model(text, attention_mask=mask, labels=text.masked_fill(mask == 0, -100)).loss
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(*pairs))
+
+
+def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
+    model, rng, expected = adapted(), random.Random(0), {}
+    sessions = adapt.Sessions(model, tmp_path / "kept")
+    for i in range(100):
+        kind, name = rng.choice(("add", "add", "fork", "rollback", "delete")), rng.choice("abc")
+        if kind == "add" or not expected.get(name):
+            text = [rng.randrange(2, 50) for _ in range(rng.randrange(1, 30))]
+            expected[name] = [*expected.get(name, []), (text, sessions.add(name, text))]
+        elif kind == "fork":
+            turn = rng.randrange(1, len(expected[name]) + 1)
+            sessions.fork(name, f"{name}{i}", turn)
+            expected[f"{name}{i}"] = expected[name][:turn]
+        elif kind == "rollback":
+            turn = rng.randrange(len(expected[name]) + 1)
+            sessions.rollback(name, turn)
+            expected[name] = expected[name][:turn]
+        else:
+            sessions.delete(name)
+            del expected[name]
+    kept = {name: turns for name, turns in expected.items() if turns}
+    assert sessions.names() == sorted(kept)
+    for name, turns in kept.items():
+        assert sessions.turns(name) == [turn for _, turn in turns]
+    replayed = adapt.Sessions(model, tmp_path / "replayed")
+    name, turns = max(kept.items(), key=lambda item: len(item[1]))
+    assert [replayed.add(name, text).hash for text, _ in turns] == [turn.hash for _, turn in turns]
+    for refused in (
+        lambda: sessions.rollback(name, 99),
+        lambda: sessions.delete("none"),
+        lambda: sessions.turns("../x"),
+    ):
+        with pytest.raises(ValueError, match="session"):
+            refused()
 
 
 @pytest.mark.parametrize(

@@ -132,15 +132,14 @@ class Adapted:
             raise ValueError("position_ids: packed documents; an adapted model reads one text a row")
         use_cache = labels is None and not own.training if use_cache is None else use_cache
         (features,), state = read_ragged(self._step, 1, front(x_BTD, order_BT), read_BT, past, use_cache)
-        loss = None
-        if labels is not None:
+        if labels is None:
+            logits, loss = own.lm_head(keep(features, logits_to_keep)), None
+        else:
+            logits, size = own.lm_head(features), self.config.vocab_size
             if read_BT is not None:  # a masked token predicts nothing
                 labels = labels.masked_fill(~F.pad(read_BT[:, :-1], (1, 0), value=True), IGNORED)
-            size = self.config.vocab_size
-            loss = own.loss_function(
-                own.lm_head(features), labels, size, num_items_in_batch=num_items_in_batch
-            )
-        logits = own.lm_head(keep(features, logits_to_keep))
+            loss = own.loss_function(logits, labels, size, num_items_in_batch=num_items_in_batch)
+            logits = keep(logits, logits_to_keep)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast(Any, state))
 
     def _step(self, x_BTD: Tensor, state: ModelState | None) -> tuple[list[Tensor], ModelState]:

@@ -25,6 +25,7 @@ from titans_platform.data import Batch, PreparedData
 from titans_platform.errors import UsageError, one_line
 from titans_platform.evals.perplexity import validation_batches
 from titans_platform.evals.scoring import measure_distributed
+from titans_platform.objectives.base import build_small
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.tasks import Context, Measurement, Task
 
@@ -151,6 +152,11 @@ class Adapting(NextToken):
         """Random tokens that the model has; its tokenizer may have special ones beside."""
         batch = super().sample_batch(rows)
         return batch._replace(tokens=batch.tokens % self.adapted_config().vocab_size)
+
+    def least_activations(self, rows: int) -> int:
+        """Count also the frozen weights, in values of four bytes."""
+        frozen = cast(Memories, build_small(self, self.cfg.model.n_layers)).adapted.parameters()
+        return super().least_activations(rows) + sum(p.nbytes for p in frozen) // 4
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row."""
