@@ -48,7 +48,7 @@ def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], ref
 
 
 def table(*rows) -> Any:
-    return SimpleNamespace(rows=rows, columns=COLUMNS)
+    return SimpleNamespace(rows=rows, columns=COLUMNS, tuned=False)
 
 
 def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
@@ -132,6 +132,9 @@ def test_rows_at_different_learning_rates_are_not_judged():
     assert (across.outcome, across.p, same.outcome) == (RATES, None, "agrees")
     assert same.p == same.ours.p
     assert tally(verdicts).endswith("; 1 more are across learning rates")
+    tuned = table(lmm, apart, equal)
+    tuned.tuned = True
+    assert [each.outcome for each in compare(tuned)][:2] == ["agrees", "agrees"]
 
 
 def test_agreement_follows_each_columns_direction():

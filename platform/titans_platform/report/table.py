@@ -155,6 +155,8 @@ class Table:
     """By column, in its unit; columns without a chance level are left out."""
     floors: Mapping[str, float]
     """By column, in its unit: the mean of its rows' floors."""
+    tuned: bool
+    """True if a study chose the learning rate of each row: rows at different rates are compared."""
     side_by_side: bool
     """True if cells ran at the same time on one machine, so that none was timed alone."""
     commit: str
@@ -214,6 +216,7 @@ def build_table(run: StudyRun) -> Table:
         # cells of one row may have different levels
         chance={key: columns[key].factor * statistics.fmean(level) for key, level in levels.items() if level},
         floors={key: statistics.fmean(floor) for key, floor in floors.items() if floor},
+        tuned=bool(scale.tuned),
         side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
         command=f"titans sweep run {study.name} --scale {run.scale_name} "
         f"--seeds {','.join(map(str, seeds))}{changed}",
@@ -342,7 +345,7 @@ class Comparison:
     above_floor: bool = True
     """False if the row or the baseline row is not better than its floor."""
     same_rate: bool = True
-    """False if the row was trained at another learning rate than the baseline row."""
+    """False if its learning rate is another than the baseline row's, and no study chose both."""
 
     @property
     def better(self) -> bool | None:
@@ -384,7 +387,7 @@ def compare(table: Table) -> list[Comparison]:
                 comparisons.append(Comparison(
                     row.row.name, key, first.row.name, theirs, ours, expected,
                     above_floor=first.entries[key].above_floor and row.entries[key].above_floor,
-                    same_rate=row.rates == first.rates,
+                    same_rate=table.tuned or row.rates == first.rates,
                 ))  # fmt: skip
     return adjust(comparisons)
 

@@ -178,6 +178,8 @@ class Scale(Frozen):
     checkpoint: Fragment = Field(default_factory=dict)
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
+    tuned: str = ""
+    """The study that chose each row's learning rate, on other seeds; rows at different rates are compared."""
     paper: str = ""
     """The size in the paper's tables to compare with; empty: the one named like the scale."""
     columns: dict[str, Column] = Field(default_factory=dict)
