@@ -134,8 +134,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             labels: [B, T], the tokens themselves (they are shifted here), -100 for no loss.
             use_cache: return the state; by default in inference without labels.
             logits_to_keep: logits of the last so many tokens, 0 for all, or of the given positions [N].
-            num_items_in_batch: divides the sum of the losses, in place of the number of labels, less the share
-                of labels behind padding, which it counts and which have no loss.
+            num_items_in_batch: divides the sum of the losses, in place of the number of labels, less the
+                share of labels behind padding, which it counts and which have no loss.
             cu_seq_lens_q, cu_seq_lens_k: [N + 1] borders of packed documents in the flattened batch.
             max_length_q, max_length_k: of the longest document; implied by the borders.
             seq_idx: [B, T], the document of each token.
