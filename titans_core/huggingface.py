@@ -18,7 +18,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (  # pyright: ignore[reportMissingImports]
     AutoConfig,
     AutoModelForCausalLM,
@@ -33,7 +32,6 @@ from titans_core.config import ModelConfig
 from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config, summary
 from titans_core.ragged import (
-    IGNORED,
     RaggedState,
     check_labels,
     document_starts,
@@ -41,6 +39,7 @@ from titans_core.ragged import (
     front,
     keep,
     read_ragged,
+    targets,
     unmasked,
 )
 from titans_core.state import ModelState
@@ -135,7 +134,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             labels: [B, T], the tokens themselves (they are shifted here), -100 for no loss.
             use_cache: return the state; by default in inference without labels.
             logits_to_keep: logits of the last so many tokens, 0 for all, or of the given positions [N].
-            num_items_in_batch: divides the sum of the losses, in place of the number of labels.
+            num_items_in_batch: divides the sum of the losses, in place of the number of labels, less the
+                share of labels behind padding, which it counts and which have no loss.
             cu_seq_lens_q, cu_seq_lens_k: [N + 1] borders of packed documents in the flattened batch.
             max_length_q, max_length_k: of the longest document; implied by the borders.
             seq_idx: [B, T], the document of each token.
@@ -174,10 +174,8 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
             logits = self.model.head(keep(streams[-1], logits_to_keep))
         else:
             logits, vocab_size = self.model.head(streams[-1]), self.model.config.vocab_size
-            if read_BT is not None:  # a masked token predicts nothing
-                follows = F.pad(read_BT[:, :-1], (1, 0), value=True)
-                labels = labels.masked_fill(~follows, IGNORED)
-            loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch=num_items_in_batch)
+            labels, count = targets(labels, read_BT, num_items_in_batch)
+            loss = self.loss_function(logits, labels, vocab_size, num_items_in_batch=count)
             logits = keep(logits, logits_to_keep)
         # not a transformers Cache: generation only uses what State defines
         return CausalLMOutputWithPast(

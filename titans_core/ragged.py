@@ -72,6 +72,23 @@ def check_labels(labels: Tensor | None, B: int, T: int) -> None:
         raise ValueError(f"labels: {labels.dtype}, not tokens")
 
 
+def targets(
+    labels: Tensor, read_BT: Tensor | None, count: Tensor | int | None
+) -> tuple[Tensor, Tensor | int | None]:
+    """Return ``labels`` [B, T] without those behind a masked token, and ``count`` less their share.
+
+    A masked token predicts nothing, but transformers' Trainer counts the first token behind padding. With the
+    share of this call, a step's loss is the mean of its micro-batches', each weighted by what Trainer counts.
+    """
+    if read_BT is None:
+        return labels, count
+    kept = labels.masked_fill(~F.pad(read_BT[:, :-1], (1, 0), value=True), IGNORED)
+    if count is not None:
+        some, every = ((x[:, 1:] != IGNORED).sum().clamp(min=1) for x in (kept, labels))
+        count = count * some / every
+    return kept, count
+
+
 def unmasked(mask: Tensor | None, past: RaggedState | None, B: int, T: int) -> Tensor | None:
     """[B, T] bool, the tokens of this call that are read; None for all."""
     if mask is None:

@@ -4,6 +4,8 @@ python -m experiments.audit.mutations    # the table
 """
 
 import random
+import re
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -415,7 +417,15 @@ def mutants(seed: int = 0) -> dict[str, tuple[str, type[Ema]]]:
 
 
 if __name__ == "__main__":
-    for title, (meant, layer) in mutants().items():
+    seen: dict[str, Counter[str]] = {kind: Counter() for kind in KINDS}
+    places: dict[str, list[str]] = {kind: [] for kind in KINDS}
+    for title, (_, layer) in mutants().items():
+        kind, period, residue = re.split(r", period |, residue ", title)
         report = audit(lambda layer=layer: adapt(layer()), width=D, skip=["impossible_retrieval"])
-        seen = [result.check for result in report.of("fail")]
-        print(f"| {title} | {meant} | {', '.join(seen) or 'NONE'} | {report.seconds:.1f} s |", flush=True)
+        seen[kind].update(result.check for result in report.of("fail"))
+        places[kind].append(f"{period}:{residue}")
+    print("| fault | period:residue | meant check | others |\n|:--|:--|:--|:--|")
+    for kind, (meant, _) in KINDS.items():
+        cells = [f"`{check}`" + f" ({n} of 3)" * (n < 3) for check, n in seen[kind].items() if check != meant]
+        caught = f"`{meant}`" + f" ({seen[kind][meant]} of 3)" * (seen[kind][meant] < 3)
+        print(f"| {kind} | {', '.join(places[kind])} | {caught} | {', '.join(cells) or '—'} |")

@@ -23,7 +23,6 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
@@ -32,13 +31,13 @@ from titans_core.adapt.families import FAMILIES, Family, find_family
 from titans_core.adapt.memory import AttentionMemory, MemoryOptions
 from titans_core.memory_file import hash_of
 from titans_core.ragged import (
-    IGNORED,
     RaggedState,
     check_labels,
     document_starts,
     front,
     keep,
     read_ragged,
+    targets,
     unmasked,
 )
 from titans_core.state import ModelState
@@ -142,9 +141,8 @@ class Adapted:
             logits, loss = own.lm_head(keep(features, logits_to_keep)), None
         else:
             logits, size = own.lm_head(features), self.config.vocab_size
-            if read_BT is not None:  # a masked token predicts nothing
-                labels = labels.masked_fill(~F.pad(read_BT[:, :-1], (1, 0), value=True), IGNORED)
-            loss = own.loss_function(logits, labels, size, num_items_in_batch=num_items_in_batch)
+            labels, count = targets(labels, read_BT, num_items_in_batch)
+            loss = own.loss_function(logits, labels, size, num_items_in_batch=count)
             logits = keep(logits, logits_to_keep)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast(Any, state))
 
