@@ -172,7 +172,9 @@ class RotaryEmbedding(NamedTuple):
         return RotaryEmbedding(*make(position_BT, width, base, dtype))
 
 
-def cosine_and_sine(position_BT: Tensor, width: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def cosine_and_sine(
+    position_BT: Tensor, width: int, base: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """Fields of `RotaryEmbedding` in ``dtype``, computed in float64."""
     half = width // 2
     exponent = torch.arange(half, device=position_BT.device, dtype=torch.float64) / half
@@ -180,8 +182,8 @@ def cosine_and_sine(position_BT: Tensor, width: int, base: float, dtype: torch.d
     return angle.cos().to(dtype), angle.sin().to(dtype)
 
 
-# opaque to torch.compile, which would compute them again for every head in each kernel that rotates: a quarter
-# of a Transformer's step on an H100
+# opaque to torch.compile, which would compute them again for every head in each kernel that rotates: a
+# quarter of a Transformer's step on an H100
 _rotary = torch.library.custom_op(
     "titans::rotary",
     cosine_and_sine,
