@@ -83,7 +83,7 @@ def facts(model: Memories, tokenizer: Any, texts: Sequence[list[int]], count: in
         row, at = rows(texts, 1, length, rng)[0][0, :length].tolist(), rng.randrange(8, 128 - len(told))
         row[at : at + len(told)] = told
         row[-len(asked) :] = asked
-        state, emptied = own.read(row[: -len(asked)]), []
+        state, emptied = own.read(row[: len(row) - len(asked) + 1]).state, []
         for block, layer in zip(state.blocks, own.layers(), strict=True):
             memory = getattr(layer, own.family.attention).memory
             emptied.append(block._replace(memory=memory and memory.start(1, block.k)))

@@ -38,31 +38,18 @@ class Gated(GatedDelta):
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = ["lmm", "mac", "mag", "mal"]
 BASELINE_OPTIONS: dict[str, dict] = {
-    "based": {"heads": 2, "feature": 4, "window": 12},
-    "gated_deltanet_h2": {"head_dim": 8, "state": 6},
-    "gla": {"heads": 2},
-    "hgrn2": {"heads": 2},
-    "hyena": {"length": 50, "filter_width": 8},
-    "mamba": {"state": 4},
-    "mamba2": {"head_dim": 8, "state": 6},
-    "retnet": {"heads": 2},
+    "based": {"heads": 2, "feature": 4, "window": 12}, "gated_deltanet_h2": {"head_dim": 8, "state": 6},
+    "gla": {"heads": 2}, "hgrn2": {"heads": 2}, "hyena": {"length": 50, "filter_width": 8},
+    "mamba": {"state": 4}, "mamba2": {"head_dim": 8, "state": 6}, "retnet": {"heads": 2},
     "samba": {"state": 4},
-}
+}  # fmt: skip
 ONLINE = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
 SWITCHES: dict[str, dict] = {
-    "default": {},
-    "linear": {"depth": 1},
-    "deep": {"depth": 4},
-    "online": {"chunk_size": 1},
-    "no_conv": {"conv": False},
-    "no_momentum": {"momentum": False},
-    "no_decay": {"decay": False},
-    "unbounded": {"surprise_bound": None, "max_theta": 0.05},
-    "gates_per_chunk": {"gates_per": "chunk"},
-    "plain_output": {"output": ()},
-    "wide_gelu": {"expansion": 2, "activation": "gelu"},
-    "gated_delta": {"rule": "gated_delta"},
-    "robust": {"rule": "tests.core.small:Robust(delta=0.3)"},
+    "default": {}, "linear": {"depth": 1}, "deep": {"depth": 4}, "online": {"chunk_size": 1},
+    "no_conv": {"conv": False}, "no_momentum": {"momentum": False}, "no_decay": {"decay": False},
+    "unbounded": {"surprise_bound": None, "max_theta": 0.05}, "gates_per_chunk": {"gates_per": "chunk"},
+    "plain_output": {"output": ()}, "wide_gelu": {"expansion": 2, "activation": "gelu"},
+    "gated_delta": {"rule": "gated_delta"}, "robust": {"rule": "tests.core.small:Robust(delta=0.3)"},
     "gated": {"rule": "tests.core.small:Gated", "gates_per": "chunk"},
     "gated_per_channel": {"rule": "tests.core.small:Gated", "channel_gates": "alpha", "write_budget": 1.0},
     "residual": {"residual": "input"},

@@ -7,7 +7,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from titans_core.config import MemoryConfig
-from titans_core.generation import Reading
 from titans_core.memory_file import load_memory, save_memory
 from titans_kernels import supports
 
@@ -98,6 +97,14 @@ def test_text_read_in_pieces_is_the_text_read_at_once_and_the_state_does_not_gro
     assert model.state_bytes(LENGTH) == model.state_bytes(10**6)
 
 
+@each_kind
+def test_state_does_not_grow_in_100_000_tokens(kind):
+    model, near = adapted(kind=kind), WINDOW + SINKS
+    for length in (near + 80, near + 100_000):  # on borders of chunks
+        leaves = tree_leaves(model.read(tokens(1, length + 1)[0].tolist()).state.blocks)
+        assert sum(x.nbytes for x in leaves if x is not None) == model.state_bytes(near)
+
+
 @torch.no_grad()
 def test_memory_alone_reaches_beyond_the_window_and_no_token_sees_a_later_one():
     model, text = adapted(layers=(1,)), tokens()
@@ -129,7 +136,7 @@ def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
     model, text = adapted(family, kind="titans"), tokens(1)[0].tolist()
     model.save_pretrained(tmp_path / "model")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    reading = Reading(model.read(text[:-1]), (text[-1],))
+    reading = model.read(text)
     save_memory(tmp_path / "text.memory", reading, model)
     back = load_memory(tmp_path / "text.memory", loaded)
     assert back.ahead == reading.ahead
@@ -257,5 +264,5 @@ def test_unknown_family_quantised_weights_and_long_texts_are_refused():
     with pytest.raises(ValueError, match=r"quantised \(gptq\)"):
         adapt.convert(quantised)
     with pytest.raises(ValueError, match="257 tokens; a titans_gpt2 has positions for 256"):
-        adapted("gpt2").read([2] * 257)
-    assert adapted("llama").read([2] * 300).position == 300
+        adapted("gpt2").read([2] * 258)
+    assert adapted("llama").read([2] * 300).tokens == 300

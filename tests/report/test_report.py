@@ -55,12 +55,9 @@ def finish(root: Path, cell: Cell, i: int, tasks=(), **fields) -> None:
         "columns": {"ppl": 5 + i / 8, "acc": 0.25 + i / 100},
         "chance": {"acc": 0.25},
         "tasks": {key: {"value": 0.5, "stderr": 0.1, "chance": 0.25, "items": 9} for key in tasks},
-        "parameters": 1000 + i,
-        "state_bytes": 64,
-        "tokens": 1000,
-        "train_seconds": 2.0,
+        "parameters": 1000 + i, "state_bytes": 64, "tokens": 1000, "train_seconds": 2.0,
         "mlflow_run_id": f"run{cell.name}",
-    }
+    }  # fmt: skip
     save(root, cell, **made | fields)
 
 

@@ -21,9 +21,7 @@ STUDY = {
         "data": {"sequence_length": 32, "sources": [{"kind": "files", "path": "texts"}]},
         "optim": {"steps": 27, "global_batch_size": 4, "lr": 1e-5},
         "eval": {"perplexity_tokens": 512, "columns": {"loss": [{"task": "loss"}]}},
-    },
-    "scales": {"small": {"seeds": [0, 1]}},
-    "rows": [{"name": "default"}],
+    }, "scales": {"small": {"seeds": [0, 1]}}, "rows": [{"name": "default"}],
     "search": {
         "metric": "loss",
         "trials": 6,
@@ -33,7 +31,7 @@ STUDY = {
             "model.d_model": {"choices": [16, 24]},
         },
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -218,3 +218,53 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
     console.print(measures_table(result), *bucket_tables(result))
     console.print(f"model {out}", soft_wrap=True, highlight=False)
     return runs
+
+
+@click.command()
+@click.argument("folder", metavar="MODEL", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--session", metavar="NAME", default="default", help="Session to continue, or to begin.")
+@click.option("--say", metavar="TEXT", help="Say one thing  [default: each line of stdin]")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=200, help="Maximum tokens of a reply.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
+@click.option("--list", "listed", is_flag=True, help="List all sessions, and do nothing else.")
+@click.option("--fork", metavar="NEW", help="Copy the session.")
+@click.option("--rollback", type=click.IntRange(0), metavar="TURN", help="Delete the turns after TURN.")
+@click.option("--delete", is_flag=True, help="Delete the session.")
+def chat(
+    folder: Path, session: str, say: str | None, max_new_tokens: int, temperature: float, seed: int,
+    listed: bool, fork: str | None, rollback: int | None, delete: bool,
+) -> None:  # fmt: skip
+    """Chat with MODEL, a folder of `titans adapt`, in a session whose memory is kept between calls.
+
+    A turn is what you say and the reply; each is a memory file in MODEL/sessions, whose hash is shown. The
+    size of a session does not grow, and its text is not kept.
+
+    \b
+    Example:
+      titans chat my-model --session anna --say "My name is Anna."
+      titans chat my-model --session anna --fork bert
+      titans chat my-model --session anna --rollback 1
+    """
+    from titans_core import Sampling
+    from titans_core.adapt import Chat
+
+    sampling = Sampling(temperature=temperature, seed=seed)
+    with within(f"{folder}: ", ValueError, ""):
+        talk = Chat(folder)
+        sessions = talk.sessions
+        if fork is not None:
+            sessions.fork(session, fork)
+        elif rollback is not None:
+            sessions.rollback(session, rollback)
+        elif delete:
+            sessions.delete(session)
+        elif not listed:
+            for line in click.get_text_stream("stdin") if say is None else [say]:
+                for piece in talk.say(session, line.rstrip("\n"), max_new_tokens, sampling):
+                    click.echo(piece, nl=False)
+                click.echo()
+        for name in sessions.names() if listed else [fork or session]:
+            for turn in sessions.turns(name)[0 if listed else -1 :]:
+                about = f"{name}, turn {turn.number}: {turn.tokens:,} tokens, memory {turn.hash}"
+                click.echo(about, err=not listed)

@@ -22,11 +22,13 @@ from torch.utils.checkpoint import checkpoint
 
 from titans_core import Model
 from titans_core.config import Frozen
+from titans_platform.config import RunConfig
 from titans_platform.data import Batch, PreparedData
 from titans_platform.errors import UsageError, one_line
 from titans_platform.evals.perplexity import validation_batches
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import build_small
+from titans_platform.loading import load_config
+from titans_platform.objectives.base import build_objective, build_small
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.tasks import Context, Measurement, Task
 from titans_platform.training.checkpoint import load_model
@@ -178,6 +180,15 @@ class Adapting(NextToken):
             raise UsageError(f"data.tokenizer: no start of a document among {config.vocab_size} tokens")
         if self.cfg.data.packing != "plain":
             raise UsageError("data.packing: an adapted model reads rows without borders; set it to plain")
+
+
+def load_adapted(folder: Path) -> tuple[Any, Any, RunConfig]:
+    """Load a model that `titans adapt` wrote, its tokenizer, and the config of its last run."""
+    from transformers import AutoModelForCausalLM
+
+    objective: Any = build_objective(load_config(folder / "tune.yaml", ()))
+    objective.adapted_config()
+    return AutoModelForCausalLM.from_pretrained(folder).eval(), objective.tokenizer(), objective.cfg
 
 
 def trained_weights(objective: Any, point: Path) -> dict[str, Tensor]:
