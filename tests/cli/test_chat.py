@@ -1,11 +1,10 @@
 """`titans chat` and `titans generate` with a model of `titans adapt`; other commands name what to use."""
 
 import pytest
-import torch
 
+from tests.objectives.test_adapt import write_source
 from titans_platform.cli import run
 from titans_platform.cli.adapt import _convert
-from titans_platform.data.tokenizer import load_tokenizer, write_tokenizer
 
 transformers = pytest.importorskip("transformers")
 adapt = pytest.importorskip("titans_core.adapt")
@@ -16,17 +15,11 @@ CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}<
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    source, out = (tmp_path_factory.mktemp("chat") / name for name in ("source", "out"))
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, vocab_size=260,
-        eos_token_id=256, initializer_range=0.2,
-    )  # fmt: skip
-    transformers.LlamaForCausalLM(config).save_pretrained(source)
-    write_tokenizer(load_tokenizer("byte"), source)
+    folder = tmp_path_factory.mktemp("chat")
     about = {"data": None, "length": 48, "rows": {"transfer": 1, "tune": 1}, "threads": 1}
-    _convert(str(source), out, adapt.MemoryOptions(window=16, sinks=2), about)
-    return str(out)
+    source = write_source(folder / "source", initializer_range=0.2)
+    _convert(str(source), folder / "out", adapt.MemoryOptions(window=16, sinks=2), about)
+    return str(folder / "out")
 
 
 def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, capsys):
@@ -80,4 +73,4 @@ def test_generate_takes_the_model_and_commands_for_runs_refuse_it(model, capsys,
         assert run([command[0], model, *command[1:]]) == 2
         assert "a transformers model, and not a run; give the run" in capsys.readouterr().err.splitlines()[-1]
     assert run(["chat", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {tmp_path}: ")
+    assert f"error: {tmp_path}: has no config.json; give a folder" in capsys.readouterr().err

@@ -91,10 +91,8 @@ def test_exit_codes_and_one_line(failing, capsys, error, code, debug):
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    (["trian"], "trian"),
-    (["train"], "Missing argument 'CONFIG'"),
-    (["train", "none.yaml"], "none.yaml: no such file"),
-    (["train", "{yaml}", "--stes", "x"], "--stes"),
+    (["trian"], "trian"), (["train"], "Missing argument 'CONFIG'"),
+    (["train", "none.yaml"], "none.yaml: no such file"), (["train", "{yaml}", "--stes", "x"], "--stes"),
     (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
     (["train", "{yaml}", "--set", "model.variant=mac"],
      "model.attention.segment_size: variant mac needs one"),

@@ -241,14 +241,11 @@ def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
             refused(*given)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "options", "message"),
-    [
-        ("llama", {}, {"window": 254}, "window: 257 tokens with the sinks, but the source's context has 256"),
-        ("llama", {}, {"layers": (2,)}, "layers: 2 does not exist; the source has 2"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "layers without full attention"),
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "options", "message"), [
+    ("llama", {}, {"window": 254}, "window: 257 tokens with the sinks, but the source's context has 256"),
+    ("llama", {}, {"layers": (2,)}, "layers: 2 does not exist; the source has 2"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "layers without full attention"),
+])  # fmt: skip
 def test_conversion_that_cannot_be_is_refused(family, fields, options, message):
     with pytest.raises(ValueError, match=message):
         adapt.convert(source(family, **fields), adapt.MemoryOptions(**SHORT | options))

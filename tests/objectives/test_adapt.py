@@ -148,15 +148,12 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
     torch.testing.assert_close(own.losses(model, batch), expected, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
-        (["--layers", "0,x"], "--layers: "),
-        (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
-        (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
-    ],
-)
+@pytest.mark.parametrize(("options", "message"), [
+    (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
+    (["--layers", "0,x"], "--layers: "),
+    (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
+    (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
+])  # fmt: skip
 def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys):
     assert adapt(place, "refused", "--dry-run", *options) == 2
     error = capsys.readouterr().err

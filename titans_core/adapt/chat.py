@@ -37,10 +37,9 @@ class Chat:
 
     def __init__(self, folder: Path, sessions: Path | None = None):
         self.folder = folder
-        try:
-            options_of(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
-        except OSError as error:
-            raise ValueError(" ".join(str(error).split())) from None
+        if not (folder / "config.json").is_file():
+            raise ValueError("has no config.json; give a folder that titans adapt wrote")
+        options_of(transformers.AutoConfig.from_pretrained(folder, local_files_only=True))
         self.sessions = Sessions(None, sessions or folder / "sessions")
 
     @cached_property

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -221,7 +222,7 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
 
 
 @click.command()
-@click.argument("folder", metavar="MODEL", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.argument("folder", metavar="MODEL", type=click.Path(path_type=Path))
 @click.option("--session", metavar="NAME", default="default", help="Session to continue, or to begin.")
 @click.option("--say", metavar="TEXT", help="Say one thing  [default: each line of stdin]")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=200, help="Maximum tokens of a reply.")
@@ -242,7 +243,7 @@ def chat(
 
     \b
     Example:
-      titans chat my-model --session anna --say "My name is Anna."
+      titans chat my-model --session anna --say Hello
       titans chat my-model --session anna --fork bert
       titans chat my-model --session anna --rollback 1
     """
@@ -260,7 +261,7 @@ def chat(
         elif delete:
             sessions.delete(session)
         elif not listed:
-            for line in click.get_text_stream("stdin") if say is None else [say]:
+            for line in sys.stdin if say is None else [say]:
                 for piece in talk.say(session, line.rstrip("\n"), max_new_tokens, sampling):
                     click.echo(piece, nl=False)
                 click.echo()
