@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_kernels import (
-    DecodeState,
-    Extension,
-    MemoryState,
-    Residual,
-    Rule,
-    extend_memory,
-    neural_memory,
-)
+from titans_kernels import DecodeState, Extension, MemoryState, Residual, Rule, extend_memory, neural_memory
 from titans_kernels.native import library
 
 needs_compiler = pytest.mark.skipif(library(torch.float64) is None, reason="no C++ compiler")
