@@ -10,17 +10,13 @@ from typing import Any
 TASK: dict[str, Any] = {"task": "recall", "options": {"pairs": 2}}
 RUN: dict[str, Any] = {
     "model": {
-        "variant": "lmm",
-        "vocab_size": 260,
-        "d_model": 16,
-        "n_layers": 1,
-        "memory": {"heads": 2, "chunk_size": 8},
-        "attention": {"heads": 2},
+        "variant": "lmm", "vocab_size": 260, "d_model": 16, "n_layers": 1,
+        "memory": {"heads": 2, "chunk_size": 8}, "attention": {"heads": 2},
     },
     "data": {"sequence_length": 32, "sources": [{"kind": "task", "rows": 64, "tasks": [TASK]}]},
     "optim": {"steps": 20, "global_batch_size": 4, "lr": 3e-3},
     "eval": {"items": 8, "columns": {"reasoning": [TASK]}},
-}
+}  # fmt: skip
 
 
 def study(steps: int = 20, items: int = 8, more_rows: tuple[dict, ...] = (), **fields: Any) -> dict[str, Any]:

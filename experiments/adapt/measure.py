@@ -32,7 +32,7 @@ KINDS = ("password", "favourite word", "code name", "secret word")
 
 
 def rows(texts: Sequence[list[int]], count: int, length: int, rng: random.Random) -> list[torch.Tensor]:
-    """``count`` rows [1, length + 1], each from another text as long as there are any."""
+    """Draw ``count`` rows [1, length + 1], each from another text as long as there are any."""
     order, drawn = rng.sample(range(len(texts)), len(texts)), []
     for i in range(count):
         text = texts[order[i % len(order)]]
@@ -54,6 +54,7 @@ def context(model: Memories, drawn: list[torch.Tensor], edges: Sequence[int]) ->
     first = model.adapted.options.window + model.adapted.options.sinks
     losses: list[list[torch.Tensor]] = []
     for row in drawn:
+        row = row.to(model.adapted.device)
         losses.append([model(row, mode)[0].double() for mode in MODES])
         for start, end in [*pairwise(edges), (edges[1], edges[-1])]:
             means = [[float(x[start - first : end - first].mean()) for x in of] for of in losses]
@@ -74,7 +75,7 @@ def facts(model: Memories, tokenizer: Any, texts: Sequence[list[int]], count: in
     rng, own, right = random.Random(11), model.adapted, {}
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     after = len(encode('x "'))
-    likely = torch.tensor(sorted({encode(f'x "{word}')[after] for word in WORDS}))
+    likely = torch.tensor(sorted({encode(f'x "{word}')[after] for word in WORDS}), device=own.device)
     for i in range(count):
         name, kind, word = rng.choice(NAMES), rng.choice(KINDS), rng.choice(WORDS)
         told = encode(f'\n\nPlease remember this: {name}\'s {kind} is "{word}".\n\n')
@@ -88,10 +89,10 @@ def facts(model: Memories, tokenizer: Any, texts: Sequence[list[int]], count: in
             emptied.append(block._replace(memory=memory and memory.start(1, block.k)))
         for mode in (*MODES, "emptied"):
             if mode in ("full", "window"):
-                x, call = torch.tensor([row]), Pass(far=mode)
+                x, call = torch.tensor([row], device=own.device), Pass(far=mode)
             else:
                 blocks = tuple(emptied) if mode == "emptied" else state.blocks
-                x, call = torch.tensor([asked]), Pass(state.position, blocks)
+                x, call = torch.tensor([asked], device=own.device), Pass(state.position, blocks)
             logits = own.lm_head(own.encode(own.get_input_embeddings()(x), call)[:, -1])[0]
             hit = bool(likely[logits[likely].argmax()] == answer)
             right.setdefault(mode, []).append((hit, float(logits.log_softmax(-1)[answer])))
@@ -113,9 +114,10 @@ def main() -> None:
     parser.add_argument("--facts", type=int, default=20)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    model = Memories(transformers.AutoModelForCausalLM.from_pretrained(given.model)).eval()
+    model = Memories(transformers.AutoModelForCausalLM.from_pretrained(given.model)).eval().to(given.device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     with lzma.open(given.texts, "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["text"][20_000:220_000] for line in file]

@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.utils._pytree import tree_leaves
 
+from titans_core.config import MemoryConfig
 from titans_core.generation import Reading
 from titans_core.memory_file import load_memory, save_memory
+from titans_kernels import supports
 
 transformers = pytest.importorskip("transformers")
 adapt = pytest.importorskip("titans_core.adapt")
@@ -140,16 +142,52 @@ def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
 
 
 @each_kind
-def test_every_parameter_of_a_memory_learns_from_the_teacher(kind):
-    model = adapted("llama", kind=kind)
-    call = attention.Pass(far="transfer")
-    with torch.no_grad():
-        model.encode(model.get_input_embeddings()(tokens()), call)
-    assert [tuple(error.shape) for error in call.errors] == [(2,), (2,)]
-    torch.stack(call.errors).sum().backward()
-    for memory in model.memories().values():
-        assert all(p.grad.abs().max() > 0 for p in memory.parameters())
-    assert model.get_input_embeddings().weight.grad is None
+def test_every_parameter_of_a_memory_learns_from_the_teacher_layer_by_layer(kind, monkeypatch):
+    model, hooks = adapted("llama", kind=kind).requires_grad_(False), torch.autograd.graph.saved_tensors_hooks
+    memories = torch.nn.ModuleDict(model.memories()).requires_grad_(True)
+
+    def learnt():
+        call, read = attention.Pass(far="transfer"), []
+        with torch.no_grad(), hooks(lambda x: x, lambda x: read.append(x.shape) or x):
+            model.encode(model.get_input_embeddings()(tokens()), call)
+        assert [tuple(error.shape) for error in call.errors] == [(2,), (2,)]
+        read.clear()
+        gradients = torch.autograd.grad(torch.stack(call.errors).sum(), list(memories.parameters()))
+        return gradients, {*read} - {p.shape for p in memories.parameters()}
+
+    gradients, kept = learnt()
+    assert not kept
+    assert all(g.abs().max() > 0 for g in gradients)
+    monkeypatch.setattr(attention, "_differentiated", lambda loss_B, module: loss_B)
+    expected, kept = learnt()
+    assert kept
+    torch.testing.assert_close(gradients, expected)
+
+
+@each_kind
+@torch.no_grad()
+def test_memory_is_float32_under_autocast_and_beside_weights_in_bf16(kind, tmp_path):
+    model, text = adapted(kind=kind), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        state = model(text, use_cache=True).past_key_values.groups[0].state
+    assert {x.dtype for x in tree_leaves([carry.memory for carry in state.blocks])} == {torch.float32}
+    adapt.convert(source("llama").bfloat16(), model.options).save_pretrained(tmp_path)
+    half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert {x.dtype for x in half.parameters()} == {torch.float32, torch.bfloat16}
+    assert {p.dtype for memory in half.memories().values() for p in memory.parameters()} == {torch.float32}
+    assert largest(half(text).logits[:, :WINDOW], model(text).logits[:, :WINDOW]) < 0.1
+    model = model.to("meta")
+    cache = model(text.to("meta"), use_cache=True).past_key_values
+    assert model(text.to("meta"), past_key_values=cache).logits.device.type == "meta"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_defaults_have_kernels_on_a_gpu(dtype):
+    of, matrix = adapt.MemoryOptions(), {"depth": 1, "chunk_size": 1, "rule": "gated_delta"}
+    config = MemoryConfig(depth=of.depth, chunk_size=of.chunk, surprise_bound=0.3, write_budget=2.0)
+    assert supports(config, 64, dtype, 90)[::2] == ("triton", "")
+    config = MemoryConfig(**matrix, surprise_bound=None, write_budget=None)
+    assert supports(config, 64, dtype, 90) == ("online", "delta", "")
 
 
 def test_loss_counts_the_tokens_that_are_read():
@@ -187,13 +225,13 @@ def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
     replayed = adapt.Sessions(model, tmp_path / "replayed")
     name, turns = max(kept.items(), key=lambda item: len(item[1]))
     assert [replayed.add(name, text).hash for text, _ in turns] == [turn.hash for _, turn in turns]
-    for refused in (
-        lambda: sessions.rollback(name, 99),
-        lambda: sessions.delete("none"),
-        lambda: sessions.turns("../x"),
+    for refused, *given in (
+        (sessions.rollback, name, 99),
+        (sessions.delete, "none"),
+        (sessions.turns, "../x"),
     ):
         with pytest.raises(ValueError, match="session"):
-            refused()
+            refused(*given)
 
 
 @pytest.mark.parametrize(

@@ -89,14 +89,21 @@ def test_adapted_model_writes_in_a_pipeline_with_a_chat_template(adapted):
     assert tokenizer.decode(new, skip_special_tokens=True) == written
 
 
-def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys):
-    assert adapt(adapted, "out") == 0
+def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypatch):
+    before = (adapted / "out" / "model.safetensors").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", None)
+        assert adapt(adapted, "out") == 0
+    assert (adapted / "out" / "model.safetensors").read_bytes() == before
     assert capsys.readouterr().out.count("is finished; nothing to do") == 2
     assert adapt(adapted, "planned", "--dry-run", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     assert planned["transfer"]["steps"] == 6
     assert min(planned["tune"][key] for key in ("seconds", "peak_bytes", "state_bytes")) > 0
     assert not (adapted / "planned").exists()
+    assert adapt(adapted, "some", "--layers", "1", "--dry-run", "--json") == 0
+    some = json.loads(capsys.readouterr().out)["tune"]
+    assert some["parameters"] == planned["tune"]["parameters"] / 2
 
 
 def test_interrupted_transfer_resumes_to_the_same_memories(adapted, monkeypatch):

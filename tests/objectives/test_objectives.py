@@ -1,6 +1,5 @@
 """Objectives through the CLI: a series is trained, resumed, evaluated and reported like tokens."""
 
-import csv
 import json
 import shutil
 from pathlib import Path
@@ -81,34 +80,6 @@ def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     again = read_json(cell / "result.json")
     assert again is not None
     assert again | dict.fromkeys(CLOCKS) == first | dict.fromkeys(CLOCKS)
-
-
-STUDY = {
-    "name": "waves",
-    "columns": {
-        "mse": {"title": "Squared error", "higher_is_better": False, "decimals": 3},
-        "mae": {"title": "Absolute error", "higher_is_better": False, "decimals": 3},
-    },
-    "base": {key: value for key, value in RUN.items() if key != "objective"} | {"optim": RUN["optim"]},
-    "scales": {"small": {"objective": RUN["objective"]}},
-    "rows": [{"name": "next step", "set": {"objective.options.horizon": 1}}, {"name": "three steps"}],
-}
-
-
-@pytest.mark.nightly
-@pytest.mark.cluster
-@pytest.mark.usefixtures("ray_cluster")
-def test_study_of_a_series_has_its_table(run_yaml, capsys, answer):
-    Path("waves.yaml").write_text(json.dumps(STUDY))
-    study = ["waves.yaml", "--scale", "small", "--root", "runs"]
-    plan = answer("sweep", "run", *study, "--dry-run")
-    assert plan["to_run"] == 2
-    assert plan["cells"][0]["parameters"] < plan["cells"][1]["parameters"]
-    assert cli.run(["sweep", "run", *study]) == 0
-    with Path("runs/studies/waves-small/table.csv").open() as file:
-        means = {(line["row"], line["column"]): float(line["mean"]) for line in csv.DictReader(file)}
-    assert means["next step", "mse"] < means["three steps", "mse"]
-    assert means["three steps", "mae"] > 0
 
 
 @pytest.mark.parametrize(("sets", "says"), [

@@ -7,7 +7,7 @@ leaves it is written to a memory. `titans adapt` trains the memories.
 """
 
 from titans_core.adapt.memory import MemoryOptions
-from titans_core.adapt.model import MODELS, Adapted, convert, options_of
+from titans_core.adapt.model import MODELS, Adapted, convert, options_of, replace_weights
 from titans_core.adapt.sessions import Sessions
 
-__all__ = ["MODELS", "Adapted", "MemoryOptions", "Sessions", "convert", "options_of"]
+__all__ = ["MODELS", "Adapted", "MemoryOptions", "Sessions", "convert", "options_of", "replace_weights"]

@@ -18,10 +18,12 @@ from torch.utils._pytree import tree_leaves
 
 from titans_core.adapt.families import Family
 from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
+from titans_kernels import without_autocast
 
 Far = Literal["memory", "window", "full", "transfer"]
 """Stands for the tokens beyond the window: the memory; nothing; themselves, as in the source (no state is
-left); transfer: themselves, while each memory's error to them is collected."""
+left); transfer: themselves, while each memory's error to them is collected and its
+gradients are taken."""
 
 
 class Carry(NamedTuple):
@@ -94,12 +96,13 @@ class WindowAttention(nn.Module):
     def _error(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, full: Tensor) -> Tensor:
         """[B], the part of the window's squared error to full attention that the memory leaves."""
         start, beyond = self._start(q, k), self.options.window + self.options.sinks
-        error = lambda y: (y - full)[:, beyond:].float().square().sum((1, 2, 3))  # noqa: E731
+        error = lambda y: (y - full.float())[:, beyond:].square().sum((1, 2, 3))  # noqa: E731
         with torch.no_grad():
             window, level = self._window(q, k, v, start, 0, rotary)
+            window = window.float()
         with torch.enable_grad():
             learnt, *_ = self._with_memory(x, q, window, level, start, k, v, 0)
-            return error(learnt) / error(window).clamp(min=1e-9)
+            return _differentiated(error(learnt) / error(window).clamp(min=1e-9), cast(Any, self.memory))
 
     def _carried(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, call: Pass) -> Tensor:
         before = call.blocks[self.layer_idx] if call.blocks else self._start(q, k)
@@ -208,6 +211,18 @@ class WindowAttention(nn.Module):
         window = y[:, lead:].float()
         mixed = (window + share * (read - window)).to(y.dtype)
         return torch.cat([y[:, :lead], mixed], 1), after, gates
+
+
+def _differentiated(loss_B: Tensor, module: nn.Module) -> Tensor:
+    """Take the gradients of a sum of losses now, so that no graph is kept; rows must count alike."""
+    if not loss_B.requires_grad:
+        return loss_B
+    parameters = [p for p in module.parameters() if p.requires_grad]
+    with without_autocast(loss_B):
+        gradients = torch.autograd.grad(loss_B.sum(), parameters)
+    # zero, with these gradients
+    zero = sum(((p - p.detach()) * g).sum() for p, g in zip(parameters, gradients, strict=True))
+    return loss_B.detach() + zero / len(loss_B)
 
 
 def rotate(x_BTHE: Tensor, rotary: tuple[Tensor, Tensor] | None, at_T: Tensor) -> Tensor:

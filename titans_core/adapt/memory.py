@@ -20,7 +20,15 @@ from torch.nn import functional as F
 
 from titans_core.config import Frozen, PositiveInt
 from titans_core.memory import expand_momentum, zero_momentum
-from titans_kernels import AnyState, DecodeState, Extension, MemoryState, extend_memory, find_rule
+from titans_kernels import (
+    AnyState,
+    DecodeState,
+    Extension,
+    MemoryState,
+    extend_memory,
+    find_rule,
+    without_autocast,
+)
 from titans_kernels.memory.budget import effective_steps
 
 FORGETS, CLOSED, WRITES = -7.0, -4.0, 0.0
@@ -70,6 +78,9 @@ class AttentionMemory(nn.Module):
         options: the memory's kind and sizes.
     """
 
+    query_MEE: nn.Parameter
+    key_MEE: nn.Parameter
+
     def __init__(self, width: int, heads: int, groups: int, head_dim: int, options: MemoryOptions):
         super().__init__()
         count, self.deep = heads * options.heads, options.kind == "titans"
@@ -113,9 +124,8 @@ class AttentionMemory(nn.Module):
     ) -> tuple[Tensor, MemoryCarry]:
         """Write a token that has left the window, then read with the query that it leaves: [B, T, H, E]."""
         each = lambda x: x.float().repeat_interleave(self.count // x.shape[2], 2)  # noqa: E731
-        mapped = lambda x, W: torch.einsum("btme,mef->btmf", x, W.float())  # noqa: E731
-        q = F.normalize(mapped(each(q_BTHE), self.query_MEE), dim=-1)
-        k, v = F.normalize(mapped(each(k_BTGE), self.key_MEE), dim=-1), each(v_BTGE)
+        q = F.normalize(_mapped(each(q_BTHE), self.query_MEE), dim=-1)
+        k, v = F.normalize(_mapped(each(k_BTGE), self.key_MEE), dim=-1), each(v_BTGE)
         alpha, theta, *eta = gates_BTA.sigmoid().split(self.count, -1)
         state = carry.state._replace(momentum=expand_momentum(carry.state.momentum, carry.state.weights))
         if self.deep:
@@ -128,7 +138,7 @@ class AttentionMemory(nn.Module):
                 extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
             )  # fmt: skip
             carry = MemoryCarry(after._replace(momentum=zero_momentum(after.weights)))
-        y = mapped(y, self.out_MEE).unflatten(2, (self.heads, -1)).sum(3)
+        y = _mapped(y.float(), self.out_MEE).unflatten(2, (self.heads, -1)).sum(3)
         return y, carry
 
     def _extend_deep(
@@ -163,7 +173,13 @@ class AttentionMemory(nn.Module):
 
 
 def _float(layer: nn.Linear, x: Tensor) -> Tensor:
-    return F.linear(x.float(), layer.weight.float(), layer.bias.float())
+    with without_autocast(x):
+        return F.linear(x.float(), layer.weight.float(), layer.bias.float())
+
+
+def _mapped(x_BTME: Tensor, maps_MEF: Tensor) -> Tensor:
+    with without_autocast(x_BTME):
+        return torch.einsum("btme,mef->btmf", x_BTME, maps_MEF.float())
 
 
 def _turn(width: int) -> Tensor:

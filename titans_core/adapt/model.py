@@ -12,12 +12,16 @@ Shapes: B rows, T tokens of a call, D model width, V vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 import transformers  # pyright: ignore[reportMissingImports]
 from pydantic import ValidationError
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
@@ -47,6 +51,7 @@ class Adapted:
 
     family: Family
     config: Any
+    _keep_in_fp32_modules_strict = frozenset({"memory"})
     _is_stateful = True  # a state cannot be rolled back by a few tokens
 
     def __init__(self, config: Any):
@@ -71,6 +76,7 @@ class Adapted:
         """Put untrained memories in the place of the memories, from the global RNG."""
         for layer in self.layers():
             getattr(layer, self.family.attention).add_memory(self.config, self.options)
+        nn.ModuleDict(self.memories()).to(cast(Any, self).device)
 
     def source_hash(self) -> str:
         """Return a hash of the source's weights and of the memory's options, 16 hex digits."""
@@ -194,9 +200,20 @@ def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # no
     for key in ("model_type", "architectures", "quantization_config"):
         entries.pop(key, None)
     model = model_class(model_class.config_class(**entries)).to(source.dtype)
+    nn.ModuleDict(model.memories()).float()
     model.load_state_dict(source.state_dict(), strict=False)
     model.generation_config = source.generation_config
     return model.eval()
+
+
+def replace_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Write weights of a saved model in the place of the earlier ones, file by file."""
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, "pt") as file:
+            about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        if own := {name: weights[name].to(x.dtype) for name, x in tensors.items() if name in weights}:
+            save_file(tensors | own, temporary := path.with_suffix(".partial"), about)
+            os.replace(temporary, path)
 
 
 def options_of(config: Any) -> MemoryOptions:

@@ -64,10 +64,13 @@ def adapt(
       titans adapt HuggingFaceTB/SmolLM2-135M-Instruct my-model --data books/ --dry-run
       titans adapt HuggingFaceTB/SmolLM2-135M-Instruct my-model --data books/
     """
+    import torch
     from pydantic import ValidationError
 
     from titans_core.adapt import MemoryOptions
 
+    if gpus and not torch.cuda.is_available():
+        raise UsageError("--gpus: this machine has no GPU that torch can use; leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
     given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
     try:
@@ -83,7 +86,7 @@ def adapt(
         folder = Path(folder)
         _convert(source, folder, options, about)
         if dry_run:
-            planned = {stage: _plan(_config(folder, stage, overrides), console) for stage in STAGES}
+            planned = {stage: _plan(_config(folder, stage, overrides), gpus, console) for stage in STAGES}
             return echo_json(planned) if as_json else None
         result = _train(folder, root, overrides, gpus, console)
     if as_json:
@@ -150,8 +153,10 @@ def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
     return load_config(folder / f"{stage}.yaml", overrides)
 
 
-def _plan(cfg: RunConfig, console: Console) -> dict[str, Any]:
-    """Time one step of a run on random tokens, and show the run's cost."""
+def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
+    """Time one step of a run on random tokens, on a GPU the second one, and show the run's cost."""
+    import torch
+
     from titans_platform.objectives import build_objective
     from titans_platform.training.loop import Trainer, deterministic
 
@@ -160,13 +165,15 @@ def _plan(cfg: RunConfig, console: Console) -> dict[str, Any]:
     with deterministic(cfg.seed, cfg.threads):
         batch, model = objective.sample_batch(rows), objective.build_model()
         stream: Any = SimpleNamespace(batch=lambda step: batch)
-        trainer = Trainer(
-            model, cfg.optim, stream, objective=objective, sequence_length=cfg.data.sequence_length
-        )
+        options: Any = {"objective": objective, "sequence_length": cfg.data.sequence_length}
+        trainer = Trainer(model, cfg.optim, stream, "cuda" if gpus else "cpu", **options)
+        if gpus:  # which compiles the kernels
+            trainer.step()
         began = time.perf_counter()
         trainer.step()
         seconds = (time.perf_counter() - began) * cfg.optim.steps
-    peak = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if gpus else rss
     planned = {
         "parameters": model.num_parameters(),
         "state_bytes": model.state_bytes(cfg.data.sequence_length),
@@ -182,12 +189,13 @@ def _plan(cfg: RunConfig, console: Console) -> dict[str, Any]:
 
 def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
     """Train both stages, each from its last checkpoint, and write the memories into the model after each."""
+    from titans_core.adapt import replace_weights
     from titans_platform.cli.live import bucket_tables, measures_table
-    from titans_platform.cli.train import _run, _spec
+    from titans_platform.cli.train import prepared_spec, train_run
     from titans_platform.objectives import build_objective
+    from titans_platform.objectives.adapt import trained_weights
     from titans_platform.runs.load import find_checkpoint, located
     from titans_platform.runs.spec import Resources
-    from titans_platform.training.checkpoint import load_model
 
     runs, before, result = {}, None, None
     for stage in STAGES:
@@ -196,18 +204,15 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
         objective = build_objective(cfg)
         objective.check()
         resources = Resources(workers=1, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
-        spec = _spec(objective, root, resources, None, console, dry_run=False)
+        spec = prepared_spec(objective, root, resources, None, console, dry_run=False)
         assert spec
-        result = _run(spec, root, f"{out.name} {stage}", console)
+        result = train_run(spec, root, f"{out.name} {stage}", console)
         before = str(spec.folder.path)
         runs[stage] = result.record()
-        model: Any = objective.build_model()
-        load_model(find_checkpoint(before, root), model)
-        model.adapted.save_pretrained(out)
-        unit = build_objective(cfg).loss_unit
+        replace_weights(out, trained_weights(objective, find_checkpoint(before, root)))
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
-            f"{result.final_train_loss:.4f} {unit}", soft_wrap=True, highlight=False,
+            f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True, highlight=False,
         )  # fmt: skip
     assert result
     console.print(measures_table(result), *bucket_tables(result))

@@ -95,12 +95,12 @@ def train(
     objective.check()
     check_resources(cfg, resources, shared=True)
     check_start(cfg)
-    spec = _spec(objective, root, resources, resume_from, console, dry_run)
+    spec = prepared_spec(objective, root, resources, resume_from, console, dry_run)
     if dry_run:
         planned = plan(cfg, resources, spec)
         return echo_json(planned) if as_json else _show_plan(planned, console)
     assert spec
-    result = _run(replace(spec, profile=profile), root, name or config.stem, console)
+    result = train_run(replace(spec, profile=profile), root, name or config.stem, console)
     if as_json:
         return echo_json(result.record())
     console.print(measures_table(result))
@@ -111,7 +111,7 @@ def train(
     console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
 
 
-def _spec(
+def prepared_spec(
     objective: Objective[Any], root: Path, resources: Resources, resume_from: str | None, console: Console,
     dry_run: bool,
 ) -> RunSpec | None:  # fmt: skip
@@ -138,7 +138,7 @@ def _spec(
     return replace(spec, start=checkpoint_of_shorter(spec, resume_from)) if resume_from else spec
 
 
-def _run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
+def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
     """Train and evaluate a run, logged in MLflow as ``name``; a finished one is not trained again."""
     from titans_platform.cli.live import run_display
     from titans_platform.runs.execute import execute

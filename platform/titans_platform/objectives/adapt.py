@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
@@ -28,6 +29,7 @@ from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import build_small
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.tasks import Context, Measurement, Task
+from titans_platform.training.checkpoint import load_model
 
 HEAD_TOKENS = 256
 """Tokens whose logits are in memory at once."""
@@ -115,7 +117,7 @@ class Adapting(NextToken):
 
     Options = AdaptOptions
     stage: ClassVar[str]
-    carries = False
+    carries = equal_blocks = False
     validation_task = None
 
     def adapted_config(self) -> Any:
@@ -176,6 +178,14 @@ class Adapting(NextToken):
             raise UsageError(f"data.tokenizer: no start of a document among {config.vocab_size} tokens")
         if self.cfg.data.packing != "plain":
             raise UsageError("data.packing: an adapted model reads rows without borders; set it to plain")
+
+
+def trained_weights(objective: Any, point: Path) -> dict[str, Tensor]:
+    """Read the weights of a checkpoint under their names in the adapted model, which is not loaded."""
+    model: Any = build_small(objective, objective.cfg.model.n_layers)
+    model.memories.to_empty(device="cpu")
+    load_model(point, model)
+    return {name: x for name, x in model.adapted.state_dict().items() if x.device.type == "cpu"}
 
 
 class Transfer(Adapting):

@@ -56,6 +56,8 @@ class Objective(ABC, Generic[D]):
     positions: ClassVar[str] = "tokens"
     """Display name of the positions of a row."""
     loss_unit: ClassVar[str] = "nats"
+    equal_blocks: ClassVar[bool] = True
+    """True if its model is the backbone of ``cfg.model``, whose blocks have one size."""
     carries: ClassVar[bool] = False
     """True if it implements ``carried_losses`` and so can train on streams (``data.rows: streams``)."""
     validation_task: ClassVar[str | None] = None

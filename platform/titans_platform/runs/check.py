@@ -74,15 +74,18 @@ def _model_alone(cfg: RunConfig) -> RunConfig:
 
 @cache
 def _sizes(text: str) -> Sizes:
-    """Extrapolate from models of one and two blocks to any depth: all blocks have the same size."""
     cfg = RunConfig.model_validate_json(text)
-    objective, further = build_objective(cfg), cfg.model.n_layers - 1
-    one, two = (build_small(objective, blocks) for blocks in (1, 2))
+    measures = Model.num_parameters, lambda m: m.state_bytes(cfg.data.sequence_length)
+    return Sizes(*_at_depth(build_objective(cfg), *measures))
 
-    def of(measure: Callable[[Model], int]) -> int:
-        return measure(one) + further * (measure(two) - measure(one))
 
-    return Sizes(of(lambda m: m.num_parameters()), of(lambda m: m.state_bytes(cfg.data.sequence_length)))
+def _at_depth(objective: Objective[Any], *measures: Callable[[Model], int]) -> list[int]:
+    """Measure the run's model; if its blocks are equal, by models of one and two."""
+    layers = objective.cfg.model.n_layers
+    few, more = ((1, 2), layers - 1) if objective.equal_blocks else ((layers,), 0)
+    models = [build_small(objective, blocks) for blocks in few]
+    first, *_, last = 2 * [[measure(model) for measure in measures] for model in models]
+    return [a + more * (b - a) for a, b in zip(first, last, strict=True)]
 
 
 @cache
@@ -94,11 +97,11 @@ def _forward_flops(text: str) -> int | None:
         return None
     batch = type(batch)(*(x.to("meta", torch.bfloat16 if x.is_floating_point() else None) for x in batch))
 
-    def of(blocks: int) -> int:
-        model = build_small(objective, blocks).requires_grad_(False).to(torch.bfloat16)
+    def of(model: Model) -> int:
+        model.requires_grad_(False).to(torch.bfloat16)
         return forward_flops(lambda: objective.losses(model, batch))
 
-    return of(1) + (cfg.model.n_layers - 1) * (of(2) - of(1))
+    return _at_depth(objective, of)[0]
 
 
 def training_flops(cfg: RunConfig) -> int | None:
@@ -131,7 +134,7 @@ def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
     streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
     copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
     saved, held = 0, 4 * objective.least_activations(rows) // parts
-    if on_gpu:
+    if on_gpu and objective.equal_blocks:
         saved, held = _activations(objective, rows, parts)
     buckets = BUCKET_BYTES if on_gpu and resources.several and cfg.optim.parallel == "ddp" else 0
     return {
