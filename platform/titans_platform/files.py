@@ -116,7 +116,8 @@ def write_bytes(path: Path, content: bytes) -> None:
         temporary.write_bytes(content)
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with suppress(OSError):
+            temporary.unlink()
         raise write_error(path, error) from error
 
 
@@ -130,9 +131,11 @@ def ignore_disk_full() -> Iterator[None]:
 
 
 def write_error(path: Path, error: OSError) -> TitansError:
-    """Return the error to raise for a failed write: StorageError if it is transient, else NotWritable."""
+    """Return the error to raise for a failed write: UsageError, NotWritable, StorageError if transient."""
     # some libraries replace the system's message by their own
     reason = os.strerror(error.errno) if error.errno else str(error)
+    if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG):
+        return UsageError(f"{path.parent} cannot be written ({reason}); give another name or --root")
     kind = StorageError if is_transient(error) else NotWritable
     return kind(f"{path}: cannot be written: {reason}; free space there, or give another --root")
 
@@ -150,7 +153,7 @@ def is_locked(path: Path) -> bool:
 def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
     """Try for up to ``timeout`` seconds to take a file lock; yields whether it was taken.
 
-    Raises UsageError: the parent is not a folder. StorageError, NotWritable: it cannot be written.
+    Raises UsageError: no folder can have its name. StorageError, NotWritable: it cannot be written.
     """
     from filelock import FileLock, Timeout  # takes 50 ms to import
 
@@ -162,9 +165,6 @@ def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
         yield False
         return
     except OSError as error:
-        if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT):
-            reason = os.strerror(error.errno)
-            raise UsageError(f"--root: {path.parent} cannot be written ({reason}); give another") from error
         raise write_error(path, error) from error
     try:
         yield True

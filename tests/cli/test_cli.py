@@ -27,6 +27,7 @@ def walk(command: click.Command, ctx: click.Context, path: tuple[str, ...] = ())
         yield from walk(below, ctx, (*path, name))
 
 
+LONG = "x" * 300
 COMMANDS_BY_NAME = dict(walk(cli, click.Context(cli)))
 
 
@@ -39,6 +40,7 @@ def test_help_has_an_example_that_parses(name, capsys):
     rest = example[1 + len(name.split()) :]
     command.make_context(name, rest)
     assert all(isinstance(p, click.Argument) or p.help for p in command.params)
+    assert name.startswith("bench") or all(type(p.type) is not click.Path for p in command.params), "OSPath"
 
 
 @pytest.mark.parametrize("group", [[], ["bench"], ["cluster"], ["data"], ["sweep"]])
@@ -103,6 +105,10 @@ def test_exit_codes_and_one_line(failing, capsys, error, code, debug):
     (["train", "{yaml}", "--set", "optim=null"], "--set optim: is a section, which cannot be null"),
     (["sweep", "run", "ablation", "--seeds", "0,,1", "--dry-run"], "--seeds 0,,1: should be whole"),
     (["eval", "abc123"], "abc123: no such run under"),
+    (["train", "{yaml}", "--root", LONG], LONG + ": has a name of more than 255 bytes; give a shorter one"),
+    (["generate", "abc123", "--memory-out", "a/" + LONG], "'--memory-out': a/" + LONG),
+    (["train", "{yaml}", "--set", "data.tokenizer=" + LONG], LONG + ": File name too long; give a"),
+    (["sweep", "run", LONG], LONG + ": File name too long; give a shorter one"),
 ])  # fmt: skip
 def test_bad_usage_is_one_line_and_nothing_is_written(line, says, tiny_yaml, tmp_path, refused, monkeypatch):
     root = tmp_path / "runs"

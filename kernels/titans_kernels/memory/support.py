@@ -67,12 +67,14 @@ def supports(memory: Fields, head_dim: int, dtype: torch.dtype, arch: int) -> Su
         ValueError: the rule or the backend is unknown, or the backend does not support the memory.
     """
     hidden = [memory.expansion * head_dim] * (memory.depth - 1)
-    widths, by_column = (head_dim, *hidden, head_dim), memory.decay and memory.channel_gates == "alpha"
+    widths = (head_dim, *hidden, head_dim)
     # shapes alone: one row of one token
     q, gate = torch.empty(1, 1, 1, head_dim, dtype=dtype, device="meta"), torch.empty(1, 1, 1, device="meta")
     weights = tuple(torch.empty(1, 1, *pair, device="meta") for pair in pairwise(widths))
     norm = [torch.empty(1, head_dim, device="meta")] * 2 if memory.residual == "norm" else []
-    inputs = Inputs.of(q, q, q, torch.empty_like(q) if by_column else gate, gate, gate)
+    alpha = q if memory.decay and memory.channel_gates != "none" else gate
+    eta = theta = q if memory.channel_gates == "all" else gate
+    inputs = Inputs.of(q, q, q, alpha, eta, theta)
     options = Options(
         memory.chunk_size, memory.activation, memory.surprise_bound, None, find_rule(memory.rule),
         None if memory.residual == "none" else Residual(*norm), operands=dtype, arch=arch,

@@ -5,6 +5,7 @@ Commands are imported when they are called, so that --help answers at once.
 
 from __future__ import annotations
 
+import errno
 import importlib
 import math
 import os
@@ -48,11 +49,7 @@ COMMANDS: dict[str, tuple[str, str, str]] = {
 }
 BENCHMARKS = {
     "kernels": ("titans_kernels.bench.__main__", "kernels", "Time the memory kernels and others on a GPU."),
-    "memory": (
-        "benchmarks.memory",
-        "memory",
-        "Time the memory layer's forward and backward pass on the CPU.",
-    ),
+    "memory": ("benchmarks.memory", "memory", "Time the memory layer, forward and backward, on the CPU."),
     "step": ("benchmarks.step", "step", "Time a training step of every row of a study."),
 }
 
@@ -67,7 +64,16 @@ class FiniteFloat(click.FloatRange):
         return number
 
 
-file_type = click.Path(dir_okay=False, path_type=Path)
+class OSPath(click.Path):
+    """A path of names that file systems take: a longer one is refused before anything is done."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if any(len(name) > 255 for name in os.fsencode(value).split(b"/")):
+            self.fail(f"{value}: has a name of more than 255 bytes; give a shorter one", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+file_type = OSPath(dir_okay=False, path_type=Path)
 
 set_option = click.option(
     "--set", "overrides", multiple=True, metavar="KEY=VALUE",
@@ -75,7 +81,7 @@ set_option = click.option(
 )  # fmt: skip
 
 root_option = click.option(
-    "--root", type=click.Path(file_okay=False, path_type=Path), default=Path("titans-runs"),
+    "--root", type=OSPath(file_okay=False, path_type=Path), default=Path("titans-runs"),
     envvar="TITANS_HOME", show_envvar=True, help="Folder of data, runs, studies and the MLflow store.",
 )  # fmt: skip
 
@@ -216,6 +222,8 @@ def run(arguments: list[str], command: click.Command = cli) -> int:
     except Exception as error:
         if missing := missing_extra(error):
             return _failed(missing, 2, debug)
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            return _failed(f"{error.filename}: {error.strerror}; give a shorter one", 2, debug)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return _failed(f"{reason} (--debug shows the traceback)", 1, debug)
 

@@ -15,7 +15,7 @@ import click
 import yaml
 from rich.console import Console
 
-from titans_platform.cli import dry_run_option, echo_json, json_option, root_option, set_option
+from titans_platform.cli import OSPath, dry_run_option, echo_json, json_option, root_option, set_option
 from titans_platform.errors import UsageError, one_line, within
 from titans_platform.text import clock
 
@@ -29,7 +29,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 
 @click.command()
 @click.argument("source")
-@click.argument("out", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("out", type=OSPath(file_okay=False, path_type=Path))
 @click.option("--data", metavar="FILE", help="Text to train on: file, folder or glob  [default: the corpus]")
 @click.option("--memory", "kind", type=click.Choice(["delta", "titans"]), default="delta", help="Its kind.")
 @click.option("--window", type=click.IntRange(1), default=256, help="Tokens that attention sees.")

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from titans_platform.cli import cluster_option, config_options, dry_run_option, echo_json, json_option
+from titans_platform.cli import OSPath, cluster_option, config_options, dry_run_option, echo_json, json_option
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
@@ -99,7 +99,7 @@ def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_
 @data.command(short_help="Train a tokenizer on a corpus.")
 @click.argument("sources", nargs=-1, required=True)
 @click.option("--size", type=click.IntRange(1), default=4096, help="Vocabulary size.")
-@click.option("--out", type=click.Path(path_type=Path), required=True, help="Output file, a tokenizer.json.")
+@click.option("--out", type=OSPath(path_type=Path), required=True, help="Output file, a tokenizer.json.")
 def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     """Train a byte-level BPE on SOURCES: files, folders, globs or URLs, as a `files` source takes them.
 

@@ -16,6 +16,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic_core import to_jsonable_python
 
+from titans_platform.cli import file_type
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ WORDS = {"string": "text", "boolean": "true, false"}
 
 
 @click.command()
-@click.argument("path", default="run.yaml", type=click.Path(dir_okay=False, path_type=Path))
+@click.argument("path", default="run.yaml", type=file_type)
 @click.option("--data", metavar="FILE", help="Text: file, folder, glob or URL  [default: the shipped corpus]")
 @click.option("--preset", default="laptop", help="Size of the model.")
 @click.option("--force", is_flag=True, help="Overwrite PATH if it exists.")

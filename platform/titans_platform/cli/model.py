@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from titans_platform.cli import beyond_training, file_type, root_option
+from titans_platform.cli import OSPath, beyond_training, file_type, root_option
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.text import plain
 
@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling probability.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
 @click.option("--stream/--no-stream", default=True, help="Print tokens as they are generated, or at the end.")
-@click.option("--memory-in", type=click.Path(path_type=Path), help="Resume from this memory file.")
-@click.option("--memory-out", type=click.Path(path_type=Path), help="Save the final state here.")
+@click.option("--memory-in", type=OSPath(path_type=Path), help="Resume from this memory file.")
+@click.option("--memory-out", type=OSPath(path_type=Path), help="Save the final state here.")
 @root_option
 def generate(
     run: str, prompt: str, file: str | None, max_new_tokens: int, temperature: float, top_k: int | None,
@@ -140,7 +140,7 @@ def _rate(action: str, tokens: int, began: float) -> str:
 
 @click.command()
 @click.argument("run")
-@click.argument("folder", type=click.Path(file_okay=False, path_type=Path))
+@click.argument("folder", type=OSPath(file_okay=False, path_type=Path))
 @root_option
 def export(run: str, folder: Path, root: Path) -> None:
     """Write RUN's model, tokenizer and model card to FOLDER, as Hugging Face lays them out.
@@ -178,7 +178,7 @@ def export(run: str, folder: Path, root: Path) -> None:
 
 @click.command()
 @click.argument("run")
-@click.option("--text", "file", required=True, type=click.Path(path_type=Path), help="Text file to read.")
+@click.option("--text", "file", required=True, type=OSPath(path_type=Path), help="Text file to read.")
 @click.option("--out", type=file_type, default=Path("inspect.html"), help="The HTML page to write.")
 @click.option("--arrow", type=file_type, help="Also write the numbers to this Arrow file.")
 @click.option("--tokens", type=click.IntRange(2), default=2048, help="Maximum number of tokens to read.")

@@ -14,14 +14,7 @@ from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
-from titans_platform.runs.folder import (
-    CHECKPOINTS,
-    RECORD,
-    RESULT,
-    TOKENIZER,
-    Result,
-    RunFolder,
-)
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, TOKENIZER, Result, RunFolder
 from titans_platform.runs.spec import RunSpec, Start
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import (
@@ -40,11 +33,7 @@ if TYPE_CHECKING:
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""
-GONE = {
-    "eval": ("pathways", "pathway_items"),
-    "optim": ("on_divergence", "spike"),
-    "data": ("cache_gb",),
-}
+GONE = {"eval": ("pathways", "pathway_items"), "optim": ("on_divergence", "spike"), "data": ("cache_gb",)}
 """Fields that configs of earlier versions have, by section."""
 NOT_TRAINED = {"checkpoint": True, "log": True}
 """Sections that do not affect training."""
