@@ -232,11 +232,8 @@ def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
     replayed = adapt.Sessions(model, tmp_path / "replayed")
     name, turns = max(kept.items(), key=lambda item: len(item[1]))
     assert [replayed.add(name, text).hash for text, _ in turns] == [turn.hash for _, turn in turns]
-    for refused, *given in (
-        (sessions.rollback, name, 99),
-        (sessions.delete, "none"),
-        (sessions.turns, "../x"),
-    ):
+    wrong = (sessions.rollback, name, 99), (sessions.delete, "none"), (sessions.turns, "../x")
+    for refused, *given in wrong:
         with pytest.raises(ValueError, match="session"):
             refused(*given)
 

@@ -14,12 +14,10 @@ SCALES = {
     "small": {"seeds": [0, 1]},
     "huge": {"resources": {"cpus_per_worker": 100000}},
     "gpu": {
-        "resources": {"workers": 2, "gpus_per_worker": 1},
-        "gpus": "2xH100",
-        "model": {"memory": {"chunk_size": 16}},
-        "optim": {"precision": "bf16"},
+        "resources": {"workers": 2, "gpus_per_worker": 1}, "gpus": "2xH100",
+        "model": {"memory": {"chunk_size": 16}}, "optim": {"precision": "bf16"},
     },
-}
+}  # fmt: skip
 STUDY = study(steps=4, scales=SCALES)
 
 
