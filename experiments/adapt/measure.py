@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-import titans_core.adapt  # noqa: F401
+from titans_core.adapt import Memories
 from titans_core.adapt.attention import Pass
-from titans_platform.objectives.adapt import Memories
 
 MODES = ("full", "window", "memory")
 NAMES = ("Karen", "Leo", "Maria", "Nils", "Olga", "Peter", "Rosa", "Simon", "Tilda", "Victor")

@@ -197,6 +197,25 @@ def test_defaults_have_kernels_on_a_gpu(dtype):
     assert supports(config, 64, dtype, 90) == ("online", "delta", "")
 
 
+@each_family
+def test_low_rank_changes_leave_the_teacher_and_are_added_to_the_weights(family, tmp_path):
+    pytest.importorskip("peft")
+    model, text = adapted(family), tokens()
+    own = adapt.Memories(model, lora=2)
+    own(text, "tune").sum().backward()
+    assert all(p.grad is not None for p in own.parameters())
+    for p in own.lora.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    logits = source(family)(text[:, :-1]).logits.log_softmax(-1)[:, WINDOW + SINKS :]
+    expected = -logits.gather(-1, text[:, WINDOW + SINKS + 1 :, None])[..., 0]
+    assert largest(own(text, "full"), expected) < 1e-5
+    before, _ = own(text, "memory"), adapted(family).save_pretrained(tmp_path)
+    adapt.replace_weights(tmp_path, tmp_path, *own.weights())
+    merged = adapt.Memories(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert largest(merged(text, "memory"), before) < 2e-5
+    assert largest(adapt.Memories(adapted(family))(text, "memory"), before) > 1e-4
+
+
 def test_loss_counts_the_tokens_that_are_read():
     model, text, mask = adapted(), tokens(), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :20] = 0

@@ -106,23 +106,33 @@ def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypat
     assert some["parameters"] == planned["tune"]["parameters"] / 2
 
 
-def test_interrupted_transfer_resumes_to_the_same_memories(adapted, monkeypatch):
-    steps = []
+@pytest.mark.parametrize(("out", "lora", "last"), [("out", (), 4), ("low", ("--lora", "2"), 8)])
+def test_interrupted_run_resumes_to_the_same_weights(adapted, monkeypatch, out, lora, last):
+    if lora:
+        pytest.importorskip("peft")
+    steps, often = [], ("--set", "checkpoint.every=1", *lora)
+    assert adapt(adapted, out, *lora) == 0
 
     def step(trainer, *given, **options):
         steps.append(trainer.progress.step)
-        if len(steps) == 4:
+        if len(steps) == last:
             raise KeyboardInterrupt
         return original(trainer, *given, **options)
 
     original = Trainer.step
     monkeypatch.setattr(Trainer, "step", step)
-    often = ("--set", "checkpoint.every=1")
-    assert adapt(adapted, "again", *often, root="others") == 130
-    assert adapt(adapted, "again", *often, root="others") == 0
-    assert steps[:5] == [0, 1, 2, 3, 3]
-    first, second = weights(adapted, "out"), weights(adapted, "again")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 130
+    assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 0
+    assert steps[last - 1] == steps[last] == (last - 1) % 6
+    for again in (
+        lambda: 0,
+        lambda: adapt(adapted, f"{out}2", *often, root=f"{out}s"),
+    ):  # changes are added once
+        assert again() == 0
+        first, second, given = (weights(adapted, name) for name in (out, f"{out}2", "source"))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        changed = {name.split(".")[-2] for name, x in given.items() if not torch.equal(x, first[name])}
+        assert changed == ({"q_proj", "k_proj", "v_proj", "o_proj"} if lora else set())
 
 
 @pytest.mark.parametrize("stage", ["transfer", "tune"])
@@ -150,11 +160,12 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
 
 @pytest.mark.parametrize(("options", "message"), [
     (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
-    (["--layers", "0,x"], "--layers: "),
+    (["--layers", "0,x"], "--layers: "), (["--lora", "2"], "--lora: peft is not installed; pip install peft"),
     (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
     (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
 ])  # fmt: skip
-def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys):
+def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys, monkeypatch):
+    monkeypatch.setattr("titans_platform.cli.adapt.find_spec", lambda name: None)
     assert adapt(place, "refused", "--dry-run", *options) == 2
     error = capsys.readouterr().err
     assert message in error

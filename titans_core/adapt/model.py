@@ -214,14 +214,17 @@ def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # no
     return model.eval()
 
 
-def replace_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights of a saved model in the place of the earlier ones, file by file."""
-    for path in sorted(folder.glob("*.safetensors")):
+def replace_weights(
+    source: Path, folder: Path, weights: Mapping[str, Tensor], deltas: Mapping[str, Tensor]
+) -> None:
+    """Write the weights saved in ``source`` to ``folder``, file by file: some replaced, some changed."""
+    for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if own := {name: weights[name].to(x.dtype) for name, x in tensors.items() if name in weights}:
-            save_file(tensors | own, temporary := path.with_suffix(".partial"), about)
-            os.replace(temporary, path)
+        tensors |= {name: weights[name].to(x.dtype) for name, x in tensors.items() if name in weights}
+        tensors |= {name: (x + deltas[name]).to(x.dtype) for name, x in tensors.items() if name in deltas}
+        save_file(tensors, temporary := folder / f"{path.name}.partial", about)
+        os.replace(temporary, folder / path.name)
 
 
 def options_of(config: Any) -> MemoryOptions:
