@@ -67,8 +67,7 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize(("line", "left"), [
-    (["train", "run.yaml"], f"; {RESUME}"),
-    (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
+    (["train", "run.yaml"], f"; {RESUME}"), (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
     (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
     (["bench", "memory"], ""),
 ])  # fmt: skip

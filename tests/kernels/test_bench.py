@@ -227,6 +227,5 @@ def test_without_click_one_line_names_it():
     code = "import sys; sys.modules['click'] = None; import titans_kernels.bench.__main__"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (
-        1,
-        "error: the benchmark needs the package click: pip install click\n",
-    )
+        1, "error: the benchmark needs the package click: pip install click\n",
+    )  # fmt: skip

@@ -314,8 +314,7 @@ def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, on
 
 @pytest.mark.parametrize(("arch", "current", "others", "chosen"), [
     # Triton 3.7.1, which torch 2.13 pins: the newer of its two, on Hopper alone
-    (90, (12, 8), {"a": (12, 8), "b": (13, 1)}, "b"),
-    (80, (12, 8), {"a": (12, 8), "b": (13, 1)}, None),
+    (90, (12, 8), {"a": (12, 8), "b": (13, 1)}, "b"), (80, (12, 8), {"a": (12, 8), "b": (13, 1)}, None),
     (100, (13, 1), {"a": (12, 8), "b": (13, 1)}, None),
     # Triton 3.9 takes the newer one itself
     (90, (13, 4), {"a": (12, 9), "b": (13, 4)}, None),

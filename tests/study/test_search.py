@@ -14,8 +14,7 @@ from titans_platform.study.search import set_line
 from titans_platform.study.spec import Parameter, Search
 
 STUDY = {
-    "name": "hunt",
-    "columns": {"loss": {"title": "Loss", "higher_is_better": False, "decimals": 3}},
+    "name": "hunt", "columns": {"loss": {"title": "Loss", "higher_is_better": False, "decimals": 3}},
     "base": RUN
     | {
         "data": {"sequence_length": 32, "sources": [{"kind": "files", "path": "texts"}]},
