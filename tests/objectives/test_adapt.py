@@ -122,13 +122,9 @@ def test_interrupted_run_resumes_to_the_same_weights(adapted, monkeypatch, out, 
     original = Trainer.step
     monkeypatch.setattr(Trainer, "step", step)
     assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 130
-    assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 0
-    assert steps[last - 1] == steps[last] == (last - 1) % 6
-    for again in (
-        lambda: 0,
-        lambda: adapt(adapted, f"{out}2", *often, root=f"{out}s"),
-    ):  # changes are added once
-        assert again() == 0
+    for _ in range(2):  # changes are added once
+        assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 0
+        assert steps[last - 1] == steps[last] == (last - 1) % 6
         first, second, given = (weights(adapted, name) for name in (out, f"{out}2", "source"))
         assert all(torch.equal(first[name], second[name]) for name in first)
         changed = {name.split(".")[-2] for name, x in given.items() if not torch.equal(x, first[name])}
@@ -177,14 +173,14 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
     other = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=260, **sizes))
     other.save_pretrained(adapted / "neox")
     write_tokenizer(load_tokenizer("byte"), adapted / "neox")
-    assert adapt(adapted, "refused", source="neox") == 2
-    assert "gpt_neox is not a family that can get a memory" in capsys.readouterr().err
-    assert adapt(adapted, "refused", source="missing.gguf") == 2
-    assert "cannot be loaded by transformers" in capsys.readouterr().err
-    assert adapt(adapted, "out", "--depth", "3") == 2
-    assert "has a memory with other options" in capsys.readouterr().err
-    assert adapt(adapted, "source") == 2
-    assert "a llama model without a memory" in capsys.readouterr().err
+    for words, source, message in (
+        (["refused"], "neox", "gpt_neox is not a family that can get a memory"),
+        (["refused"], "missing.gguf", "cannot be loaded by transformers"),
+        (["out", "--depth", "3"], "source", "has a memory with other options"),
+        (["source"], "source", "a llama model without a memory"),
+    ):
+        assert adapt(adapted, *words, source=source) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_run_file_of_another_model_is_refused(adapted):
