@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("source")
     parser.add_argument("text", type=Path)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 8192, 32_768, 100_000])
+    parser.add_argument("--read-most", type=int, default=100_000, help="tokens to read; none after them")
     parser.add_argument("--full-most", type=int, default=32_768, help="longest cache of full attention")
     parser.add_argument("--new", type=int, default=33, help="tokens to generate after each length")
     parser.add_argument("--threads", type=int, default=2)
@@ -68,20 +69,23 @@ def main() -> None:
     tokens = tokenizer(given.text.read_text("utf-8"), add_special_tokens=False)["input_ids"]
     reading, before = Reading(), 0
     for length in sorted(given.lengths):
-        if length > len(tokens):
-            raise SystemExit(f"{given.text}: {len(tokens):,} tokens, and {length:,} are to be read")
+        wanted = min(length, given.read_most)
+        if wanted > len(tokens):
+            raise SystemExit(f"{given.text}: {len(tokens):,} tokens, and {wanted:,} are to be read")
         began = time.perf_counter()
-        reading = model.read(tokens[before:length], reading)
-        read = (length - before) / (time.perf_counter() - began)
+        if wanted > before:
+            reading = model.read(tokens[before:wanted], reading)
+        read = f"{(wanted - before) / (time.perf_counter() - began):.1f}" if wanted > before else "-"
         leaves = tree_leaves(reading.state.blocks if reading.state else ())
         state = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
         own = rate(model.stream([[]], given.new, start=reading))
-        line = f"{length:,} tokens: state {state:,} bytes, read {read:.1f} a second, written {own:.1f}"
+        line = f"{length:,} tokens, {wanted:,} read: state {state:,} bytes, "
+        line += f"read {read} a second, written {own:.2f}"
         if length <= given.full_most:
             cache, full = full_attention(source, length, given.new)
-            line += f"; full attention: cache {cache:,} bytes, written {full:.1f}; {own / full:.2f} times"
+            line += f"; full attention: cache {cache:,} bytes, written {full:.2f}; {own / full:.2f} times"
         print(line, flush=True)
-        before = length
+        before = wanted
 
 
 if __name__ == "__main__":
