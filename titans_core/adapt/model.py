@@ -24,6 +24,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
 from titans_core.adapt.attention import Pass, WindowAttention
@@ -32,6 +35,7 @@ from titans_core.adapt.memory import AttentionMemory, MemoryOptions
 from titans_core.memory_file import hash_of
 from titans_core.ragged import (
     RaggedState,
+    RefusesUnknown,
     check_labels,
     document_starts,
     front,
@@ -46,7 +50,7 @@ PIECE = 2048
 """Tokens of a call while a text is read."""
 
 
-class Adapted:
+class Adapted(RefusesUnknown):
     """Mixed into a family's class for causal language models: the window, the memories and their state."""
 
     family: Family
@@ -243,6 +247,7 @@ def _classes(name: str, family: Family) -> Any:
     model = type(f"Titans{title}ForCausalLM", (Adapted, model), about)
     transformers.AutoConfig.register(f"titans_{name}", config)
     transformers.AutoModelForCausalLM.register(config, model)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"titans_{name}"] = model.__name__
     return model
 
 
