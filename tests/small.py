@@ -24,12 +24,10 @@ def study(steps: int = 20, items: int = 8, more_rows: tuple[dict, ...] = (), **f
     optim, measured = RUN["optim"] | {"steps": steps}, RUN["eval"] | {"items": items}
     rows = [{"name": "LMM"}, {"name": "Linear Memory", "set": {"model.memory.depth": 1}}, *more_rows]
     return {
-        "name": "tiny",
-        "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
-        "base": RUN | {"optim": optim, "eval": measured},
-        "scales": {"small": {"seeds": [0]}},
+        "name": "tiny", "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
+        "base": RUN | {"optim": optim, "eval": measured}, "scales": {"small": {"seeds": [0]}},
         "rows": rows,
-    } | fields
+    } | fields  # fmt: skip
 
 
 def trained(root: Path, **fields: Any) -> Path:

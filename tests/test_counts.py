@@ -9,9 +9,7 @@ from tools import counts
 ADDED = {
     "MemoryConfig, fields": ("titans_core/config.py", "class MemoryConfig(Frozen):", "\n    extra: int = 0"),
     "neural_memory, arguments": (
-        "kernels/titans_kernels/memory/op.py",
-        "def neural_memory(",
-        "\n    extra: int,",
+        "kernels/titans_kernels/memory/op.py", "def neural_memory(", "\n    extra: int,",
     ),
     "tests, lines": ("tests/test_counts.py", '"""The budgets', "\n\n"),
     "platform, lines of code": ("platform/titans_platform/errors.py", '"""Errors that', '"""\nX = 1\n"""'),
@@ -19,14 +17,10 @@ ADDED = {
     "lines to read for the method": ("docs/method.md", "\n## ", "\n"),
     "lines to read for a training run": ("platform/titans_platform/runs/spec.py", '"""', "\n"),
     "Markdown lines over 140 characters": (
-        "docs/index.md",
-        "# titans",
-        "\n" + 141 * "x" + "\n| " + 141 * "x",
+        "docs/index.md", "# titans", "\n" + 141 * "x" + "\n| " + 141 * "x",
     ),
     "docstrings that begin with What, How, Whether, Where": (
-        "tools/pictures.py",
-        '"""',
-        'Whether it is.\n"""\n"""',
+        "tools/pictures.py", '"""', 'Whether it is.\n"""\n"""',
     ),
     "lines with that of, those of, those that": (
         "docs/index.md",
@@ -35,7 +29,7 @@ ADDED = {
     ),
     "lines with None where": ("docs/index.md", "# titans", "\nNone" + " where there is none"),
     "assignments to a variable `found`": ("titans_core/textbook.py", "# fmt: off", "\nfound = 1"),
-}
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -18,9 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-import titans_core.adapt  # noqa: F401
+from titans_core.adapt import Memories
 from titans_core.adapt.attention import Pass
-from titans_platform.objectives.adapt import Memories
 
 MODES = ("full", "window", "memory")
 NAMES = ("Karen", "Leo", "Maria", "Nils", "Olga", "Peter", "Rosa", "Simon", "Tilda", "Victor")
@@ -83,7 +82,7 @@ def facts(model: Memories, tokenizer: Any, texts: Sequence[list[int]], count: in
         row, at = rows(texts, 1, length, rng)[0][0, :length].tolist(), rng.randrange(8, 128 - len(told))
         row[at : at + len(told)] = told
         row[-len(asked) :] = asked
-        state, emptied = own.read(row[: -len(asked)]), []
+        state, emptied = own.read(row[: len(row) - len(asked) + 1]).state, []
         for block, layer in zip(state.blocks, own.layers(), strict=True):
             memory = getattr(layer, own.family.attention).memory
             emptied.append(block._replace(memory=memory and memory.start(1, block.k)))

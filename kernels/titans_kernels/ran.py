@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from functools import cache
 
 from torch import Tensor
@@ -27,12 +28,22 @@ def forms_used(*, forget: bool = False) -> list[str]:
         forget: clear the record after reading it.
 
     Returns:
-        Sorted strings ``operator: form``, such as "neural_memory: triton".
+        Sorted strings ``operator: form``, such as "neural_memory: triton", and the `graph_breaks`.
     """
-    used = sorted(_RAN)
+    used = sorted(_RAN) + [f"blocks: partly eager: {reason}" for reason in graph_breaks()]
     if forget:
         _RAN.clear()
     return used
+
+
+def graph_breaks() -> list[str]:
+    """Return why compiled code of this process runs partly eagerly, at several times the cost; a line each.
+
+    Not a call of a function that is marked to run eagerly, as flash-linear-attention's kernels are.
+    """
+    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by the first compilation, seconds
+    reasons = dynamo.counters["graph_break"] if dynamo else ()
+    return sorted({reason.splitlines()[0] for reason in reasons if "compiler.disable" not in reason})
 
 
 def select(operator: str, form: str, slower: str = "") -> None:

@@ -67,8 +67,7 @@ def failing(monkeypatch):
 
 
 @pytest.mark.parametrize(("line", "left"), [
-    (["train", "run.yaml"], f"; {RESUME}"),
-    (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
+    (["train", "run.yaml"], f"; {RESUME}"), (["--debug", "sweep", "run", "x"], f"; {RESUME}"),
     (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
     (["bench", "memory"], ""),
 ])  # fmt: skip
@@ -93,10 +92,8 @@ def test_exit_codes_and_one_line(failing, capsys, error, code, debug):
 
 
 @pytest.mark.parametrize(("line", "says"), [
-    (["trian"], "trian"),
-    (["train"], "Missing argument 'CONFIG'"),
-    (["train", "none.yaml"], "none.yaml: no such file"),
-    (["train", "{yaml}", "--stes", "x"], "--stes"),
+    (["trian"], "trian"), (["train"], "Missing argument 'CONFIG'"),
+    (["train", "none.yaml"], "none.yaml: no such file"), (["train", "{yaml}", "--stes", "x"], "--stes"),
     (["train", "{yaml}", "--set", "model.vocab_size=99"], "model.vocab_size: 99 is less than the 260"),
     (["train", "{yaml}", "--set", "model.variant=mac"],
      "model.attention.segment_size: variant mac needs one"),

@@ -7,7 +7,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from titans_core.config import MemoryConfig
-from titans_core.generation import Reading
 from titans_core.memory_file import load_memory, save_memory
 from titans_kernels import supports
 
@@ -98,6 +97,14 @@ def test_text_read_in_pieces_is_the_text_read_at_once_and_the_state_does_not_gro
     assert model.state_bytes(LENGTH) == model.state_bytes(10**6)
 
 
+@each_kind
+def test_state_does_not_grow_in_100_000_tokens(kind):
+    model, near = adapted(kind=kind), WINDOW + SINKS
+    for length in (near + 80, near + 100_000):  # on borders of chunks
+        leaves = tree_leaves(model.read(tokens(1, length + 1)[0].tolist()).state.blocks)
+        assert sum(x.nbytes for x in leaves if x is not None) == model.state_bytes(near)
+
+
 @torch.no_grad()
 def test_memory_alone_reaches_beyond_the_window_and_no_token_sees_a_later_one():
     model, text = adapted(layers=(1,)), tokens()
@@ -129,7 +136,7 @@ def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
     model, text = adapted(family, kind="titans"), tokens(1)[0].tolist()
     model.save_pretrained(tmp_path / "model")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
-    reading = Reading(model.read(text[:-1]), (text[-1],))
+    reading = model.read(text)
     save_memory(tmp_path / "text.memory", reading, model)
     back = load_memory(tmp_path / "text.memory", loaded)
     assert back.ahead == reading.ahead
@@ -190,6 +197,25 @@ def test_defaults_have_kernels_on_a_gpu(dtype):
     assert supports(config, 64, dtype, 90) == ("online", "delta", "")
 
 
+@each_family
+def test_low_rank_changes_leave_the_teacher_and_are_added_to_the_weights(family, tmp_path):
+    pytest.importorskip("peft")
+    model, text = adapted(family), tokens()
+    own = adapt.Memories(model, lora=2)
+    own(text, "tune").sum().backward()
+    assert all(p.grad is not None for p in own.parameters())
+    for p in own.lora.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    logits = source(family)(text[:, :-1]).logits.log_softmax(-1)[:, WINDOW + SINKS :]
+    expected = -logits.gather(-1, text[:, WINDOW + SINKS + 1 :, None])[..., 0]
+    assert largest(own(text, "full"), expected) < 1e-5
+    before, _ = own(text, "memory"), adapted(family).save_pretrained(tmp_path)
+    adapt.replace_weights(tmp_path, tmp_path, *own.weights())
+    merged = adapt.Memories(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
+    assert largest(merged(text, "memory"), before) < 2e-5
+    assert largest(adapt.Memories(adapted(family))(text, "memory"), before) > 1e-4
+
+
 def test_loss_counts_the_tokens_that_are_read():
     model, text, mask = adapted(), tokens(), torch.ones(2, LENGTH, dtype=torch.long)
     mask[0, :20] = 0
@@ -225,23 +251,17 @@ def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
     replayed = adapt.Sessions(model, tmp_path / "replayed")
     name, turns = max(kept.items(), key=lambda item: len(item[1]))
     assert [replayed.add(name, text).hash for text, _ in turns] == [turn.hash for _, turn in turns]
-    for refused, *given in (
-        (sessions.rollback, name, 99),
-        (sessions.delete, "none"),
-        (sessions.turns, "../x"),
-    ):
+    wrong = (sessions.rollback, name, 99), (sessions.delete, "none"), (sessions.turns, "../x")
+    for refused, *given in wrong:
         with pytest.raises(ValueError, match="session"):
             refused(*given)
 
 
-@pytest.mark.parametrize(
-    ("family", "fields", "options", "message"),
-    [
-        ("llama", {}, {"window": 254}, "window: 257 tokens with the sinks, but the source's context has 256"),
-        ("llama", {}, {"layers": (2,)}, "layers: 2 does not exist; the source has 2"),
-        ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "layers without full attention"),
-    ],
-)
+@pytest.mark.parametrize(("family", "fields", "options", "message"), [
+    ("llama", {}, {"window": 254}, "window: 257 tokens with the sinks, but the source's context has 256"),
+    ("llama", {}, {"layers": (2,)}, "layers: 2 does not exist; the source has 2"),
+    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "layers without full attention"),
+])  # fmt: skip
 def test_conversion_that_cannot_be_is_refused(family, fields, options, message):
     with pytest.raises(ValueError, match=message):
         adapt.convert(source(family, **fields), adapt.MemoryOptions(**SHORT | options))
@@ -257,5 +277,5 @@ def test_unknown_family_quantised_weights_and_long_texts_are_refused():
     with pytest.raises(ValueError, match=r"quantised \(gptq\)"):
         adapt.convert(quantised)
     with pytest.raises(ValueError, match="257 tokens; a titans_gpt2 has positions for 256"):
-        adapted("gpt2").read([2] * 257)
-    assert adapted("llama").read([2] * 300).position == 300
+        adapted("gpt2").read([2] * 258)
+    assert adapted("llama").read([2] * 300).tokens == 300

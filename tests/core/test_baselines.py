@@ -36,10 +36,9 @@ def perturbed(variant: str, options: dict | None = None) -> Block:
     return block
 
 
-@pytest.mark.parametrize(
-    ("variant", "options"),
-    [(v, None) for v in BASELINES] + [(v, {"heads": 2, "conv_kernel": 4}) for v in CONVOLVED],
-)
+@pytest.mark.parametrize(("variant", "options"), [
+    *((v, None) for v in BASELINES), *((v, {"heads": 2, "conv_kernel": 4}) for v in CONVOLVED),
+])  # fmt: skip
 def test_parallel_form_is_the_recurrence_token_by_token(variant, options):
     block = perturbed(variant, options)
     for T in (1, 17, 67):  # 67 and 17 end inside a chunk

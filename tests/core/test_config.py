@@ -49,9 +49,7 @@ def test_parameters_are_counted_without_the_model(variant, tied):
 
 
 @pytest.mark.parametrize(("fields", "at_least"), [
-    ({"n_layers": 10**6}, 10**11),
-    ({"d_model": 2**20}, 10**13),
-    ({"vocab_size": 10**15}, 10**17),
+    ({"n_layers": 10**6}, 10**11), ({"d_model": 2**20}, 10**13), ({"vocab_size": 10**15}, 10**17),
     ({"d_model": 2**20, "memory": MemoryConfig(depth=1000, heads=1, expansion=64)}, 10**18),
 ])  # fmt: skip
 def test_a_model_no_machine_can_hold_is_counted_at_once(fields, at_least):
@@ -61,10 +59,8 @@ def test_a_model_no_machine_can_hold_is_counted_at_once(fields, at_least):
 
 
 @pytest.mark.parametrize(("part", "fields"), [
-    (MemoryConfig, {"depth": 10_000}),
-    (MemoryConfig, {"theta_bias": float("nan")}),
-    (ModelConfig, {"d_model": 10**10}),
-    (ModelConfig, {"n_layers": 10**9}),
+    (MemoryConfig, {"depth": 10_000}), (MemoryConfig, {"theta_bias": float("nan")}),
+    (ModelConfig, {"d_model": 10**10}), (ModelConfig, {"n_layers": 10**9}),
     (ModelConfig, {"mlp_expansion": float("inf")}),
 ])  # fmt: skip
 def test_sizes_beyond_any_model_are_refused_by_their_field(part, fields):

@@ -43,11 +43,9 @@ def test_gate_adds_what_its_table_lists(gating):
     weights = [w.data.uniform_(0.5, 1.5) for w in gate.parameters()]
     z = textbook.rms(y, weights[0]) if weights else y
     expected = {
-        "sum": lambda: m,
-        "sigmoid": lambda: 2 / (1 + (-z).exp()) * m,
-        "silu": lambda: F.silu(z) * m,
+        "sum": lambda: m, "sigmoid": lambda: 2 / (1 + (-z).exp()) * m, "silu": lambda: F.silu(z) * m,
         "product": lambda: z * F.silu(textbook.rms(m, weights[1])),
-    }[gating]()
+    }[gating]()  # fmt: skip
     torch.testing.assert_close(gate(y, m), expected)
 
 

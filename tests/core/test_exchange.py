@@ -93,13 +93,11 @@ MAC_OPTIONS: dict[str, dict] = {
 } | {
     "no_output_gate": {"output": ("norm",)},
     "plain_values": {"value_norm": False, "qk_norm": False, "max_theta": 0.05},
-    "bounded_decay": {"max_alpha": 0.25},
-    "no_persistent": {"persistent": 0},
+    "bounded_decay": {"max_alpha": 0.25}, "no_persistent": {"persistent": 0},
     "no_positions": {"attention": {"positions": "none"}},
     "plain_attention": {"attention": {"conv": False, "qk_norm": False}},
     "short_convolution": {"conv": 2, "attention": {"conv_kernel": 6}},
-    "section_4_4": SWITCHES["section_4_4"],
-    "normalised_attention": {"attention": {"output": ["norm"]}},
+    "section_4_4": SWITCHES["section_4_4"], "normalised_attention": {"attention": {"output": ["norm"]}},
 }  # fmt: skip
 CASES = [("mac", name, options) for name, options in MAC_OPTIONS.items()]
 CASES += [

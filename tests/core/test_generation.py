@@ -147,10 +147,9 @@ def test_stop_tokens_and_a_reader_end_a_row():
     assert actual == [alone(m, rows[0], 3), alone(m, rows[1], 9)]
 
 
-@pytest.mark.parametrize(
-    ("options", "kept"),
-    [({}, 5), ({"top_k": 2}, 2), ({"top_p": 0.5}, 2), ({"top_p": 1e-9}, 1), ({"top_k": 3, "top_p": 0.75}, 2)],
-)
+@pytest.mark.parametrize(("options", "kept"), [
+    ({}, 5), ({"top_k": 2}, 2), ({"top_p": 0.5}, 2), ({"top_p": 1e-9}, 1), ({"top_k": 3, "top_p": 0.75}, 2),
+])  # fmt: skip
 def test_tokens_are_drawn_as_often_as_they_are_likely(options, kept):
     p = torch.tensor([0.1, 0.4, 0.05, 0.25, 0.2], dtype=torch.float64)
     likeliest = p.argsort(descending=True)[:kept]

@@ -13,11 +13,9 @@ from titans_kernels import accelerate
 
 HYBRIDS = ["mac", "mag", "mal"]
 OFF = {
-    "memory": Intervention(memory=False),
-    "attention": Intervention(attention="off"),
-    "cut": Intervention(attention="cut"),
-    "decay": Intervention(decay=False),
-}
+    "memory": Intervention(memory=False), "attention": Intervention(attention="off"),
+    "cut": Intervention(attention="cut"), "decay": Intervention(decay=False),
+}  # fmt: skip
 
 
 def logits(net: LanguageModel, x: Tensor, change: Intervention = Intervention(), **kwargs) -> Tensor:  # noqa: B008

@@ -17,12 +17,8 @@ from titans_core.textbook import Parameters
 from titans_kernels import neural_memory
 
 PAPER = {
-    "surprise_bound": None,
-    "value_norm": False,
-    "max_theta": 1.0,
-    "theta_bias": -3.0,
-    "alpha_bias": -2.0,
-}
+    "surprise_bound": None, "value_norm": False, "max_theta": 1.0, "theta_bias": -3.0, "alpha_bias": -2.0,
+}  # fmt: skip
 """Settings of the memory under which it is the paper's, with a gate theta between 0 and 1."""
 OPERATOR = [(depth, b, T) for depth in (1, 2, 3) for b, T in ((1, 9), (4, 13), (8, 8), (16, 37), (64, 5))]
 BLOCKS = ["lmm", "mac", "mag", "mal"]

@@ -71,8 +71,7 @@ def test_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("size", "out", "says"), [
-    (200, "t.json", "--size: 200 ids are fewer than 258"),
-    (9000, "t.json", "--size: the text gives"),
+    (200, "t.json", "--size: 200 ids are fewer than 258"), (9000, "t.json", "--size: the text gives"),
     (300, "t.model", "--out: t.model should end in .json"),
 ])  # fmt: skip
 def test_tokenizer_that_cannot_be_made_is_one_line(size, out, says, tmp_path, refused, monkeypatch):

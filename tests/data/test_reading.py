@@ -49,8 +49,7 @@ UNUSED = {
     "union": pa.UnionArray.from_sparse(pa.array([0, 0], pa.int8()), [pa.array([1, 2])]),
     "list": pa.array([[{"d": [1]}], None]),
     "interval": pa.array([(1, 2, 3), None], pa.month_day_nano_interval()),
-    "half": pa.array([1, None], pa.float16()),
-    "view": pa.array([b"a", None], pa.binary_view()),
+    "half": pa.array([1, None], pa.float16()), "view": pa.array([b"a", None], pa.binary_view()),
 }  # fmt: skip
 TEXT = {
     "string": pa.array(["one", "two"]), "large": pa.array(["one", "two"], pa.large_string()),

@@ -78,8 +78,7 @@ def test_one_file_is_split_by_position_and_max_tokens_leaves_validation_a_share(
 
 @pytest.mark.parametrize(("text", "fraction", "kept"), [
     ("a" * 100, 0.2, "a" * 20),  # no border at all: by characters
-    ("one two three four five", 0.4, " five"),
-    ("short", 0.05, None),
+    ("one two three four five", 0.4, " five"), ("short", 0.05, None),
     ("text\n\n\n\n", 0.5, None),  # what would be kept is blank
     ("one two three four five", 0.0, None),
 ])  # fmt: skip

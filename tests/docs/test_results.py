@@ -14,8 +14,7 @@ RESULTS, CELLS = TOP / "docs/results.md", TOP / "experiments/paper"
 
 
 @pytest.mark.parametrize(("cells", "heading"), [
-    ("babilong.csv", "Questions to a book"),
-    ("dna.csv", "DNA: two tasks of GUE"),
+    ("babilong.csv", "Questions to a book"), ("dna.csv", "DNA: two tasks of GUE"),
     ("forecasting.csv", "Forecasting: ETTh1 and ETTm1"),
     ("language.csv", "Language: the Titans and their eleven baselines"),
     ("throughput.csv", "Throughput: fifteen models, 1K to 32K tokens"),

@@ -58,11 +58,9 @@ def token_by_token(model, tokens, first_row):
 
 
 WAYS = {
-    "carried": lambda row: 0,
-    "fresh": lambda row: row,
-    "window-1": lambda row: max(0, row - 1),
+    "carried": lambda row: 0, "fresh": lambda row: row, "window-1": lambda row: max(0, row - 1),
     "window-2": lambda row: max(0, row - 2),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("variant", "batch_tokens"), [

@@ -125,8 +125,7 @@ def test_babi_pads_short_stories_and_leaves_out_long_ones(tmp_path):
 
 
 @pytest.mark.parametrize(("options", "message"), [
-    ({"kind": "qa9"}, "no qa9_"),
-    ({"path": "{}/qa1_train.txt"}, "qa1_train.txt, line 2"),
+    ({"kind": "qa9"}, "no qa9_"), ({"path": "{}/qa1_train.txt"}, "qa1_train.txt, line 2"),
 ])  # fmt: skip
 def test_missing_babi_file_or_question_is_named(options, message, tmp_path):
     (tmp_path / "qa1_train.txt").write_text("1 A went.\nWhere?\n")
@@ -140,9 +139,7 @@ def test_missing_babi_file_or_question_is_named(options, message, tmp_path):
 
 
 @pytest.mark.parametrize(("content", "message"), [
-    ("{", r"p\.jsonl, line 1"),
-    ("[]", "not a JSON object"),
-    ("", "holds no records"),
+    ("{", r"p\.jsonl, line 1"), ("[]", "not a JSON object"), ("", "holds no records"),
     ("{}", "holds no text"),
 ])  # fmt: skip
 def test_bad_records_name_file_and_fault(content, message, tmp_path):

@@ -25,8 +25,7 @@ FLOORS = [
     ("recall", {}, 64, 1 / 4, None),
     ("recall", {"pairs": 48, "queries": 30, "keys": 50, "values": 36}, 160, 0.042, None),
     # with one needle no key is needed
-    ("needle", NEEDLE, 64, 1.0, "any value stated"),
-    ("needle", NEEDLE | {"needles": 4}, 64, 1 / 4, None),
+    ("needle", NEEDLE, 64, 1.0, "any value stated"), ("needle", NEEDLE | {"needles": 4}, 64, 1 / 4, None),
     ("needle", NEEDLE | {"needles": 4, "queries": 4}, 64, 25 / 48, "any value not yet answered"),
     ("reasoning", {"style": "compact", "kind": "one_fact"}, 64, 1 / 4, None),
     ("reasoning", {"style": "compact", "kind": "two_facts"}, 64, 1 / 3, None),

@@ -125,13 +125,10 @@ def graded(outputs: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
 
 
 def assert_same(
-    expected: list[Tensor],
-    actual: list[Tensor],
-    leaves: list[Tensor],
-    results: tuple[float, float] = (1e-10, 1e-11),
-    gradients: tuple[float, float] = (1e-8, 1e-9),
+    expected: list[Tensor], actual: list[Tensor], leaves: list[Tensor],
+    results: tuple[float, float] = (1e-10, 1e-11), gradients: tuple[float, float] = (1e-8, 1e-9),
     known: tuple[Tensor, ...] | None = None,
-) -> None:
+) -> None:  # fmt: skip
     """Equal results and equal gradients, by relative and absolute tolerances; ``known`` are the expected."""
     assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
     torch.testing.assert_close(actual, expected, rtol=results[0], atol=results[1])

@@ -24,11 +24,9 @@ SPILLED = 240
 COVERED = {
     "l1-d64-bound": ("gates", "columns", "reads.update"),
     "l2-d64-h64-bound": ("resident", "reads.forward", "reads.backward", "reads.base"),
-    "l2-d64-h64-budget": ("budget",),
-    "l3-d64-h64": ("streamed",),
-    "l2-d64-h256": ("reads.update",),
+    "l2-d64-h64-budget": ("budget",), "l3-d64-h64": ("streamed",), "l2-d64-h256": ("reads.update",),
     "l1-d128-online": ("delta",),
-}
+}  # fmt: skip
 """Shapes that launch every kernel, and the kernels each is compiled for."""
 OTHER_TYPES = [("fp16", "columns", "l1-d64-bound"), ("fp32", "streamed.write", "l2-d64-h256")]
 EDGES = {

@@ -270,8 +270,7 @@ def test_what_the_kernels_do_not_serve(tokens, width, operands, why):
 
 @pytest.mark.parametrize(("decays", "version", "major", "refused"), [
     (1, "3.6.0", 9, True), (1, "3.7.0+git12ab", 9, True), (1, "3.7.1", 9, False),
-    (1, "3.8.0rc1", 9, False), (1, "3.6.0", 8, False),
-    (1, "3.6.0", 10, False), (16, "3.6.0", 9, False),
+    (1, "3.8.0rc1", 9, False), (1, "3.6.0", 8, False), (1, "3.6.0", 10, False), (16, "3.6.0", 9, False),
 ])  # fmt: skip
 def test_what_their_backward_would_refuse_is_refused_before(monkeypatch, decays, version, major, refused):
     monkeypatch.setattr("triton.__version__", version)

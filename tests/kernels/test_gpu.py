@@ -31,11 +31,10 @@ CHUNKED = {name: shape for name, shape in SHAPES.items() if shape.chunk_size > 1
 FITTING = [(name, x) for name, shape in CHUNKED.items() for x in DTYPES if not too_large(x, shape.chunk_size)]
 """Shapes of the registry with chunks of several tokens, and the types that their kernels are for."""
 ON_GPU = (
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA device"),
     # such a machine has the torch, Triton and driver it has: what they warn of is shown
     pytest.mark.filterwarnings("default"),
-)
+)  # fmt: skip
 # where it runs, and what runs there
 PLACES = [("cpu", "chunked"), pytest.param("cuda", "triton", marks=ON_GPU)]
 

@@ -16,14 +16,10 @@ interpreted = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: 
 
 # form: chunk size, groups of columns, tokens of the block whose earlier tokens a non-finite number may reach
 FORMS = {
-    "reference": (CHUNK, None, 1),
-    "generic": (CHUNK, None, CHUNK),
-    "chunked": (CHUNK, None, CHUNK),
-    "chunked by column": (CHUNK, 2, CHUNK),
-    "native": (CHUNK, None, CHUNK),
-    "online": (1, None, 32),
+    "reference": (CHUNK, None, 1), "generic": (CHUNK, None, CHUNK), "chunked": (CHUNK, None, CHUNK),
+    "chunked by column": (CHUNK, 2, CHUNK), "native": (CHUNK, None, CHUNK), "online": (1, None, 32),
     "triton": (CHUNK, None, CHUNK),
-}
+}  # fmt: skip
 
 
 def inputs(T: int, groups: int | None) -> dict[str, torch.Tensor]:

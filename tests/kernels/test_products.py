@@ -118,15 +118,12 @@ def test_shapes_and_dtypes_that_do_not_fit_are_refused_as_by_pytorch(compiled):
     x, weight, targets = normal(40, 8), normal(9, 8), torch.arange(40) % 9
     hidden = [normal(16, 8), normal(16, 8)]
     refused = [
-        lambda: linear(normal(40, 6), weight),
-        lambda: linear(x, weight, normal(4)),
+        lambda: linear(normal(40, 6), weight), lambda: linear(x, weight, normal(4)),
         lambda: feed_forward(x, normal(8), *hidden, normal(8, 12), 1e-6),
         lambda: feed_forward(x, normal(6), *hidden, normal(8, 16), 1e-6),
-        lambda: rms_norm(x, normal(6), 1e-6),
-        lambda: token_losses(normal(40, 6), weight, targets),
-        lambda: token_losses(x, weight, targets[:36]),
-        lambda: token_losses(x, weight, targets.int()),
-    ]
+        lambda: rms_norm(x, normal(6), 1e-6), lambda: token_losses(normal(40, 6), weight, targets),
+        lambda: token_losses(x, weight, targets[:36]), lambda: token_losses(x, weight, targets.int()),
+    ]  # fmt: skip
     for call in refused:
         with pytest.raises((RuntimeError, ValueError)):
             call()

@@ -77,12 +77,9 @@ class Halved(Normalised):
 
 
 HOOKS = {
-    "paper": Rule(),
-    "gated_delta": GatedDelta(),
-    "robust": Robust(0.5),
-    "start": Start(),
+    "paper": Rule(), "gated_delta": GatedDelta(), "robust": Robust(0.5), "start": Start(),
     "normalised": Normalised(),
-}
+}  # fmt: skip
 each_rule = pytest.mark.parametrize("rule", HOOKS.values(), ids=HOOKS)
 # T, chunk_size, surprise_bound: one token, the online rule, a short last chunk, a whole one, a single chunk
 CALLS = [(2, 16, None), (11, 1, 0.5), (37, 16, None), (28, 7, 0.5), (9, 64, 0.5)]

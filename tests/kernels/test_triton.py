@@ -2,12 +2,14 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
 from titans_kernels import Extension, forms_used, neural_memory, ran
@@ -314,8 +316,7 @@ def test_an_assembler_that_is_wrong_on_hopper_is_refused_there_alone(version, on
 
 @pytest.mark.parametrize(("arch", "current", "others", "chosen"), [
     # Triton 3.7.1, which torch 2.13 pins: the newer of its two, on Hopper alone
-    (90, (12, 8), {"a": (12, 8), "b": (13, 1)}, "b"),
-    (80, (12, 8), {"a": (12, 8), "b": (13, 1)}, None),
+    (90, (12, 8), {"a": (12, 8), "b": (13, 1)}, "b"), (80, (12, 8), {"a": (12, 8), "b": (13, 1)}, None),
     (100, (13, 1), {"a": (12, 8), "b": (13, 1)}, None),
     # Triton 3.9 takes the newer one itself
     (90, (13, 4), {"a": (12, 9), "b": (13, 4)}, None),
@@ -421,6 +422,25 @@ def test_the_operators_pass_torch_s_own_checks():
     base = start[0, :, : start.shape[-1] // 2].detach().clone().requires_grad_()
     arguments = (*tokens, start, base, None, [16, 32, 16], 16, "silu", 0.5, True, True)
     torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
+
+
+@pytest.mark.slow
+def test_changing_numbers_of_documents_take_two_graphs():
+    """The first static, the second for any number of documents: a GPU would recompile at every step."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, 40, 1, 16, generator=generator, requires_grad=True) for _ in range(3))
+    gates = [0.1 * torch.rand(1, 40, 1, generator=generator) for _ in range(3)]
+    weights, counter = (torch.zeros(1, 16, 16),), CompileCounterWithBackend("eager")
+    torch._dynamo.reset()
+
+    @partial(torch.compile, backend=counter, fullgraph=True)
+    def call(cu_seqlens: Tensor) -> Tensor:
+        options = {"chunk_size": 16, "cu_seqlens": cu_seqlens, "backend": "triton"}
+        return neural_memory(q, k, v, *gates, weights, **options)[0]
+
+    for borders in ([0, 7, 40], [0, 7, 9, 40], [0, 1, 20, 30, 40], [0, 5, 6, 20, 30, 40]):
+        call(torch.tensor(borders)).sum().backward()
+    assert counter.frame_count == 2
 
 
 @pytest.mark.slow

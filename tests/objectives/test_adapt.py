@@ -106,23 +106,29 @@ def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypat
     assert some["parameters"] == planned["tune"]["parameters"] / 2
 
 
-def test_interrupted_transfer_resumes_to_the_same_memories(adapted, monkeypatch):
-    steps = []
+@pytest.mark.parametrize(("out", "lora", "last"), [("out", (), 4), ("low", ("--lora", "2"), 8)])
+def test_interrupted_run_resumes_to_the_same_weights(adapted, monkeypatch, out, lora, last):
+    if lora:
+        pytest.importorskip("peft")
+    steps, often = [], ("--set", "checkpoint.every=1", *lora)
+    assert adapt(adapted, out, *lora) == 0
 
     def step(trainer, *given, **options):
         steps.append(trainer.progress.step)
-        if len(steps) == 4:
+        if len(steps) == last:
             raise KeyboardInterrupt
         return original(trainer, *given, **options)
 
     original = Trainer.step
     monkeypatch.setattr(Trainer, "step", step)
-    often = ("--set", "checkpoint.every=1")
-    assert adapt(adapted, "again", *often, root="others") == 130
-    assert adapt(adapted, "again", *often, root="others") == 0
-    assert steps[:5] == [0, 1, 2, 3, 3]
-    first, second = weights(adapted, "out"), weights(adapted, "again")
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 130
+    for _ in range(2):  # changes are added once
+        assert adapt(adapted, f"{out}2", *often, root=f"{out}s") == 0
+        assert steps[last - 1] == steps[last] == (last - 1) % 6
+        first, second, given = (weights(adapted, name) for name in (out, f"{out}2", "source"))
+        assert all(torch.equal(first[name], second[name]) for name in first)
+        changed = {name.split(".")[-2] for name, x in given.items() if not torch.equal(x, first[name])}
+        assert changed == ({"q_proj", "k_proj", "v_proj", "o_proj"} if lora else set())
 
 
 @pytest.mark.parametrize("stage", ["transfer", "tune"])
@@ -148,16 +154,14 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
     torch.testing.assert_close(own.losses(model, batch), expected, atol=1e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
-        (["--layers", "0,x"], "--layers: "),
-        (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
-        (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
-    ],
-)
-def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys):
+@pytest.mark.parametrize(("options", "message"), [
+    (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
+    (["--layers", "0,x"], "--layers: "), (["--lora", "2"], "--lora: peft is not installed; pip install peft"),
+    (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
+    (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
+])  # fmt: skip
+def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys, monkeypatch):
+    monkeypatch.setattr("titans_platform.cli.adapt.find_spec", lambda name: None)
     assert adapt(place, "refused", "--dry-run", *options) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -169,14 +173,14 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
     other = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(vocab_size=260, **sizes))
     other.save_pretrained(adapted / "neox")
     write_tokenizer(load_tokenizer("byte"), adapted / "neox")
-    assert adapt(adapted, "refused", source="neox") == 2
-    assert "gpt_neox is not a family that can get a memory" in capsys.readouterr().err
-    assert adapt(adapted, "refused", source="missing.gguf") == 2
-    assert "cannot be loaded by transformers" in capsys.readouterr().err
-    assert adapt(adapted, "out", "--depth", "3") == 2
-    assert "has a memory with other options" in capsys.readouterr().err
-    assert adapt(adapted, "source") == 2
-    assert "a llama model without a memory" in capsys.readouterr().err
+    for words, source, message in (
+        (["refused"], "neox", "gpt_neox is not a family that can get a memory"),
+        (["refused"], "missing.gguf", "cannot be loaded by transformers"),
+        (["out", "--depth", "3"], "source", "has a memory with other options"),
+        (["source"], "source", "a llama model without a memory"),
+    ):
+        assert adapt(adapted, *words, source=source) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_run_file_of_another_model_is_refused(adapted):

@@ -132,10 +132,9 @@ def test_run_begins_from_a_language_model_with_a_new_head(folder):
     (folder / "dna.jsonl").write_text("".join(json.dumps({"sequence": text}) + "\n" for text, _ in items()))
     language = RUN | {
         "data": RUN["data"] | {"sources": [{"kind": "files", "path": "dna.jsonl", "text_field": "sequence"}]},
-        "objective": {"kind": "next_token"},
-        "optim": {"steps": 3, "global_batch_size": 4},
+        "objective": {"kind": "next_token"}, "optim": {"steps": 3, "global_batch_size": 4},
         "eval": {"columns": {}},
-    }
+    }  # fmt: skip
     first = RunConfig.model_validate_json(json.dumps(language))
     build_objective(first).prepare(Path("runs"))
     spec = spec_for(first, Path("runs"))

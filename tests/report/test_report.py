@@ -52,15 +52,11 @@ def table_of(root: Path, study: Study, cells: list[Cell]) -> Table:
 def finish(root: Path, cell: Cell, i: int, tasks=(), **fields) -> None:
     """Write the result of the ``i``-th cell, with these tasks; ``fields`` are put in place of its own."""
     made = {
-        "columns": {"ppl": 5 + i / 8, "acc": 0.25 + i / 100},
-        "chance": {"acc": 0.25},
+        "columns": {"ppl": 5 + i / 8, "acc": 0.25 + i / 100}, "chance": {"acc": 0.25},
         "tasks": {key: {"value": 0.5, "stderr": 0.1, "chance": 0.25, "items": 9} for key in tasks},
-        "parameters": 1000 + i,
-        "state_bytes": 64,
-        "tokens": 1000,
-        "train_seconds": 2.0,
+        "parameters": 1000 + i, "state_bytes": 64, "tokens": 1000, "train_seconds": 2.0,
         "mlflow_run_id": f"run{cell.name}",
-    }
+    }  # fmt: skip
     save(root, cell, **made | fields)
 
 
@@ -116,8 +112,7 @@ LENGTH, RATE = ("data.sequence_length", [64, 128]), ("optim.lr", [1e-3, 1e-2])
 @pytest.mark.parametrize(("rows", "expected"), [
     ([Row(name="LMM"), Row(name="b", set={"model.memory.depth": 1})], {"columns", "curves"}),
     (grid(VARIANT, DEPTH, CHUNK), {"grid-ppl", "grid-acc", "grid-throughput", "curves"}),
-    (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}),
-    (grid(DEPTH, CHUNK, RATE), {"curves"}),
+    (grid(DEPTH, LENGTH), {"against-sequence_length", "curves"}), (grid(DEPTH, CHUNK, RATE), {"curves"}),
     (grid(DEPTH), {"against-depth", "curves"}),
 ])  # fmt: skip
 def test_figures_follow_from_the_axes(tmp_path, rows, expected):

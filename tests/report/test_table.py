@@ -25,15 +25,13 @@ COLUMNS = {
 }
 ROWS = (
     Row(name="LMM", paper={"lm_ppl": 27.01, "reasoning_acc": 47.83}),
-    Row(name="w/o Persistent Memory", paper={"lm_ppl": 27.63}),
-    Row(name="Transformer++", reference=True),
-)
+    Row(name="w/o Persistent Memory", paper={"lm_ppl": 27.63}), Row(name="Transformer++", reference=True),
+)  # fmt: skip
 # row -> (perplexity, accuracy) of each seed
 MEASURED = {
-    "LMM": [(5.0, 0.50), (5.2, 0.54)],
-    "w/o Persistent Memory": [(6.0, 0.30), (6.4, 0.32)],
+    "LMM": [(5.0, 0.50), (5.2, 0.54)], "w/o Persistent Memory": [(6.0, 0.30), (6.4, 0.32)],
     "Transformer++": [(9.0, 0.90), (9.9, 0.99)],
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -52,10 +50,8 @@ def finish(root, cell: Cell, **changes) -> None:
         "columns": {"lm_ppl": ppl, "reasoning_acc": acc},
         "chance": {"lm_ppl": 260.0, "reasoning_acc": 0.25},
         "tasks": {"reasoning_acc/recall@64": {"value": acc, "stderr": 0.01, "chance": 0.25, "items": 100}},
-        "parameters": 137_000,
-        "state_bytes": 9_340,
-        "mlflow_run_id": f"run-{cell.name}",
-    }
+        "parameters": 137_000, "state_bytes": 9_340, "mlflow_run_id": f"run-{cell.name}",
+    }  # fmt: skip
     save(root, cell, **result | changes)
 
 

@@ -144,11 +144,9 @@ def test_agreement_follows_each_columns_direction():
     apart = row("R", measured([9, 9, 9], [0, 0, 0]), {"lm_ppl": 30}, reference=True)
     verdicts = compare(table(lmm, worse, near, apart))
     assert [(v.row, v.column, v.outcome) for v in verdicts] == [
-        ("A", "lm_ppl", "agrees"),
-        ("B", "lm_ppl", "not resolved"),
-        ("A", "reasoning_acc", "disagrees"),
+        ("A", "lm_ppl", "agrees"), ("B", "lm_ppl", "not resolved"), ("A", "reasoning_acc", "disagrees"),
         ("B", "reasoning_acc", ""),  # no number in the paper
-    ]
+    ]  # fmt: skip
     assert verdicts[0].ours.mean == pytest.approx(-1)  # positive is better
     assert verdicts[2].ours.mean == pytest.approx(10 + 1 / 3)  # in the unit of the column
     assert (verdicts[0].paper, verdicts[0].baseline) == (-1, "LMM")

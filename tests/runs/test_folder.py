@@ -123,8 +123,7 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
 
 
 @pytest.mark.parametrize(("resources", "machine", "fit"), [
-    (Resources(), Machine(2), 2),
-    (Resources(cpus_per_worker=2), Machine(5), 2),
+    (Resources(), Machine(2), 2), (Resources(cpus_per_worker=2), Machine(5), 2),
     (Resources(workers=2, gpus_per_worker=1), Machine(64, 4), 2),
     (Resources(gpus_per_worker=0.5), Machine(3, 1), 2),
 ])  # fmt: skip
@@ -155,8 +154,7 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
 @pytest.mark.parametrize(("resources", "nodes", "fit"), [
     (Resources(cpus_per_worker=2), [(3, 0), (3, 0)], 2),
     # the driver reserves a small fraction of a CPU, which must exist on some node
-    (Resources(workers=2), [(2, 0), (2, 0)], 1),
-    (Resources(workers=2), [(2, 0), (3, 0)], 2),
+    (Resources(workers=2), [(2, 0), (2, 0)], 1), (Resources(workers=2), [(2, 0), (3, 0)], 2),
     (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), [(64, 8), (64, 8)], 2),
     (Resources(gpus_per_worker=0.1), [(64, 1)], 10),
 ])  # fmt: skip

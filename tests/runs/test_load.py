@@ -11,11 +11,10 @@ from titans_platform.errors import UsageError
 
 SERIES = {
     "model": {key: value for key, value in RUN["model"].items() if key not in ("variant", "vocab_size")},
-    "data": {"sequence_length": 16},
-    "optim": {"steps": 2, "global_batch_size": 4},
+    "data": {"sequence_length": 16}, "optim": {"steps": 2, "global_batch_size": 4},
     "eval": {"items": 4, "columns": {"mse": [{"task": "mse"}]}},
     "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2}},
-}
+}  # fmt: skip
 
 
 def test_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):

@@ -15,11 +15,10 @@ from titans_platform.runs.spec import Resources
 DEFAULTS = "cd4212059707"
 """Of the defaults, which docs/config.md prints: its diff shows which one has changed."""
 NAMES = {
-    "{}": "5d1485aa7993",
-    '{"seed": 3, "threads": 2}': "cad533aa9450",
+    "{}": "5d1485aa7993", '{"seed": 3, "threads": 2}': "cad533aa9450",
     '{"model": {"variant": "mac", "attention": {"window": 64}}, "optim": {"lr": 0.001}}': "62c503617480",
     '{"eval": {"columns": {"recall": [{"task": "recall", "options": {"pairs": 4}}]}}}': "59cf0d135740",
-}
+}  # fmt: skip
 
 
 def run(text: str = "{}") -> RunConfig:

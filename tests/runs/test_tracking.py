@@ -156,11 +156,10 @@ def of_another_program(path: Path) -> None:
 
 
 UNREADABLE = {
-    "not a database": lambda path: path.write_text("not a database " * 100),
-    "a folder": Path.mkdir,
+    "not a database": lambda path: path.write_text("not a database " * 100), "a folder": Path.mkdir,
     "of another program": of_another_program,
     "under a file": lambda path: (path.parent.rmdir(), path.parent.write_text("")),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", UNREADABLE)

@@ -132,9 +132,7 @@ def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tm
 
 
 @pytest.mark.parametrize(("data", "optim", "expected"), [
-    ({}, {}, 64),
-    ({"rows": "streams"}, {}, 500 * 64),
-    ({"rows": "streams"}, {"bptt_rows": 2}, 500 * 128),
+    ({}, {}, 64), ({"rows": "streams"}, {}, 500 * 64), ({"rows": "streams"}, {"bptt_rows": 2}, 500 * 128),
     # of 32 * 500 * 0.05 stretches the longest is about ln(800) / 0.05 rows
     ({"rows": "streams"}, {"reset_probability": 0.05}, 134 * 64),
 ])  # fmt: skip

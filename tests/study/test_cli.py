@@ -11,15 +11,12 @@ from titans_platform.study.grid import expand, load_study
 from titans_platform.tracking import open_store
 
 SCALES = {
-    "small": {"seeds": [0, 1]},
-    "huge": {"resources": {"cpus_per_worker": 100000}},
+    "small": {"seeds": [0, 1]}, "huge": {"resources": {"cpus_per_worker": 100000}},
     "gpu": {
-        "resources": {"workers": 2, "gpus_per_worker": 1},
-        "gpus": "2xH100",
-        "model": {"memory": {"chunk_size": 16}},
-        "optim": {"precision": "bf16"},
+        "resources": {"workers": 2, "gpus_per_worker": 1}, "gpus": "2xH100",
+        "model": {"memory": {"chunk_size": 16}}, "optim": {"precision": "bf16"},
     },
-}
+}  # fmt: skip
 STUDY = study(steps=4, scales=SCALES)
 
 
@@ -66,8 +63,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys, answer):
 
 
 @pytest.mark.parametrize(("arguments", "said"), [
-    (("run", "tinny"), "did you mean tiny"),
-    (("run", "tiny", "--scale", "smal"), "did you mean small"),
+    (("run", "tinny"), "did you mean tiny"), (("run", "tiny", "--scale", "smal"), "did you mean small"),
     (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
     (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
     (("run", "tiny", "--scale", "small", "--seeds", "x"), "--seeds x"),

@@ -24,8 +24,7 @@ from titans_platform.study.spec import Row
 SWEEPS = Path(__file__).resolve().parents[2] / "sweeps"
 STUDIES = sorted(path.stem for path in SWEEPS.glob("*.yaml"))
 GRID = {
-    "name": "tiny",
-    "columns": {"lm_ppl": {"title": "Perplexity", "higher_is_better": False}},
+    "name": "tiny", "columns": {"lm_ppl": {"title": "Perplexity", "higher_is_better": False}},
     "base": {"model": {"d_model": 32, "vocab_size": 260}},
     "scales": {
         "small": {"seeds": [0]},
@@ -36,7 +35,7 @@ GRID = {
         "depth": {"field": "model.memory.depth", "values": [1, 3], "label": "depth {}"},
         "length": {"label": "T={}", "points": {str(T): {"data.sequence_length": T} for T in (32, 64)}},
     },
-}
+}  # fmt: skip
 
 
 SMALL = {"small": {}}
@@ -73,8 +72,7 @@ def test_listed_rows_are_run_at_every_point(tmp_path):
 
 
 @pytest.mark.parametrize(("asked", "chosen"), [
-    (["LMM"], {"LMM on a", "LMM on b"}),
-    (["LMM on a, MAC"], {"LMM on a", "MAC on a", "MAC on b"}),
+    (["LMM"], {"LMM on a", "LMM on b"}), (["LMM on a, MAC"], {"LMM on a", "MAC on a", "MAC on b"}),
     (["lmm, twice"], {"LMM, twice on a", "LMM, twice on b"}),
     (["LMM, LMM, twice on b"], {"LMM on a", "LMM on b", "LMM, twice on b"}),
     (["MAC", "LMM* on a"], {"MAC on a", "MAC on b", "LMM on a", "LMM, twice on a"}),
@@ -90,8 +88,7 @@ def test_a_name_may_contain_commas_and_a_line_selects_all_of_its_rows(asked, cho
     ({"depth": {"field": "model.memory.depth", "values": [0]}}, "model.memory.depth"),
     ({"depth": {"field": "model.memory.dept", "values": [1]}}, "did you mean depth"),
     ({"a": {"field": "seed", "values": [1], "label": "a"}}, "needs {}"),
-    ({"lenght": GRID["axes"]["length"]}, "axis (scale long) 'length'"),
-    ({}, "rows: a study needs rows"),
+    ({"lenght": GRID["axes"]["length"]}, "axis (scale long) 'length'"), ({}, "rows: a study needs rows"),
 ])  # fmt: skip
 def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, said):
     scales = GRID["scales"] if "long" in said else SMALL

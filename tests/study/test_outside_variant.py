@@ -100,12 +100,10 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, answer, mon
 @pytest.mark.cluster
 def test_it_is_a_row_of_a_study(lab):
     study = {
-        "name": "mine",
-        "columns": {"reasoning": {"title": "Reasoning"}},
-        "base": {"model": {"preset": "smoke"}, **RUN},
-        "scales": {"small": {"seeds": [0]}},
+        "name": "mine", "columns": {"reasoning": {"title": "Reasoning"}},
+        "base": {"model": {"preset": "smoke"}, **RUN}, "scales": {"small": {"seeds": [0]}},
         "rows": [{"name": "Mine", "set": {"model": {"variant": VARIANT, "options": {"width": 3}}}}],
-    }
+    }  # fmt: skip
     (lab / "mine.yaml").write_text(json.dumps(study))
     # as the installed command does it: without the current folder on the path
     command = [sys.executable, "-P", "-c", "from titans_platform.cli import main; main()"]

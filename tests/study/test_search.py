@@ -14,26 +14,21 @@ from titans_platform.study.search import set_line
 from titans_platform.study.spec import Parameter, Search
 
 STUDY = {
-    "name": "hunt",
-    "columns": {"loss": {"title": "Loss", "higher_is_better": False, "decimals": 3}},
+    "name": "hunt", "columns": {"loss": {"title": "Loss", "higher_is_better": False, "decimals": 3}},
     "base": RUN
     | {
         "data": {"sequence_length": 32, "sources": [{"kind": "files", "path": "texts"}]},
         "optim": {"steps": 27, "global_batch_size": 4, "lr": 1e-5},
         "eval": {"perplexity_tokens": 512, "columns": {"loss": [{"task": "loss"}]}},
-    },
-    "scales": {"small": {"seeds": [0, 1]}},
-    "rows": [{"name": "default"}],
+    }, "scales": {"small": {"seeds": [0, 1]}}, "rows": [{"name": "default"}],
     "search": {
-        "metric": "loss",
-        "trials": 6,
+        "metric": "loss", "trials": 6,
         "space": {
             "optim.lr": {"low": 1e-4, "high": 3e-2, "log": True},
-            "model.memory.eta_bias": {"low": -1, "high": 1},
-            "model.d_model": {"choices": [16, 24]},
+            "model.memory.eta_bias": {"low": -1, "high": 1}, "model.d_model": {"choices": [16, 24]},
         },
     },
-}
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -124,10 +119,9 @@ def test_dry_run_shows_the_search(hunt, capsys):
     assert (plan["tokens_least"], plan["tokens_at_most"]) == (6 * 3 * 128, 6 * 27 * 128)
 
 
-@pytest.mark.parametrize(
-    ("steps", "rungs", "milestones"),
-    [(90, 3, [10, 30, 90]), (100, 3, [11, 33, 100]), (2, 3, [1, 2]), (5, 1, [5])],
-)
+@pytest.mark.parametrize(("steps", "rungs", "milestones"), [
+    (90, 3, [10, 30, 90]), (100, 3, [11, 33, 100]), (2, 3, [1, 2]), (5, 1, [5]),
+])  # fmt: skip
 def test_milestones_are_those_of_asha(steps, rungs, milestones):
     search = Search(metric="loss", rungs=rungs, space={"optim.lr": Parameter(low=1e-4, high=1e-2)})
     assert search.milestones(steps) == milestones

@@ -48,9 +48,8 @@ def test_table_is_shown_when_a_seed_is_finished_in_every_row(tmp_path):
     shown = out.getvalue()
     assert shown.count("tiny, 1 of 2 seeds finished: one seed has no spread") == 1
     assert [line.split()[:3] for line in shown.splitlines() if line.startswith((" LMM", " MAC"))] == [
-        ["LMM", "5.0", "1/2"],
-        ["MAC", "5.0", "1/2"],
-    ]
+        ["LMM", "5.0", "1/2"], ["MAC", "5.0", "1/2"],
+    ]  # fmt: skip
     assert "2 of 2" not in shown
 
 

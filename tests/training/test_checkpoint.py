@@ -70,11 +70,9 @@ def test_broken_checkpoint_is_passed_over_with_one_line(tmp_path, caplog, fault)
     latest = tmp_path / "step-00000006"
     shard, manifest = max(latest.glob("*.distcp"), key=lambda p: p.stat().st_size), latest / "manifest.json"
     {
-        "truncate": lambda: shard.write_bytes(shard.read_bytes()[:-10]),
-        "delete": shard.unlink,
-        "manifest": lambda: manifest.write_text('{"schema": 1, "fi'),
-        "no manifest": manifest.unlink,
-    }[fault]()
+        "truncate": lambda: shard.write_bytes(shard.read_bytes()[:-10]), "delete": shard.unlink,
+        "manifest": lambda: manifest.write_text('{"schema": 1, "fi'), "no manifest": manifest.unlink,
+    }[fault]()  # fmt: skip
     t = trainer(5)
     assert (checkpoint.restore(tmp_path, t), t.progress.step) == (tmp_path / "step-00000003", 3)
     (line,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]

@@ -6,8 +6,13 @@ Models of the Llama, Qwen2, Qwen3 and GPT-2 families keep their weights; attenti
 leaves it is written to a memory. `titans adapt` trains the memories.
 """
 
+from titans_core.adapt.chat import Chat
 from titans_core.adapt.memory import MemoryOptions
 from titans_core.adapt.model import MODELS, Adapted, convert, options_of, replace_weights
 from titans_core.adapt.sessions import Sessions
+from titans_core.adapt.training import Memories
 
-__all__ = ["MODELS", "Adapted", "MemoryOptions", "Sessions", "convert", "options_of", "replace_weights"]
+__all__ = [
+    "MODELS", "Adapted", "Chat", "Memories", "MemoryOptions", "Sessions", "convert", "options_of",
+    "replace_weights",
+]  # fmt: skip

@@ -26,6 +26,8 @@ class Family(NamedTuple):
     rotary: bool = True
     """False: positions are a learned table, which ends."""
     heads: Callable[[Any, Tensor], Heads] = lambda attention, x: _projected(attention, x)
+    projections: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj")
+    """Of an attention, which low-rank changes apply to."""
     output: Callable[[Any, Tensor], Tensor] = lambda attention, y: attention.o_proj(y)
     """Map the heads' outputs [B, T, H E] to [B, T, D]."""
 
@@ -52,6 +54,7 @@ FAMILIES = {
         "attn",
         False,
         _gpt2_heads,
+        ("c_attn", "c_proj"),
         lambda attention, y: attention.resid_dropout(attention.c_proj(y)),
     ),
 }

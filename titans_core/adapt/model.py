@@ -15,6 +15,7 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -32,6 +33,7 @@ from transformers.utils.generic import can_return_tuple  # pyright: ignore[repor
 from titans_core.adapt.attention import Pass, WindowAttention
 from titans_core.adapt.families import FAMILIES, Family, find_family
 from titans_core.adapt.memory import AttentionMemory, MemoryOptions
+from titans_core.generation import EMPTY_READING, Reading, Writing, read
 from titans_core.memory_file import hash_of
 from titans_core.ragged import (
     RaggedState,
@@ -156,14 +158,20 @@ class Adapted(RefusesUnknown):
         blocks = tuple(call.after[i] for i in sorted(call.after))
         return [features], ModelState(call.position + x_BTD.shape[1], blocks)
 
-    @torch.inference_mode()
-    def read(self, tokens: Sequence[int], state: ModelState | None = None) -> ModelState:
-        """Read at least one token after ``state``, of a single row, and return the state after them."""
-        own = cast(Any, self)
-        for piece in torch.tensor([list(tokens)], device=own.device).split(PIECE, 1):
-            _, state = self._step(own.get_input_embeddings()(piece), state)
-        assert state is not None
-        return state
+    def read(self, tokens: Sequence[int], start: Reading = EMPTY_READING) -> Reading:
+        """Read a sequence, or more of one, to generate from it any number of times."""
+        return read(self._next, tokens, start, cast(Any, self).device)
+
+    def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> Writing:
+        """Stream tokens as they are generated, as `LanguageModel.stream`; prompts may differ in length."""
+        return Writing(self._next, prompts, max_new_tokens, device=cast(Any, self).device, **options)
+
+    def _next(self, tokens_BT: Tensor, state: ModelState | None, last: bool = True) -> SimpleNamespace:
+        """Logits after the last token, and the state."""
+        own, features = cast(Any, self), tokens_BT
+        for piece in tokens_BT.split(PIECE, 1):
+            (features,), state = self._step(own.get_input_embeddings()(piece), state)
+        return SimpleNamespace(logits=own.lm_head(features[:, -1:]), state=state)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
@@ -210,14 +218,17 @@ def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # no
     return model.eval()
 
 
-def replace_weights(folder: Path, weights: Mapping[str, Tensor]) -> None:
-    """Write weights of a saved model in the place of the earlier ones, file by file."""
-    for path in sorted(folder.glob("*.safetensors")):
+def replace_weights(
+    source: Path, folder: Path, weights: Mapping[str, Tensor], deltas: Mapping[str, Tensor]
+) -> None:
+    """Write the weights saved in ``source`` to ``folder``, file by file: some replaced, some changed."""
+    for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
             about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if own := {name: weights[name].to(x.dtype) for name, x in tensors.items() if name in weights}:
-            save_file(tensors | own, temporary := path.with_suffix(".partial"), about)
-            os.replace(temporary, path)
+        tensors |= {name: weights[name].to(x.dtype) for name, x in tensors.items() if name in weights}
+        tensors |= {name: (x + deltas[name]).to(x.dtype) for name, x in tensors.items() if name in deltas}
+        save_file(tensors, temporary := folder / f"{path.name}.partial", about)
+        os.replace(temporary, folder / path.name)
 
 
 def options_of(config: Any) -> MemoryOptions:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -66,10 +66,24 @@ class Sessions:
 
     def add(self, name: str, tokens: Sequence[int]) -> Turn:
         """Read at least one token after the last turn, and keep the state after all but the last of them."""
-        before, number = self.reading(name), len(self.turns(name)) + 1
-        ahead = [*before.ahead, *tokens]
-        state = self.model.read(ahead[:-1], before.state) if ahead[:-1] else before.state
-        save_memory(self._file(name, number), Reading(state, (ahead[-1],)), self.model)
+        return self._keep(name, self.model.read(tokens, self.reading(name)))
+
+    def reply(self, name: str, tokens: Sequence[int], most: int, **options: Any) -> Iterator[int]:
+        """Read tokens and generate at most ``most``, one by one; both are a turn, kept after the last.
+
+        Args:
+            name: of the session.
+            tokens: read after the last turn.
+            most: new tokens.
+            options: ``sampling`` and ``stop`` of `titans_core.generation.Writing`.
+        """
+        writing = self.model.stream([tokens], most, start=self.reading(name), **options)
+        for _, token in writing:
+            yield token
+        self._keep(name, writing.readings[0])
+
+    def _keep(self, name: str, reading: Reading) -> Turn:
+        save_memory(self._file(name, len(self.turns(name)) + 1), reading, self.model)
         return self.turns(name)[-1]
 
     def fork(self, name: str, new: str, turn: int | None = None) -> None:

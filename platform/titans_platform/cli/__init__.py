@@ -32,6 +32,7 @@ AFTER_INTERRUPT = {"adapt": RESUME, "train": RESUME, "sweep": RESUME, "data": PA
 COMMANDS: dict[str, tuple[str, str, str]] = {
     "adapt": ("adapt", "adapt", "Give a pretrained transformers model a memory, and train it."),
     "audit": ("audit", "audit", "Check that a layer is causal, trained, and the same in pieces and decoded."),
+    "chat": ("adapt", "chat", "Chat with a model of `titans adapt`, whose memory is kept between calls."),
     "cluster": ("cluster", "cluster", "Bring clusters up, run commands on them, take them down."),
     "data": ("data", "data", "Tokenise sources into shards, and inspect them."),
     "eval": ("evaluate", "evaluate", "Evaluate a run or one of its checkpoints."),

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import resource
+import sys
 import time
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
@@ -37,6 +39,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
+@click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
 @click.option(
     "--rows", type=(click.IntRange(1), click.IntRange(1)), default=(48, 60), help="Rows of both runs."
@@ -49,8 +52,8 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @json_option
 def adapt(
     source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str | None,
-    heads: int, depth: int, chunk: int, length: int, rows: tuple[int, int], threads: int, gpus: int,
-    overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
+    heads: int, depth: int, chunk: int, lora: int, length: int, rows: tuple[int, int], threads: int,
+    gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
 
@@ -71,6 +74,8 @@ def adapt(
 
     if gpus and not torch.cuda.is_available():
         raise UsageError("--gpus: this machine has no GPU that torch can use; leave it out")
+    if lora and find_spec("peft") is None:
+        raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
     given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
     try:
@@ -80,7 +85,8 @@ def adapt(
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
-    about = {"data": data, "length": length, "rows": dict(zip(STAGES, rows, strict=True)), "threads": threads}
+    about = {"data": data, "lora": lora, "length": length, "threads": threads}
+    about["rows"] = dict(zip(STAGES, rows, strict=True))
     console = Console(stderr=as_json)
     with TemporaryDirectory(prefix="titans-adapt-") if dry_run else nullcontext(out) as folder:
         folder = Path(folder)
@@ -118,7 +124,10 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     with within(f"{source}: ", ValueError, ""):
         adapted = convert(model, options)
     config, weights = adapted.config, adapted.source_hash()
-    adapted.save_pretrained(out)
+    # with changes of its weights OUT is another model, and the runs start from this one
+    base = out / "base" if about["lora"] else out
+    for folder in {base, out}:
+        adapted.save_pretrained(folder)
     tokenizer.save_pretrained(out)
     if not (out / "tokenizer.json").is_file():
         raise UsageError(f"{source}: its tokenizer cannot be written as a tokenizer.json")
@@ -129,10 +138,12 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         {"kind": "files", "path": str(Path(about["data"]).resolve())} if about["data"] else {"kind": "corpus"}
     )
     for stage, rate in STAGES.items():
-        share = [{"task": "context_share"}] if stage == "tune" else []
+        share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
-            "objective": {"kind": stage, "options": {"model": str(out.resolve()), "weights": weights}},
+            "objective": {
+                "kind": stage, "options": {"model": str(base.resolve()), "weights": weights, "lora": lora},
+            },
             "data": {
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
                 "sequence_length": about["length"],
@@ -189,11 +200,10 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
 
 def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
     """Train both stages, each from its last checkpoint, and write the memories into the model after each."""
-    from titans_core.adapt import replace_weights
     from titans_platform.cli.live import bucket_tables, measures_table
     from titans_platform.cli.train import prepared_spec, train_run
     from titans_platform.objectives import build_objective
-    from titans_platform.objectives.adapt import trained_weights
+    from titans_platform.objectives.adapt import export
     from titans_platform.runs.load import find_checkpoint, located
     from titans_platform.runs.spec import Resources
 
@@ -209,7 +219,7 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
         result = train_run(spec, root, f"{out.name} {stage}", console)
         before = str(spec.folder.path)
         runs[stage] = result.record()
-        replace_weights(out, trained_weights(objective, find_checkpoint(before, root)))
+        export(objective, find_checkpoint(before, root), out)
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
             f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True, highlight=False,
@@ -218,3 +228,53 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
     console.print(measures_table(result), *bucket_tables(result))
     console.print(f"model {out}", soft_wrap=True, highlight=False)
     return runs
+
+
+@click.command()
+@click.argument("folder", metavar="MODEL", type=click.Path(path_type=Path))
+@click.option("--session", metavar="NAME", default="default", help="Session to continue, or to begin.")
+@click.option("--say", metavar="TEXT", help="Say one thing  [default: each line of stdin]")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=200, help="Maximum tokens of a reply.")
+@click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 is greedy.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
+@click.option("--list", "listed", is_flag=True, help="List all sessions, and do nothing else.")
+@click.option("--fork", metavar="NEW", help="Copy the session.")
+@click.option("--rollback", type=click.IntRange(0), metavar="TURN", help="Delete the turns after TURN.")
+@click.option("--delete", is_flag=True, help="Delete the session.")
+def chat(
+    folder: Path, session: str, say: str | None, max_new_tokens: int, temperature: float, seed: int,
+    listed: bool, fork: str | None, rollback: int | None, delete: bool,
+) -> None:  # fmt: skip
+    """Chat with MODEL, a folder of `titans adapt`, in a session whose memory is kept between calls.
+
+    A turn is what you say and the reply; each is a memory file in MODEL/sessions, whose hash is shown. The
+    size of a session does not grow, and its text is not kept.
+
+    \b
+    Example:
+      titans chat my-model --session anna --say Hello
+      titans chat my-model --session anna --fork bert
+      titans chat my-model --session anna --rollback 1
+    """
+    from titans_core import Sampling
+    from titans_core.adapt import Chat
+
+    sampling = Sampling(temperature=temperature, seed=seed)
+    with within(f"{folder}: ", ValueError, ""):
+        talk = Chat(folder)
+        sessions = talk.sessions
+        if fork is not None:
+            sessions.fork(session, fork)
+        elif rollback is not None:
+            sessions.rollback(session, rollback)
+        elif delete:
+            sessions.delete(session)
+        elif not listed:
+            for line in sys.stdin if say is None else [say]:
+                for piece in talk.say(session, line.rstrip("\n"), max_new_tokens, sampling):
+                    click.echo(piece, nl=False)
+                click.echo()
+        for name in sessions.names() if listed else [fork or session]:
+            for turn in sessions.turns(name)[0 if listed else -1 :]:
+                about = f"{name}, turn {turn.number}: {turn.tokens:,} tokens, memory {turn.hash}"
+                click.echo(about, err=not listed)

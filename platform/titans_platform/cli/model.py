@@ -48,9 +48,9 @@ def generate(
 ) -> None:  # fmt: skip
     """Generate text with RUN's model; prints the prompt and its continuation.
 
-    RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the folder of one checkpoint.
-    The text is read once, into the model's state, which --memory-out saves and --memory-in restores. A memory
-    file works only with the checkpoint that wrote it.
+    RUN is a run's name (or a prefix of it), its folder, its MLflow run id, the folder of one checkpoint, or a
+    model of `titans adapt`. The text is read once, into the model's state, which --memory-out saves and
+    --memory-in restores. A memory file works only with the checkpoint that wrote it.
 
     \b
     Example:
@@ -72,7 +72,12 @@ def generate(
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
     text = plain((_read_text("--read", file) if file else "") + prompt)
-    model, tokenizer, cfg = _language_model(run, root, "generate text")
+    if (Path(run) / "tune.yaml").is_file():
+        from titans_platform.objectives.adapt import load_adapted
+
+        model, tokenizer, cfg = load_adapted(Path(run))
+    else:
+        model, tokenizer, cfg = _language_model(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(seed, cfg.threads):
         try:

@@ -70,6 +70,9 @@ def find_checkpoint(run: str, root: Path) -> Path:
         if not path.is_dir():
             raise UsageError(f"{run}: no such checkpoint")
         return path.resolve()
+    if (path / "config.json").is_file():
+        fix = "give the run that trained it (titans runs list); titans generate takes a model of titans adapt"
+        raise UsageError(f"{run}: a transformers model, and not a run; {fix}")
     folder = path if path.is_dir() else find_run(run, root).path
     if not (points := saved(folder / CHECKPOINTS)):
         raise UsageError(f"{run}: {folder} has no checkpoint; train it first")

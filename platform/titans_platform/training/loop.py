@@ -24,6 +24,7 @@ from titans_core.backbone import Model
 from titans_core.interventions import Intervention, intervene
 from titans_core.state import ModelState
 from titans_core.telemetry import healthy_limits, out_of_range, record
+from titans_kernels.ran import graph_breaks, warn_once
 from titans_platform.config import OptimConfig
 from titans_platform.data.stream import StreamBatch
 from titans_platform.training.optim import Diverged, adamw, drawn_window, learning_rate
@@ -183,6 +184,8 @@ class Trainer:
                 except Diverged as error:
                     saved = hooks.on_divergence(batch, error)
                     raise Diverged("; ".join(filter(None, (str(error), saved)))) from error
+                for reason in graph_breaks():
+                    warn_once("blocks", "partly eager", reason)
                 seconds = time.perf_counter() - started
                 self.progress.seconds += seconds
                 speed, flops = self.tokens_per_step / seconds, self.flops_per_token

@@ -68,7 +68,7 @@ def _make(bounds: Tensor, b: int, most: int) -> tuple[Tensor, Tensor]:
     first, end = bounds[:-1].long(), bounds[1:].long()
     stop = torch.cumsum((end - first + b - 1) // b, 0)
     chunk = torch.arange(most, device=bounds.device)
-    document = torch.searchsorted(stop, chunk, right=True).clamp_(max=len(first) - 1)
+    document = torch.searchsorted(stop, chunk, right=True).clamp_(max=first.shape[0] - 1)
     before = torch.cat([stop.new_zeros(1), stop[:-1]])
     token = first[document] + (chunk - before[document]) * b
     count = (end[document] - token).clamp_(0, b)

@@ -1,0 +1,76 @@
+"""`titans chat` and `titans generate` with a model of `titans adapt`; other commands name what to use."""
+
+import pytest
+
+from tests.objectives.test_adapt import write_source
+from titans_platform.cli import run
+from titans_platform.cli.adapt import _convert
+
+transformers = pytest.importorskip("transformers")
+adapt = pytest.importorskip("titans_core.adapt")
+chat = pytest.importorskip("titans_core.adapt.chat")
+
+CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}<assistant>"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("chat")
+    about = {"data": None, "lora": 0, "length": 48, "rows": {"transfer": 1, "tune": 1}, "threads": 1}
+    source = write_source(folder / "source", initializer_range=0.2)
+    _convert(str(source), folder / "out", adapt.MemoryOptions(window=16, sinks=2), about)
+    return str(folder / "out")
+
+
+def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, capsys):
+    def told(*words):
+        assert run(["chat", model, "--max-new-tokens", "6", *words]) == 0
+        out, err = capsys.readouterr()
+        return out, err.strip().splitlines()[-1:]
+
+    told("--session", "anna", "--say", "My name is Anna.")
+    second = told("--session", "anna", "--say", "And yours?")
+    assert "anna, turn 2: " in second[1][0]
+    assert told("--session", "anna", "--fork", "bert")[1] == [second[1][0].replace("anna", "bert")]
+    assert "anna, turn 1: 23 tokens" in told("--session", "anna", "--rollback", "1")[1][0]
+    assert told("--session", "anna", "--say", "And yours?") == second
+    told("--session", "bert", "--rollback", "1")
+    assert told("--session", "bert", "--say", "And yours?")[0] == second[0]
+    listed = told("--list")[0].splitlines()
+    assert [line.partition(":")[0] for line in listed] == [
+        f"{n}, turn {i}" for n in ("anna", "bert") for i in (1, 2)
+    ]
+    assert [line.partition(":")[2] for line in listed[:2]] == [line.partition(":")[2] for line in listed[2:]]
+    told("--session", "bert", "--delete")
+    assert "bert" not in told("--list")[0]
+    for words, message in (
+        (["--session", "none", "--delete"], "no session none; there are anna"),
+        (["--session", "anna", "--rollback", "3"], "turn: 3, but session anna has 2"),
+    ):
+        assert run(["chat", model, *words]) == 2
+        assert f"{model}: {message}" in capsys.readouterr().err
+
+
+def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    assert chat.turn_text(tokenizer, "Hi", True) == chat.turn_text(tokenizer, "Hi", False) == "Hi"
+    tokenizer.chat_template = CHATML
+    said = [
+        {"role": role, "content": text}
+        for role, text in (("user", "Hi"), ("assistant", "Ho"), ("user", "No"))
+    ]
+    turns = chat.turn_text(tokenizer, "Hi", True), chat.turn_text(tokenizer, "No", False)
+    assert "Ho".join(turns) == tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+    assert "".join(chat.decoded(tokenizer, "né€😀".encode())) == "né€😀"
+
+
+def test_generate_takes_the_model_and_commands_for_runs_refuse_it(model, capsys, tmp_path):
+    words = ["--max-new-tokens", "6", "--memory-out", str(tmp_path / "m")]
+    assert run(["generate", model, "--prompt", "The quick brown fox", *words]) == 0
+    assert run(["generate", model, "--prompt", "?", *words, "--memory-in", str(tmp_path / "m")]) == 0
+    assert "after 33 tokens" in capsys.readouterr().err
+    for command in (["eval"], ["inspect", "--text", __file__], ["export", "x"]):
+        assert run([command[0], model, *command[1:]]) == 2
+        assert "a transformers model, and not a run; give the run" in capsys.readouterr().err.splitlines()[-1]
+    assert run(["chat", str(tmp_path)]) == 2
+    assert f"error: {tmp_path}: has no config.json; give a folder" in capsys.readouterr().err
