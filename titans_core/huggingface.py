@@ -26,6 +26,9 @@ from transformers import (  # pyright: ignore[reportMissingImports]
     PreTrainedModel,
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
 from titans_core.config import ModelConfig
@@ -33,6 +36,7 @@ from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config, summary
 from titans_core.ragged import (
     RaggedState,
+    RefusesUnknown,
     check_labels,
     document_starts,
     documents,
@@ -65,7 +69,7 @@ class TitansConfig(PreTrainedConfig):
         return model_config({"model_type": MODEL_TYPE, "titans": self.titans or {}})
 
 
-class TitansForCausalLM(PreTrainedModel, GenerationMixin):
+class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
     """A `LanguageModel`, as ``.model``, with the interface of transformers.
 
     Raises:
@@ -267,3 +271,5 @@ class TitansForCausalLM(PreTrainedModel, GenerationMixin):
 
 AutoConfig.register(MODEL_TYPE, TitansConfig)
 AutoModelForCausalLM.register(TitansConfig, TitansForCausalLM)
+# by which Trainer's label smoothing shifts the labels
+MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[MODEL_TYPE] = TitansForCausalLM.__name__

@@ -62,6 +62,14 @@ class RaggedState:
         return [read[row] for row in sorted(read)]
 
 
+class RefusesUnknown:
+    """Mixed into models whose ``forward`` refuses unknown arguments: `generate` gives them its tokenizer."""
+
+    def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
+        """Leave out the tokenizer, which ``stop_strings`` need."""
+        return super().prepare_inputs_for_generation(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def check_labels(labels: Tensor | None, B: int, T: int) -> None:
     """Raise ValueError unless ``labels`` are tokens [B, T]."""
     if labels is None:

@@ -82,6 +82,8 @@ def test_trainers_step_does_not_depend_on_its_micro_batches(side, width, rel, fo
 def test_trainer_recomputes_activations_and_evaluates_padded_batches(folder, tokenizer, tmp_path):
     plain = one_step(load(folder), tokenizer, 4, 2, True, tmp_path)
     assert one_step(load(folder), tokenizer, 4, 2, True, tmp_path, gradient_checkpointing=True) == plain
+    smoothed = one_step(load(folder), tokenizer, 4, 2, True, tmp_path, label_smoothing_factor=1e-6)
+    assert smoothed == pytest.approx(plain, rel=1e-4)
     seen, few = [], {"per_device_eval_batch_size": 3}
     of = trainer(load(folder), tokenizer, True, tmp_path, lambda x: seen.append(x) or {}, **few)
     assert of.evaluate()["eval_loss"] > 0
@@ -94,10 +96,11 @@ def test_pipeline_writes_the_same_for_a_batch_as_for_each_text(folder, tokenizer
     options = {"max_new_tokens": 8, "do_sample": False, "return_full_text": False}
     alone = [writer(text, **options)[0]["generated_text"] for text in TEXTS]
     assert [out[0]["generated_text"] for out in writer(TEXTS, batch_size=4, **options)] == alone
-    ours = load_folder(folder).generate(
-        [tokenizer(text)["input_ids"] for text in TEXTS], 8, stop=[tokenizer.eos_token_id]
-    )
+    prompts = [tokenizer(text)["input_ids"] for text in TEXTS]
+    ours = load_folder(folder).generate(prompts, 8, stop=[tokenizer.eos_token_id])
     assert [tokenizer.decode(tokens, skip_special_tokens=True) for tokens in ours] == alone
+    never = writer(TEXTS[1], stop_strings=["no such text"], tokenizer=tokenizer, **options)
+    assert never[0]["generated_text"] == alone[1]
 
 
 def test_harness_scores_and_writes_as_each_text_alone(folder, tokenizer):

@@ -37,7 +37,7 @@ def test_presets_have_kernels_on_every_gpu(arch):
         support = supports(c.memory, c.d_model // c.memory.heads, torch.bfloat16, arch)
         assert (support.form, support.reason) == ("triton", "")
         for gates in ("alpha", "all"):  # which the operator refuses
-            switched = c.memory.model_copy(update={"channel_gates": gates})
+            switched = c.memory.model_copy(update={"channel_gates": gates, "decay": gates == "alpha"})
             assert supports(switched, 64, torch.bfloat16, arch).reason.startswith("channel_gates: no kernel")
 
 

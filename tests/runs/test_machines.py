@@ -47,23 +47,20 @@ def test_metric_of_any_name_is_logged(tmp_path):
     assert name_of("column/needle@64/stderr") == "column/needle/64/stderr"
 
 
-@pytest.mark.parametrize(("name", "value", "temp"), [
-    ("TMPDIR", "/tmp", "/tmp/ray"), ("TMPDIR", "{long}", "/tmp/ray"), ("RAY_TMPDIR", "{long}", "/tmp/ray"),
-    ("TMPDIR", "{wide}", "/tmp/ray"), ("TMPDIR", "/proc/none", "/tmp/ray"),
-])  # fmt: skip
-def test_ray_gets_a_short_temporary_directory(name, value, temp, tmp_path, monkeypatch):
-    given, made = [], tmp_path / ("x" * 60)
-    wide = Path("/tmp") / ("字" * 15)
-    for path in (made, wide):
-        path.mkdir(exist_ok=True)
+@pytest.mark.parametrize("value", ["/tmp", "{long}", "{wide}", "/proc/none", "."])
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_ray_gets_a_short_temporary_directory(name, value, tmp_path, monkeypatch):
+    given, wide = [], Path("/tmp/字")
+    wide.mkdir(exist_ok=True)
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # another test may have started it
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("ray.init", lambda **options: given.append(options))
     monkeypatch.setattr(ray_session.tempfile, "tempdir", None)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
-    monkeypatch.setenv(name, value.format(long=made, wide=wide))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(name, value.format(long=tmp_path, wide=wide))
     with ray_session.ray_session(1):
-        assert given[0]["_temp_dir"] == temp
+        assert given[0]["_temp_dir"] == "/tmp/ray"
     wide.rmdir()
 
 

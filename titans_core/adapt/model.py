@@ -25,6 +25,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
+from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+)
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
 from titans_core.adapt.attention import Pass, WindowAttention
@@ -34,6 +37,7 @@ from titans_core.generation import EMPTY_READING, Reading, Writing, read
 from titans_core.memory_file import hash_of
 from titans_core.ragged import (
     RaggedState,
+    RefusesUnknown,
     check_labels,
     document_starts,
     front,
@@ -48,7 +52,7 @@ PIECE = 2048
 """Tokens of a call while a text is read."""
 
 
-class Adapted:
+class Adapted(RefusesUnknown):
     """Mixed into a family's class for causal language models: the window, the memories and their state."""
 
     family: Family
@@ -254,6 +258,7 @@ def _classes(name: str, family: Family) -> Any:
     model = type(f"Titans{title}ForCausalLM", (Adapted, model), about)
     transformers.AutoConfig.register(f"titans_{name}", config)
     transformers.AutoModelForCausalLM.register(config, model)
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"titans_{name}"] = model.__name__
     return model
 
 

@@ -88,8 +88,9 @@ class Nodes(Cluster):
 
     def up_steps(self) -> list[Step]:
         """Return the steps: a private folder, a token, a head, the other nodes, on ports that are free."""
-        base = tempfile.gettempdir() if len(tempfile.gettempdir()) <= _MAX_TEMP_PATH else "/tmp"
-        folder = Path(base) / f"titans-{secrets.token_hex(4)}"
+        temp = tempfile.gettempdir()
+        base = Path(temp if temp.isascii() and len(temp) <= _MAX_TEMP_PATH else "/tmp")
+        folder = base / f"titans-{secrets.token_hex(4)}"
         head, dashboard, client, *agents = free_ports(3 + self.nodes)
         address = f"http://{LOOPBACK}:{dashboard}"
         facts = {"address": address, "folder": str(folder), "processes": []}

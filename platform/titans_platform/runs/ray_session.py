@@ -35,7 +35,8 @@ NODES = "TITANS_CLUSTER_NODES"
 OBJECT_STORE = 128 * 2**20
 """Size of Ray's object store in bytes; Ray's minimum is 75 MiB."""
 LONGEST_TEMP = 39
-"""Bytes of the longest temporary directory that leaves room for Ray's sockets, whose paths take 107."""
+"""Length of the longest temporary directory that leaves room for Ray's sockets, whose paths take 107 bytes of
+ASCII."""
 START_SECONDS = 180.0
 """Timeout in seconds to start Ray or connect to it; on two busy cores that takes about 10 s."""
 
@@ -71,11 +72,8 @@ memory. Without a limit, the threads of each cell create arenas of their own, up
 what they freed: a worker grew from 0.8 to 2.0 GB over ten cells of 137K parameters.
 """
 MALLOPT = {
-    "MALLOC_MMAP_THRESHOLD_": -3,
-    "MALLOC_TRIM_THRESHOLD_": -1,
-    "MALLOC_TOP_PAD_": -2,
-    "MALLOC_ARENA_MAX": -8,
-}
+    "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_ARENA_MAX": -8,
+}  # fmt: skip
 """`mallopt` parameter numbers of these settings (glibc's malloc.h), for a process already running."""
 
 
@@ -117,7 +115,8 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
     # without an explicit address RAY_ADDRESS would connect this process to another cluster
     where = {"address": "local", "object_store_memory": OBJECT_STORE, "num_cpus": max(1, round(cpus))}
     base = os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()
-    where["_temp_dir"] = f"{base if len(os.fsencode(base)) <= LONGEST_TEMP else '/tmp'}/ray"
+    usable = os.path.isabs(base) and os.access(base, os.W_OK) and base.isascii()
+    where["_temp_dir"] = f"{base if usable and len(base) <= LONGEST_TEMP else '/tmp'}/ray"
     try:
         # where Ray writes its token
         (folder := Path.home() / ".ray").mkdir(parents=True, exist_ok=True)
