@@ -1,5 +1,6 @@
 """Every kernel, compiled ahead of time for A100, H100 and B200, stays within their resource limits."""
 
+import ast
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ import torch
 
 from titans_kernels import supports
 from titans_kernels.bench.shapes import SHAPES
+from titans_kernels.memory.forms.triton import delta
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
@@ -45,6 +47,17 @@ from titans_kernels.bench.aot import main
 for name, line in json.loads(sys.argv[1]).items():
     main([*line, "--json", name + ".json"], standalone_mode=False)
 """
+
+
+@pytest.mark.parametrize("path", sorted(Path(delta.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
+def test_no_kernel_is_compiled_again_for_another_number_of_tokens(path):
+    """Segments of packed documents have any number, of which Triton would ask whether 16 divides it."""
+    for function in ast.walk(ast.parse(path.read_text())):
+        jits = [
+            ast.unparse(x) for x in getattr(function, "decorator_list", ()) if "triton.jit" in ast.unparse(x)
+        ]
+        if jits and "tokens" in [argument.arg for argument in function.args.args]:
+            assert jits == ["triton.jit(do_not_specialize=['tokens'])"], function.name
 
 
 def compiled(folder: Path, lines: dict[str, list[str]]) -> dict[str, list[dict]]:

@@ -123,18 +123,19 @@ def _delta_launches(R: int, n: int, D: int, F: int) -> list[Launch]:
 
 def source(launch: Launch) -> ASTSource:
     """Compiler input of a launch, with the argument specialisations that Triton's launcher would apply."""
-    names = launch.kernel.arg_names
-    signature = dict.fromkeys(names, "constexpr")
+    parameters = launch.kernel.params
+    signature = {p.name: "constexpr" for p in parameters}
     constants, attributes = dict(launch.constants), {}
-    for i, (name, x) in enumerate(zip(names, launch.arguments, strict=False)):
+    for i, (parameter, x) in enumerate(zip(parameters, launch.arguments, strict=False)):
+        name, any_value = parameter.name, parameter.do_not_specialize
         if isinstance(x, Tensor):
             signature[name] = _POINTERS[x.dtype]
-        elif x is None or x == 1:
+        elif x is None or (x == 1 and not any_value):
             constants[name] = x
             continue
         else:
             signature[name] = "i32" if abs(x) < 2**31 else "i64"
-        if isinstance(x, Tensor) or x % 16 == 0:
+        if isinstance(x, Tensor) or (x % 16 == 0 and not any_value):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)
 

@@ -30,7 +30,7 @@ from titans_kernels.memory.forms.triton.pieces import (
 from titans_kernels.memory.forms.triton.shapes import Shape
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write(
     q, k, v, start, C, gates, states, d, scale, y, after, documents, length, H, tokens,
     D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,
@@ -91,7 +91,7 @@ def _write(
         tl.store(after + mine + D * V + cell, S)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     q, k, dy, gates, d, scale, dd_reads, dafter, dstates, dv, dtokens, dstart, documents, length, H, tokens,
     D: tl.constexpr, V: tl.constexpr, BV: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,

@@ -35,7 +35,7 @@ class Gates(NamedTuple):
     tokens: Tensor  # [5, tokens, H]: beta, m, h, and each token's c and n in the state after its chunk
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(alpha, eta, theta, C, out, chunks, length, H, tokens, b: tl.constexpr):
     chunk, h = tl.program_id(0), tl.program_id(1)
     first, count = chunk_at(chunks, chunk, length, b)
@@ -72,7 +72,7 @@ def _at_last(pointer, is_last):
     return tl.where(is_last, tl.load(pointer), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     alpha, eta, theta, C, gates, dC, dtokens, inner, dalpha, deta, dtheta, chunks, length, H, tokens,
     b: tl.constexpr, PARTS: tl.constexpr,

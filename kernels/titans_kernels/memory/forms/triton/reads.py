@@ -46,7 +46,7 @@ GROUPS = 16
 """Maximum number of partial sums per head."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _forward(
     x, X, d, states, base, C, gates, out, chunks, length, H, tokens, SIZE: tl.constexpr, AT: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr, BF: tl.constexpr, b: tl.constexpr,
@@ -90,7 +90,7 @@ def _forward(
     store_rows(out, u, t, row, valid, h, H, F, column)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     dz, x, X, d, states, base, C, gates, dx, dX, dd, dC, dtokens, chunks, length, H, tokens,
     SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,
@@ -209,7 +209,7 @@ def read_layer_backward(
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _update_backward(
     states, dstates, base, d, dz, dX, gates, dk, inner, chunks, length, H, tokens,
     SIZE: tl.constexpr, AT: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BD: tl.constexpr,

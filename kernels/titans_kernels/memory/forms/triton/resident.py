@@ -47,7 +47,7 @@ def _step(W, S, S_copy, X, error, c, share, a, mix, keep, TYPE: tl.constexpr, PR
     return W
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write(
     k, v, state, base, gates, states, z, d1, d2, scale, documents, length, H, tokens,
     D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, b: tl.constexpr, BOUND: tl.constexpr,

@@ -186,7 +186,7 @@ def _step(
                 tl.store(next_copy + D * F + at, S.to(TYPE))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _write(
     k, v, gates, state, base, states, z, dh, dt, scale, documents, length, H, tokens,
     L: tl.constexpr, D: tl.constexpr, F: tl.constexpr, V: tl.constexpr, SIZE: tl.constexpr,

@@ -189,7 +189,7 @@ def _over(scale, t, row, valid, h, H, BOUND: tl.constexpr):
         return tl.full(row.shape, 1.0, tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _backward(
     q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt, dE, gates, states, dstate, dstates, dz, dv, dtokens,
     documents, length, H, tokens,
