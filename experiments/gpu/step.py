@@ -44,7 +44,7 @@ class PackedRows:
 
 
 def measure(config: Any, steps: int, profile: Path | None) -> dict[str, Any]:
-    """Train a row for some steps; times from the third step on are those of compiled code."""
+    """Train a row for some steps; the first two compile and are not timed."""
     torch._dynamo.reset()
     forms_used(forget=True)
     torch.cuda.reset_peak_memory_stats()

@@ -35,8 +35,8 @@ STARTUP, CELL_OVERHEAD = 20.0, 4.0
 """Seconds before the first step, and of each cell beside training and evaluation, measured on two cores."""
 GIB = 2**30
 MFU = 0.15
-"""Model FLOPs utilisation that is assumed of GPUs on which nothing was timed: on one H200 a step of LMM at 340M
-reached 16%, of Transformer++ 47%."""
+"""Model FLOPs utilisation that is assumed of GPUs on which nothing was timed: on one H200 a step of LMM at
+340M reached 16%, of Transformer++ 47%."""
 
 
 def open_study(
