@@ -231,7 +231,7 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
 
 
 @click.command()
-@click.argument("folder", metavar="MODEL", type=click.Path(path_type=Path))
+@click.argument("folder", metavar="MODEL", type=OSPath(path_type=Path))
 @click.option("--session", metavar="NAME", default="default", help="Session to continue, or to begin.")
 @click.option("--say", metavar="TEXT", help="Say one thing  [default: each line of stdin]")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=200, help="Maximum tokens of a reply.")
