@@ -10,6 +10,8 @@ from torch import Tensor
 
 log = logging.getLogger("titans_kernels")
 _RAN: set[str] = set()
+_DYNAMO = "torch._dynamo.utils"
+"""The first compilation imports it, which takes seconds."""
 
 
 def note(operator: str, form: str, like: Tensor | None = None) -> None:
@@ -30,18 +32,20 @@ def forms_used(*, forget: bool = False) -> list[str]:
     Returns:
         Sorted strings ``operator: form``, such as "neural_memory: triton", and the `graph_breaks`.
     """
-    used = sorted(_RAN) + [f"blocks: partly eager: {reason}" for reason in graph_breaks()]
+    used = sorted(_RAN) + [f"graph break: {reason}" for reason in graph_breaks()]
     if forget:
         _RAN.clear()
+        if dynamo := sys.modules.get(_DYNAMO):
+            dynamo.counters["graph_break"].clear()
     return used
 
 
 def graph_breaks() -> list[str]:
-    """Return why compiled code of this process runs partly eagerly, at several times the cost; a line each.
+    """Return the reasons of Dynamo's graph breaks in this process, sorted, the first line of each.
 
-    Not a call of a function that is marked to run eagerly, as flash-linear-attention's kernels are.
+    Functions under `torch.compiler.disable`, such as flash-linear-attention's kernels, are left out.
     """
-    dynamo = sys.modules.get("torch._dynamo.utils")  # imported by the first compilation, seconds
+    dynamo = sys.modules.get(_DYNAMO)
     reasons = dynamo.counters["graph_break"] if dynamo else ()
     return sorted({reason.splitlines()[0] for reason in reasons if "compiler.disable" not in reason})
 

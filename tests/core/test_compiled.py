@@ -1,6 +1,7 @@
 """Models under torch.compile and on the meta device: no graph breaks, and the same result as eager."""
 
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from tests.core.small import BASELINE_OPTIONS, MEMORY_VARIANTS, config, tokens
 from titans_core import BLOCKS, Documents, LanguageModel, MemoryConfig, ModelConfig, NeuralMemory, record
+from titans_core.layers import RotaryEmbedding
 from titans_kernels.memory.parts import layout
 
 pytestmark = pytest.mark.slow
@@ -86,6 +88,17 @@ def test_parts_of_a_row_and_a_recorded_pass_compile_too():
             form(x)
         summaries.append(seen.summary())
     assert summaries[1] == pytest.approx(summaries[0])
+
+
+def test_rotary_angles_are_one_operator_of_a_graph():
+    """Fused into the kernels that rotate, they are computed again for every head, in float64."""
+    graphs, position = [], torch.arange(5)[None]
+    angles = partial(RotaryEmbedding.at, width=8, base=1e4, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(angles, fullgraph=True, backend=lambda g, _: (graphs.append(g), g.forward)[1])
+    torch.testing.assert_close(compiled(position), angles(position), rtol=0, atol=0)
+    called = [str(node.target) for node in graphs[0].graph.nodes if node.op == "call_function"]
+    assert [name for name in called if "getitem" not in name] == ["titans.rotary.default"]
 
 
 @pytest.mark.parametrize("variant", sorted(BLOCKS))

@@ -50,14 +50,12 @@ for name, line in json.loads(sys.argv[1]).items():
 
 
 @pytest.mark.parametrize("path", sorted(Path(delta.__file__).parent.glob("*.py")), ids=lambda path: path.stem)
-def test_no_kernel_is_compiled_again_for_another_number_of_tokens(path):
-    """Segments of packed documents have any number, of which Triton would ask whether 16 divides it."""
-    for function in ast.walk(ast.parse(path.read_text())):
-        jits = [
-            ast.unparse(x) for x in getattr(function, "decorator_list", ()) if "triton.jit" in ast.unparse(x)
-        ]
-        if jits and "tokens" in [argument.arg for argument in function.args.args]:
-            assert jits == ["triton.jit(do_not_specialize=['tokens'])"], function.name
+def test_no_kernel_is_specialized_to_a_number_of_tokens(path):
+    """Segments of packed documents have any number, and a multiple of 16 would be a kernel of its own."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef) and "tokens" in [x.arg for x in node.args.args]:
+            decorators = " ".join(map(ast.unparse, node.decorator_list))
+            assert "jit" not in decorators or "do_not_specialize=['tokens']" in decorators, node.name
 
 
 def compiled(folder: Path, lines: dict[str, list[str]]) -> dict[str, list[dict]]:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import Case
-from titans_kernels import neural_memory
+from titans_kernels import forms_used, neural_memory
 from titans_kernels.memory.forms import chunked
 from titans_kernels.memory.op import memory_chunked, memory_chunked_backward
 from titans_kernels.memory.parts import gates, layout
@@ -146,3 +147,19 @@ def test_what_inference_reads_and_keeps_serves_a_training_step():
     gates.decay_products(r.requires_grad_()).sum().backward()
     assert r.grad is not None
     assert r.grad.isfinite().all()
+
+
+def test_a_graph_break_is_among_the_forms_of_its_run_alone():
+    """A function under `torch.compiler.disable` is not one."""
+    forms_used(forget=True)
+    torch._dynamo.reset()
+    eager = torch.compiler.disable(lambda x: x + 1)
+
+    @partial(torch.compile, backend="eager")
+    def broken(x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        return eager(x)
+
+    broken(torch.ones(2))
+    assert [form.partition(":")[0] for form in forms_used(forget=True)] == ["graph break"]
+    assert forms_used() == []

@@ -127,15 +127,15 @@ def source(launch: Launch) -> ASTSource:
     signature = {p.name: "constexpr" for p in parameters}
     constants, attributes = dict(launch.constants), {}
     for i, (parameter, x) in enumerate(zip(parameters, launch.arguments, strict=False)):
-        name, any_value = parameter.name, parameter.do_not_specialize
+        name, specialized = parameter.name, not parameter.do_not_specialize
         if isinstance(x, Tensor):
             signature[name] = _POINTERS[x.dtype]
-        elif x is None or (x == 1 and not any_value):
+        elif x is None or (x == 1 and specialized):
             constants[name] = x
             continue
         else:
             signature[name] = "i32" if abs(x) < 2**31 else "i64"
-        if isinstance(x, Tensor) or (x % 16 == 0 and not any_value):
+        if isinstance(x, Tensor) or (x % 16 == 0 and specialized):
             attributes[(i,)] = [["tt.divisibility", 16]]
     return ASTSource(launch.kernel, signature, constants, attributes)
 

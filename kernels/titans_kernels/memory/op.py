@@ -26,7 +26,7 @@ from titans_kernels.memory.options import (
     without_autocast,
 )
 from titans_kernels.memory.residual import Residual
-from titans_kernels.memory.rules import PAPER, Rule, find_rule
+from titans_kernels.memory.rules import Rule, find_rule
 from titans_kernels.memory.validate import (
     check_base,
     check_gates,
@@ -276,8 +276,7 @@ def read_memory(
     layers = tuple(W.to(dtype) for W in weights)
     layers = whole(layers, check_base(given.base, layers))
     residual = given.residual and given.residual.to(dtype)
-    # the default named: Dynamo of torch 2.11 cannot build it
-    options = Options(1, activation, None, None, PAPER, residual)
+    options = Options(1, activation, None, None, residual=residual)
     with without_autocast(q):
         y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), options)
     return y.transpose(1, 2).to(q.dtype)

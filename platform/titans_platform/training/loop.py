@@ -185,7 +185,7 @@ class Trainer:
                     saved = hooks.on_divergence(batch, error)
                     raise Diverged("; ".join(filter(None, (str(error), saved)))) from error
                 for reason in graph_breaks():
-                    warn_once("blocks", "partly eager", reason)
+                    warn_once("graph break", "part of the model runs eagerly", reason)
                 seconds = time.perf_counter() - started
                 self.progress.seconds += seconds
                 speed, flops = self.tokens_per_step / seconds, self.flops_per_token

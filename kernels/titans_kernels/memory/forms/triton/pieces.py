@@ -136,8 +136,14 @@ def tile_at(row, column, WIDTH: tl.constexpr):
 
 @triton.jit
 def base_of(base, h, at, SIZE: tl.constexpr):
-    """Return the base [D, F] of the layer whose state starts at ``at``; a head's has SIZE / 2 numbers."""
-    return base + h.to(tl.int64) * (SIZE // 2) + at // 2
+    """Return the base [D, F] of the layer whose state starts at ``at``, or None without a base.
+
+    A head's base has SIZE / 2 numbers.
+    """
+    if base is None:
+        return None
+    else:
+        return base + h.to(tl.int64) * (SIZE // 2) + at // 2
 
 
 @triton.jit

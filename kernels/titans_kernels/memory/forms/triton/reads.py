@@ -66,7 +66,7 @@ def _forward(
     from_W = tl.zeros((b, BF), tl.float32)
     from_S = tl.zeros((b, BF), tl.float32)
     from_B = tl.zeros((b, BF), tl.float32)
-    B = None if base is None else base_of(base, h, AT, SIZE)
+    B = base_of(base, h, AT, SIZE)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
         x_tile = load_rows(x, t, row, valid, h, H, D, k)
@@ -134,7 +134,7 @@ def _backward(
     dscores = -inner * C_bb
     dbeta = tl.zeros((b,), tl.float32)
     dmix = tl.zeros((b,), tl.float32)
-    B = None if base is None else base_of(base, h, AT, SIZE)
+    B = base_of(base, h, AT, SIZE)
     for i in range(0, D, BD):
         k = i + tl.arange(0, BD)
         to_W = tl.zeros((b, BD), tl.float32)
@@ -226,7 +226,7 @@ def _update_backward(
     stride = tl.cast(tokens, tl.int64) * H
     state = states + (m.to(tl.int64) * H + h) * SIZE + AT
     dstate = dstates + (m.to(tl.int64) * H + h) * SIZE + AT
-    B = None if base is None else base_of(base, h, AT, SIZE)
+    B = base_of(base, h, AT, SIZE)
     c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
     share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
     WW = tl.zeros((BD,), tl.float32)

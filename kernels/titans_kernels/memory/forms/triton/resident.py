@@ -63,8 +63,8 @@ def _write(
     cell1 = tile_at(key, hidden, F)
     cell2 = 2 * D * F + tile_at(hidden, column, V)
     mine = state + nh.to(tl.int64) * SIZE
-    B1 = None if base is None else base_of(base, h, 0, SIZE)
-    B2 = None if base is None else base_of(base, h, 2 * D * F, SIZE)
+    B1 = base_of(base, h, 0, SIZE)
+    B2 = base_of(base, h, 2 * D * F, SIZE)
     W1 = tl.load(mine + cell1)
     W2 = tl.load(mine + cell2)
     forgotten = 0.0

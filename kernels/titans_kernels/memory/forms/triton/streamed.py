@@ -223,10 +223,9 @@ def _write(
         a, mix, keep = tl.load(last), tl.load(last + stride), tl.load(last + 2 * stride)
         for l in tl.static_range(L):
             at = 0 if l == 0 else 2 * (D * F + (l - 1) * F * F)
-            B = None if base is None else base_of(base, h, at, SIZE)
             _step(
                 k, z + (l - 1) * hidden_stride, dt if l == L - 1 else dh + l * hidden_stride, state + at,
-                B, now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a,
+                base_of(base, h, at, SIZE), now + tl.cast(H, tl.int64) * SIZE + at, t + b < end, c, share, a,
                 mix, keep, t, row, valid, h, H, l, D if l == 0 else F, V if l == L - 1 else F, BLOCK, ACT,
                 PRECISION,
             )  # fmt: skip
