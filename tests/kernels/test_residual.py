@@ -274,10 +274,13 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
                               ("triton", "channel_gates: no kernel computes gates per column"))
       for groups in (4, (None, 4, None), (None, None, 4))),
     ("online", {"base": True, "depth": 2}, "it supports 1 layer, not 2"),
+    ("online", {"chunk_size": 4}, "it supports chunk_size 1, not 4"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
+    given = {"depth": 1, "chunk_size": 1} | case
+    chunk_size = given.pop("chunk_size")
     with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):
-        Case(8, **{"depth": 1} | case).whole(backend=backend, chunk_size=1)
+        Case(8, **given).whole(backend=backend, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("backend", ["native", "online"])
