@@ -71,14 +71,6 @@ def test_commands_of_the_documents_parse():
             pytest.fail(f"{page}: {line}: {error.format_message()}")
 
 
-@pytest.mark.parametrize(
-    "line", ["titans sweep run ablation --sede 1", "titans swep list", "titans sweep show"]
-)
-def test_wrong_command_would_be_seen(line):
-    with pytest.raises(click.UsageError):
-        parse(line, whole=True)
-
-
 def test_other_lines_of_the_shell_are_known():
     lines = [line for block in blocks("sh") for line in joined(block).splitlines() if line]
     targets = set(re.findall(r"^(\w[\w-]*):", (TOP / "Makefile").read_text(), re.MULTILINE))
