@@ -137,6 +137,20 @@ def trace(
     return traced[0]
 
 
+def recalled_bytes(config: ModelConfig, tokens: int, gpu_bytes: int = H100) -> int:
+    """Return the bytes that the kernels of a block's memory hold only during a backward pass of ``tokens``.
+
+    The states at the starts of all chunks, which they compute again if they are too large to be saved, and
+    the gradients of these states; operands have two bytes.
+    """
+    from titans_kernels.memory.forms.triton.op import KEPT_OF
+
+    c, width = config.memory, config.d_model // config.memory.heads
+    layers = pairwise([width, *[c.expansion * width] * (c.depth - 1), width])
+    states = -(-tokens // c.chunk_size) * c.heads * sum(2 * D * F for D, F in layers) * 2
+    return 2 * states if states > gpu_bytes // KEPT_OF else 0
+
+
 def forward_flops(call: Callable[[], Any]) -> int:
     """Return the floating-point operations of a forward pass on the meta device, as on a GPU.
 

@@ -30,7 +30,10 @@ COVERED = {
     "l1-d128-online": ("delta",),
 }  # fmt: skip
 """Shapes that launch every kernel, and the kernels each is compiled for."""
-OTHER_TYPES = [("fp16", "columns", "l1-d64-bound"), ("fp32", "streamed.write+base", "l2-d64-h256")]
+OTHER_TYPES = [
+    ("bf16", "stepped", "l2-d1024-one"), ("fp16", "columns", "l1-d64-bound"),
+    ("fp32", "streamed.write+base", "l2-d64-h256"),
+]  # fmt: skip
 EDGES = {
     "fp32": ("reads.backward+hidden+base", "streamed_backward.backward"),
     "bf16": ("columns.write+read+keep", "reads.backward+hidden+base"),

@@ -16,7 +16,7 @@ from titans_kernels import Extension, forms_used, neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.bench.support import table
 from titans_kernels.memory.forms import native
-from titans_kernels.memory.forms.triton import assembler, pieces, refusal, tables
+from titans_kernels.memory.forms.triton import assembler, pieces, refusal, shapes, tables
 from titans_kernels.memory.forms.triton import op as triton_op
 from titans_kernels.memory.forms.triton.launch import Card
 from titans_kernels.memory.options import Options
@@ -66,6 +66,8 @@ CASES = [
     # packed documents, one of one token and two of none
     Case(SHORT, 50, 16, borders=(0, 1, 18, 18, 50, 50)), Case(DEEP, 50, 16, borders=(0, 1, 18, 18, 50, 50)),
     Case((16, 16, 16, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50)),
+    # one memory as wide as a model: a launch for each stage of a chunk
+    Case((16, 320), 40, 16),
     # decay towards a base, of every path
     Case(SHORT, 50, 16, base=True), Case((16, 32, 16), 50, 16, B=2, H=2, base=True),
     Case((16, 32, 64), 70, borders=(0, 1, 18, 18, 70, 70), base=True),
@@ -161,6 +163,20 @@ def test_kernels_equal_the_reference(case):
     assert max(result.values()) < 1e-5, result
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", [
+    Case((32, 64), 50, 32, bound=None, B=2, H=2), Case((32, 48, 16), 50, 32, H=2),
+    Case((16, 32, 32, 64), 34, 16),
+    Case((16, 32, 32, 16), 50, 16, borders=(0, 1, 18, 18, 50, 50), base=True, activation="gelu"),
+], ids=lambda case: case.name)  # fmt: skip
+def test_stages_of_wide_memories_equal_the_reference_with_several_tiles(case, monkeypatch):
+    """At widths that the interpreter has time for."""
+    monkeypatch.setattr(shapes, "MOST_STREAMED", 0)
+    monkeypatch.setattr(shapes.Shape, "tile", 16)
+    result = errors(case)
+    assert max(result.values()) < 1e-5, result
+
+
 @pytest.mark.parametrize("case", [Case((32, 64), 50, 32, bound=None), Case((64, 32), 50, 32)], ids=str)
 @pytest.mark.parametrize("keep", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
@@ -240,7 +256,8 @@ def test_every_path_is_among_the_cases():
         q, start = call.tokens[0], torch.zeros(case.B, case.H, 1)
         shape = triton_op._shape(q, start, None, case.widths, case.b, case.activation, case.bound or 0.0)
         paths.add((shape.path, bool(case.bound)))
-    assert paths == {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
+    either = {(path, bound) for path in ("columns", "resident", "streamed") for bound in (True, False)}
+    assert paths == either | {("stepped", True)}
 
 
 @pytest.mark.parametrize("dtype", refusal.TYPES, ids=str)
@@ -254,8 +271,7 @@ REFUSED = {
     "backend: no kernel computes in torch.float64": lambda q, W: (q.double(), W, 64),
     "chunk_size: 48 is not one": lambda q, W: (q, W, 48),
     "chunk_size: 256 is not one": lambda q, W: (q, W, 256),
-    "heads: a head is 288 wide": lambda q, W: (q, layers(32, 288), 64),
-    "expansion: hidden layers are 768 wide": lambda q, W: (q, layers(32, 768, 32), 64),
+    "heads: a memory is 2304 wide": lambda q, W: (q, layers(32, 2304), 64),
     "hidden widths [16, 64] differ": lambda q, W: (q, layers(32, 16, 64, 32), 64),
 }
 
@@ -401,10 +417,11 @@ def test_packed_documents_in_inference_mode():
 def test_tables_of_packed_documents_are_worked_out_once():
     """Rows of equal length need none."""
     result = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
+    assert result.longest == 2
     assert result.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
     assert result.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
     assert all(count == 0 for _, count in result.chunks.tolist()[5:])
-    assert tables.tables(3, 50, None, 16, torch.device("cpu")) == (12, 50, None, None)
+    assert tables.tables(3, 50, None, 16, torch.device("cpu")) == (12, 4, 50, None, None)
     # on the host; what a call's stream has of them is sent along with the call
     borders = torch.tensor([0, 20, 50])
     first = tables.tables(1, 50, borders, 16, torch.device("cpu"))

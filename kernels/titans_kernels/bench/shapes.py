@@ -112,7 +112,7 @@ class BenchShape:
 
     def reduced(self) -> BenchShape:
         """Return a small shape of the same widths, for a machine without a GPU."""
-        return replace(self, batch=self.small[0], length=self.small[1], heads=2)
+        return replace(self, batch=self.small[0], length=self.small[1], heads=min(self.heads, 2))
 
     def short(self, heads: int = 2) -> BenchShape:
         """Return a short shape, for a check against the token-by-token recurrence.
@@ -150,6 +150,8 @@ _ALL = (
     BenchShape("l2-d64-h256", 2, 64, 256, 8, 4096, targets=WIDE),
     BenchShape("l2-d64-h256-c128", 2, 64, 256, 8, 4096, chunk_size=128),
     BenchShape("l2-d128-h128", 2, 128, 128, 8, 4096),
+    # one memory as wide as the model
+    BenchShape("l2-d1024-one", 2, 1024, 1024, 16, 4096, heads=1, bound=1.0, budget=2.0, small=(1, 128)),
     BenchShape("l3-d64-h64", 3, 64, 64, 8, 4096),
     BenchShape("l4-d64-h64-bound", 4, 64, 64, 8, 4096, bound=0.5),
 )  # fmt: skip

@@ -38,8 +38,6 @@ from titans_kernels.memory.parts.layout import document_borders, layout_of
 from titans_kernels.memory.parts.passes import edge
 from titans_kernels.native import library, numbers, parallel_for, pointer, serves
 
-MAX_KEY_BYTES = 512
-"""Maximum size of a key for the Triton kernels."""
 Held = tuple[Tensor, Tensor]
 """Keys [B, H, p, D] and effective steps e [B, H, p] of the tokens already in the open chunk."""
 
@@ -119,7 +117,7 @@ def _steps(
 ) -> list[Tensor]:
     """theta' and e [B, T, H]; the first ``held`` tokens of each row have e = 2 theta, without a limit."""
     k, eta, theta = k.contiguous(), eta.contiguous(), theta.contiguous()
-    if _has_kernel(k, chunk_size):
+    if _has_kernel(k):
         from titans_kernels.memory.forms.triton import budget as kernels
 
         return kernels.forward(k, eta, theta, chunk_size, cu_seqlens, held)
@@ -133,7 +131,7 @@ def _steps_backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor |
     """Gradients of k, eta and theta. ``tensors``: the gradients of theta' and e; k, eta, theta; theta', e."""
     tensors = [x.contiguous() for x in tensors]
     k = tensors[2]
-    if _has_kernel(k, chunk_size):
+    if _has_kernel(k):
         from titans_kernels.memory.forms.triton import budget as kernels
 
         return kernels.backward(tensors, chunk_size, cu_seqlens)
@@ -208,9 +206,9 @@ def _autograd(ctx, grads):
 budget_steps.register_autograd(_autograd, setup_context=_setup)
 
 
-def _has_kernel(k: Tensor, chunk_size: int) -> bool:
-    """Return True if the Triton kernels support the call: keys of 16 tokens must fit a warp's registers."""
-    return k.is_cuda and k.dtype != torch.float64 and k.element_size() * k.shape[-1] <= MAX_KEY_BYTES
+def _has_kernel(k: Tensor) -> bool:
+    """Return True if the Triton kernels support the call."""
+    return k.is_cuda and k.dtype != torch.float64
 
 
 def _forward(

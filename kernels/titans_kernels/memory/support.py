@@ -7,7 +7,6 @@ from typing import NamedTuple, Protocol
 
 import torch
 
-from titans_kernels.memory.budget import MAX_KEY_BYTES
 from titans_kernels.memory.forms.triton.shapes import padded, path
 from titans_kernels.memory.op import choose, triton_refusal
 from titans_kernels.memory.options import Inputs, Options
@@ -48,7 +47,7 @@ class Support(NamedTuple):
     form: str
     """A name of `op.FORMS`."""
     kernels: str
-    """The Triton kernels of the writes: columns, resident, streamed or delta; empty without kernels."""
+    """Triton kernels of the writes: columns, resident, streamed, stepped or delta; empty without kernels."""
     reason: str
     """Why there are none: one sentence that begins with the field to change; empty with kernels, and if the
     backend was requested by name."""
@@ -80,15 +79,11 @@ def supports(memory: Fields, head_dim: int, dtype: torch.dtype, arch: int) -> Su
         None if memory.residual == "none" else Residual(*norm), operands=dtype, arch=arch,
     )  # fmt: skip
     form = choose(memory.backend, inputs, weights, options).name
-    reason = ""
-    if memory.write_budget is not None and dtype.itemsize * head_dim > MAX_KEY_BYTES:
-        reason = f"write_budget: no kernel for keys of {dtype.itemsize * head_dim} bytes; use more heads"
     if form == "triton":
-        return Support(
-            form, path([padded(w) for w in widths], memory.chunk_size, memory.surprise_bound, arch), reason
-        )
+        kernels = path([padded(w) for w in widths], memory.chunk_size, memory.surprise_bound, arch)
+        return Support(form, kernels, "")
     if form == "online":
-        return Support(form, "delta", reason)
+        return Support(form, "delta", "")
     if memory.backend != "auto":
         return Support(form, "", "")
-    return Support(form, "", triton_refusal(inputs, weights, options) or reason)
+    return Support(form, "", triton_refusal(inputs, weights, options) or "")

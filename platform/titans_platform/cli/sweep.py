@@ -344,6 +344,7 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     grid.add_column("row", overflow="fold")
     shown = {
         "gpu_bytes": "GiB a GPU",
+        "state_bytes": "state, MB",
         "tokens_per_second": "tokens/s",
         "hours": "hours",
         "gpu_hours": "GPU hours",
@@ -355,8 +356,8 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
         numbers = [
             NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours", *priced)
         ]
-        gib = short(cost["gpu_bytes"] / 2**30, 1)
-        grid.add_row(cost["row"], gib, count(cost["tokens_per_second"]), *numbers)
+        gib, state = short(cost["gpu_bytes"] / 2**30, 1), short(cost["state_bytes"] / 1e6, 1)
+        grid.add_row(cost["row"], gib, state, count(cost["tokens_per_second"]), *numbers)
     return grid
 
 

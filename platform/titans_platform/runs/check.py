@@ -20,7 +20,7 @@ import torch
 from titans_core import Model, NeuralMemory
 from titans_core.blocks.base import Recompute
 from titans_core.config import ModelConfig
-from titans_core.footprint import forward_flops, saved_bytes_per_token
+from titans_core.footprint import forward_flops, recalled_bytes, saved_bytes_per_token
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
@@ -162,7 +162,7 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
     kept = saved(recompute=recompute)
     # a block that was recomputed holds all that it would have saved
     once = saved(recompute=False) if recompute is True else RECOMPUTED * kept if recompute else kept
-    return round(tokens * layers * kept), round(tokens * once) + head
+    return round(tokens * layers * kept), round(tokens * once) + head + recalled_bytes(cfg.model, tokens)
 
 
 def _saved_bytes(block: ModelConfig, rows: int, length: int, **options: Any) -> float:

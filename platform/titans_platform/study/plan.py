@@ -240,7 +240,8 @@ def speed(config: RunConfig, study: StudyRun) -> float | None:
 def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
     """Return estimates of a cell of each row on the study's GPUs, by the keys of ``--dry-run --json``.
 
-    The memory of one GPU, tokens a second, hours, GPU hours, and dollars at ``price`` a GPU hour.
+    The memory of one GPU, the state of a sequence, tokens a second, hours, GPU hours, and dollars at ``price``
+    a GPU hour.
     """
     rows = []
     if study.machine is None or study.machine.gpu is None:
@@ -251,8 +252,8 @@ def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
         gpu_hours = hours and hours * study.resources.gpus
         rows.append({
             "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
-            "tokens_per_second": rate, "hours": hours, "gpu_hours": gpu_hours,
-            "dollars": gpu_hours and price and price * gpu_hours,
+            "state_bytes": sizes(config).state_bytes, "tokens_per_second": rate, "hours": hours,
+            "gpu_hours": gpu_hours, "dollars": gpu_hours and price and price * gpu_hours,
         })  # fmt: skip
     return rows
 

@@ -1,7 +1,8 @@
 """A call as a sequence of kernels, and as custom operators: `titans::memory_triton` and its backward.
 
 The kernels: gates, sequential writes, reads, and their backward. The write kernel depends on the shape:
-`columns` for one layer, `resident` for two layers of widths up to 64, `streamed` for the rest. If the write
+`columns` for one layer, `resident` for two layers of widths up to 64, `streamed` for other heads up to 256
+wide, `stepped` for wider ones. If the write
 programs fill the GPU, they also do the reads; otherwise the reads are launched layer by layer, parallel over
 all chunks, from the saved chunk-start states.
 
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, library
 
 from titans_kernels import ran
-from titans_kernels.memory.forms.triton import columns, resident, streamed, streamed_backward
+from titans_kernels.memory.forms.triton import columns, resident, stepped, streamed, streamed_backward
 from titans_kernels.memory.forms.triton.gates import Gates, coefficients, coefficients_backward
 from titans_kernels.memory.forms.triton.launch import card_of, fake, float32_precision, is_recording
 from titans_kernels.memory.forms.triton.reads import (
@@ -141,7 +142,8 @@ def _write(
         resident.write(shape, x.k, x.v, after, base, gates, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
     else:
         after.copy_(start)
-        streamed.write(shape, x.k, x.v, gates, after, base, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
+        write = stepped.write if which == "stepped" else streamed.write
+        write(shape, x.k, x.v, gates, after, base, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
 
 
 def _read(
@@ -185,7 +187,8 @@ def backward(
     """Gradients of q, k, v, alpha, eta, theta, of the starting state, and of the base if there is one."""
     gates = Gates(kept.C, kept.gates)
     BV = columns.columns_per_program(shape) if shape.path == "columns" else 0
-    grads = _Grads.empty(shape, kept, shape.layers[0].F // BV if BV else 1)
+    parts = shape.layers[0].F // BV if BV else stepped.partial_sums(shape) if shape.path == "stepped" else 1
+    grads = _Grads.empty(shape, kept, parts)
     dq, dk, dv, dkeys = (
         torch.empty_like(x.q),
         torch.empty_like(x.k),
@@ -238,7 +241,8 @@ def _write_backward(
         dstart.copy_(dafter)
     else:
         dstart.zero_()
-    streamed_backward.backward(
+    back = stepped.backward if shape.path == "stepped" else streamed_backward.backward
+    back(
         shape, x.q, x.k, kept.u, kept.z, kept.dh, kept.dt, kept.scale, dy, grads.du, grads.dX, grads.ddh,
         grads.ddt, gates, kept.states, dstart, grads.dstates, grads.dz, dv, grads.dtokens,
     )  # fmt: skip

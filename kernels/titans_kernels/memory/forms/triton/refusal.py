@@ -16,8 +16,8 @@ from titans_kernels.memory.forms.triton import assembler
 from titans_kernels.memory.forms.triton.launch import INTERPRETED
 from titans_kernels.memory.options import Layers, Options, on_gpu
 
-MOST_WIDTH, MOST_HIDDEN = 256, 512
-"""Widest head and hidden layer; others are padded to the next power of 2, at least 16."""
+MOST_WIDTH = 2048
+"""Widest head and hidden layer."""
 CHUNKS = (16, 32, 64, 128)
 TYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -42,7 +42,7 @@ def shape_refusal(
 
     ``widths``: of keys, hidden layers and values.
     """
-    widest, hidden = max(widths[0], widths[-1]), set(widths[1:-1])
+    hidden = set(widths[1:-1])
     if dtype not in TYPES:
         return f"backend: no kernel computes in {dtype}; use bfloat16 or float32, or backend: chunked"
     if chunk_size not in CHUNKS:
@@ -50,15 +50,10 @@ def shape_refusal(
             f"chunk_size: {chunk_size} is not one of the kernels' {', '.join(map(str, CHUNKS))}; set one of "
             f"them, or backend: chunked"
         )
-    if widest > MOST_WIDTH:
+    if max(widths) > MOST_WIDTH:
         return (
-            f"heads: a head is {widest} wide and the kernels' are at most {MOST_WIDTH}; use more heads, or "
-            f"backend: chunked"
-        )
-    if hidden and max(hidden) > MOST_HIDDEN:
-        return (
-            f"expansion: hidden layers are {max(hidden)} wide and the kernels' at most {MOST_HIDDEN}; set a "
-            f"smaller one, or backend: chunked"
+            f"heads: a memory is {max(widths)} wide and the kernels' are at most {MOST_WIDTH}; use more "
+            f"heads, or backend: chunked"
         )
     if len(hidden) > 1:
         return f"weights: hidden widths {sorted(hidden)} differ; make them equal, or use backend: chunked"

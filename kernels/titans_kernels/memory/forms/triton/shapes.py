@@ -11,6 +11,9 @@ from torch import Tensor
 from titans_kernels.memory.forms.triton.launch import Card
 from titans_kernels.memory.forms.triton.tables import Tables
 
+MOST_STREAMED = 512
+"""Widest hidden layer of a memory that one program reads a document with; heads are at most half as wide."""
+
 
 class Layer(NamedTuple):
     """One layer of the memory, [D, F]: its weights, then its momentum, start at ``at`` in the flat state."""
@@ -86,8 +89,8 @@ class Shape(NamedTuple):
 
 
 def padded(width: int) -> int:
-    """Width of a kernel's tiles: the next power of 2, at least 16."""
-    return max(16, 1 << (width - 1).bit_length())
+    """Width in the kernels: the next power of 2, at least 16; above 256 the next multiple of 64."""
+    return -(-width // 64) * 64 if width > 256 else max(16, 1 << (width - 1).bit_length())
 
 
 def widened(x: Tensor, *sizes: int) -> Tensor:
@@ -100,6 +103,8 @@ def widened(x: Tensor, *sizes: int) -> Tensor:
 
 def path(widths: Sequence[int], b: int, bound: float | None, arch: int = 90) -> str:
     """Name of the write kernels for widths of keys, hidden layers and values."""
+    if max(widths) > MOST_STREAMED or max(widths[0], widths[-1]) > MOST_STREAMED // 2:
+        return "stepped"
     if len(widths) == 2 and max(widths) <= 128 and (not bound or widths[1] <= 64):
         return "columns"
     if len(widths) == 3 and max(widths) <= 64 and b <= 64 and arch >= 90:

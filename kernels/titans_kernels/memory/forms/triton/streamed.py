@@ -37,9 +37,9 @@ from titans_kernels.memory.forms.triton.shapes import Shape
 
 
 @triton.jit
-def _copy(state, to, SIZE: tl.constexpr):
+def _copy(state, to, SIZE: tl.constexpr, part=0, PARTS: tl.constexpr = 1):
     """Copy a head's state to the copy that products use."""
-    for i in range(0, SIZE, 512):
+    for i in range(part * 512, SIZE, PARTS * 512):
         at = i + tl.arange(0, 512)
         tl.store(to + at, tl.load(state + at).to(to.dtype.element_ty))
 
@@ -98,13 +98,15 @@ def _in_range(error, to, BOUND: tl.constexpr):
 
 @triton.jit
 def _bound_errors(
-    d, norm, scale, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
+    d, norm, scale, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, part=0,
+    PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Scale a layer's errors, whose squares sum to ``norm`` [b], in place."""
     BF: tl.constexpr = min(BLOCK, F)
     over = divisor(norm, BOUND)
-    store_tokens(scale, over, t, row, valid, h, H)
-    for j in range(0, F, BF):
+    if part == 0:
+        store_tokens(scale, over, t, row, valid, h, H)
+    for j in range(part * BF, F, PARTS * BF):
         f = j + tl.arange(0, BF)
         error = load_rows(d, t, row, valid, h, H, F, f).to(tl.float32)
         store_rows(d, error / over[:, None], t, row, valid, h, H, F, f)
@@ -113,60 +115,64 @@ def _bound_errors(
 
 @triton.jit
 def _keys_up(
-    k, v, z, d, state, scale, t, row, valid, h, H, hidden_stride, b: tl.constexpr, L: tl.constexpr,
-    LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
-    ACT: tl.constexpr, PRECISION: tl.constexpr,
+    k, v, below, z, d, state, t, row, valid, h, H, b: tl.constexpr, LAYER: tl.constexpr, TOP: tl.constexpr,
+    D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr,
+    PRECISION: tl.constexpr, part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Compute one layer of the keys' forward pass: z, or for the last layer the error ``d``."""
+    """Compute one layer of the keys' forward pass: z, or for the last layer the error ``d`` before the bound.
+
+    Returns the last layer's sum of squares [b], of these columns.
+    """
     BF: tl.constexpr = min(BLOCK, F)
-    below = z + (LAYER - 1) * hidden_stride
     norm = tl.zeros((b,), tl.float32)
-    for j in range(0, F, BF):
+    for j in range(part * BF, F, PARTS * BF):
         f = j + tl.arange(0, BF)
         out = _times_state(
             k, below, state, t, row, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION
         )  # fmt: skip
-        if LAYER < L - 1:
-            store_rows(z + LAYER * hidden_stride, out, t, row, valid, h, H, F, f)
+        if not TOP:
+            store_rows(z, out, t, row, valid, h, H, F, f)
         else:
             out = 2 * (out - load_rows(v, t, row, valid, h, H, F, f).to(tl.float32))
             norm += tl.sum(tl.where(valid[:, None], out * out, 0.0), 1)
             store_rows(d, _in_range(out, d, BOUND), t, row, valid, h, H, F, f)
     tl.debug_barrier()
-    if BOUND > 0 and LAYER == L - 1:
-        _bound_errors(d, norm, scale, t, row, valid, h, H, F, BLOCK, BOUND)
+    return norm
 
 
 @triton.jit
 def _errors_down(
-    above, z, d, state, scale, t, row, valid, h, H, b: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr,
-    BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    above, z, d, state, t, row, valid, h, H, b: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr,
+    BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr, part=0,
+    PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Errors ``d`` of a hidden layer from those ``above``, through the [F, OUT] weights between them."""
+    """Errors ``d`` of a hidden layer from those ``above``, through the [F, OUT] weights between them.
+
+    Before the bound; returns their sum of squares [b], of these columns.
+    """
     BF: tl.constexpr = min(BLOCK, F)
     norm = tl.zeros((b,), tl.float32)
-    for j in range(0, F, BF):
+    for j in range(part * BF, F, PARTS * BF):
         f = j + tl.arange(0, BF)
         error = _times_transpose(above, state, t, row, valid, h, H, f, b, OUT, BLOCK, PRECISION)
         error *= slope(load_rows(z, t, row, valid, h, H, F, f).to(tl.float32), ACT)
         norm += tl.sum(error * error, 1)
         store_rows(d, _in_range(error, d, BOUND), t, row, valid, h, H, F, f)
     tl.debug_barrier()
-    if BOUND > 0:
-        _bound_errors(d, norm, scale, t, row, valid, h, H, F, BLOCK, BOUND)
+    return norm
 
 
 @triton.jit
 def _step(
     k, z, d, state, base, next_copy, more, c, share, a, mix, keep, t, row, valid, h, H,
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Update one layer tile by tile: W' = a W + (1 - a) B + m S - X^T (c d) and S' = h S - X^T (n d)."""
     TYPE: tl.constexpr = k.dtype.element_ty
     BD: tl.constexpr = min(BLOCK, D)
     BF: tl.constexpr = min(BLOCK, F)
-    for i in range(0, D, BD):
+    for i in range(part * BD, D, PARTS * BD):
         key = i + tl.arange(0, BD)
         X = tl.trans(_load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT))
         for j in range(0, F, BF):
@@ -205,18 +211,24 @@ def _write(
     for t in range(first, end, b):
         valid = t + row < end
         now = states + (m * H + h) * SIZE
+        norm = tl.zeros((b,), tl.float32)
         for l in tl.static_range(L):
-            _keys_up(
-                k, v, z, dt, now + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), scale + (L - 1) * stride,
-                t, row, valid, h, H, hidden_stride, b, L, l, D if l == 0 else F, V if l == L - 1 else F,
-                BLOCK, BOUND, ACT, PRECISION,
+            norm = _keys_up(
+                k, v, z + (l - 1) * hidden_stride, z + l * hidden_stride, dt,
+                now + (0 if l == 0 else 2 * (D * F + (l - 1) * F * F)), t, row, valid, h, H, b, l, l == L - 1,
+                D if l == 0 else F, V if l == L - 1 else F, BLOCK, BOUND, ACT, PRECISION,
             )  # fmt: skip
+        if BOUND > 0:
+            _bound_errors(dt, norm, scale + (L - 1) * stride, t, row, valid, h, H, V, BLOCK, BOUND)
         for l in tl.static_range(L - 2, -1, -1):
-            _errors_down(
-                dt if l == L - 2 else dh + (l + 1) * hidden_stride, z + l * hidden_stride,
-                dh + l * hidden_stride, now + 2 * (D * F + l * F * F), scale + l * stride, t, row, valid,
-                h, H, b, F, V if l == L - 2 else F, BLOCK, BOUND, ACT, PRECISION,
+            error = dh + l * hidden_stride
+            norm = _errors_down(
+                dt if l == L - 2 else dh + (l + 1) * hidden_stride, z + l * hidden_stride, error,
+                now + 2 * (D * F + l * F * F), t, row, valid, h, H, b, F, V if l == L - 2 else F, BLOCK,
+                BOUND, ACT, PRECISION,
             )  # fmt: skip
+            if BOUND > 0:
+                _bound_errors(error, norm, scale + l * stride, t, row, valid, h, H, F, BLOCK, BOUND)
         c = load_tokens(gates + 3 * stride, t, row, valid, h, H)
         share = load_tokens(gates + 4 * stride, t, row, valid, h, H)
         last = gates + tl.cast(tl.minimum(t + b, end) - 1, tl.int64) * H + h

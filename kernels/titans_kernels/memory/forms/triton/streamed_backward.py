@@ -41,13 +41,14 @@ from titans_kernels.memory.forms.triton.streamed import (
 def _through_step(
     k, z, d, dd, dstate, c, share, t, row, valid, h, H, b: tl.constexpr, LAYER: tl.constexpr,
     D: tl.constexpr, F: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Add to ``dd`` of one layer the gradient of the state update; returns the sums (dc, dn, d dd) [b]."""
     BF: tl.constexpr = min(BLOCK, F)
     dc = tl.zeros((b,), tl.float32)
     dn = tl.zeros((b,), tl.float32)
     along = tl.zeros((b,), tl.float32)
-    for j in range(0, F, BF):
+    for j in range(part * BF, F, PARTS * BF):
         f = j + tl.arange(0, BF)
         to_W = _times_state(k, z, dstate, t, row, valid, h, H, f, b, LAYER, D, F, BLOCK, ACT, PRECISION)
         to_S = _times_state(
@@ -76,19 +77,14 @@ def _load_unbounded(
 
 
 @triton.jit
-def _errors_up(
-    z, d, dd, above, dd_above, dE, dz, W, along, over, t, row, valid, h, H, b: tl.constexpr,
-    F: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr,
-    PRECISION: tl.constexpr,
+def _second_order(
+    z, d, dd, above, dE, dz, W, along, over, t, row, valid, h, H, b: tl.constexpr, F: tl.constexpr,
+    OUT: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
-    """Compute dd of the layer above from a hidden layer's dd; return the former's sum d dd.
-
-    Stores dE = dd f'(z) and dz = dd E f''(z), the second-order part of z's gradient.
-    """
+    """Store dE = dd f'(z) of a hidden layer and dz = dd E f''(z), the second-order part of z's gradient."""
     BF: tl.constexpr = min(BLOCK, F)
-    BO: tl.constexpr = min(BLOCK, OUT)
-    TYPE: tl.constexpr = d.dtype.element_ty
-    for j in range(0, F, BF):
+    for j in range(part * BF, F, PARTS * BF):
         f = j + tl.arange(0, BF)
         E = _times_transpose(above, W, t, row, valid, h, H, f, b, OUT, BLOCK, PRECISION)
         dd_tile = _load_unbounded(d, dd, along, over, t, row, valid, h, H, F, f, BOUND)
@@ -96,8 +92,19 @@ def _errors_up(
         store_rows(dE, dd_tile * slope(z_tile, ACT), t, row, valid, h, H, F, f)
         store_rows(dz, dd_tile * E * second_derivative(z_tile, ACT), t, row, valid, h, H, F, f)
     tl.debug_barrier()
-    along_above = tl.zeros((b,), tl.float32)
-    for i in range(0, OUT, BO):
+
+
+@triton.jit
+def _errors_up(
+    above, dd_above, dE, W, t, row, valid, h, H, b: tl.constexpr, F: tl.constexpr, OUT: tl.constexpr,
+    BLOCK: tl.constexpr, PRECISION: tl.constexpr, part=0, PARTS: tl.constexpr = 1,
+):  # fmt: skip
+    """Add dE W to dd of the layer above; return its sum d dd [b]."""
+    BF: tl.constexpr = min(BLOCK, F)
+    BO: tl.constexpr = min(BLOCK, OUT)
+    TYPE: tl.constexpr = above.dtype.element_ty
+    along = tl.zeros((b,), tl.float32)
+    for i in range(part * BO, OUT, PARTS * BO):
         o = i + tl.arange(0, BO)
         dd_tile = load_rows(dd_above, t, row, valid, h, H, OUT, o).to(tl.float32)
         for j in range(0, F, BF):
@@ -105,19 +112,20 @@ def _errors_up(
             dE_tile = load_rows(dE, t, row, valid, h, H, F, f)
             dd_tile += dot(dE_tile, tl.load(W + tile_at(f, o, OUT)), TYPE, PRECISION)
         error = load_rows(above, t, row, valid, h, H, OUT, o).to(tl.float32)
-        along_above += tl.sum(dd_tile * error, 1)
+        along += tl.sum(dd_tile * error, 1)
         store_rows(dd_above, dd_tile, t, row, valid, h, H, OUT, o)
     tl.debug_barrier()
-    return along_above
+    return along
 
 
 @triton.jit
 def _top(
-    d, dd, dv, along, over, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr
+    d, dd, dv, along, over, t, row, valid, h, H, F: tl.constexpr, BLOCK: tl.constexpr, BOUND: tl.constexpr,
+    part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """dv = -2 dd; the gradient of the last layer's output is its negative."""
     BF: tl.constexpr = min(BLOCK, F)
-    for j in range(0, F, BF):
+    for j in range(part * BF, F, PARTS * BF):
         f = j + tl.arange(0, BF)
         dd_tile = _load_unbounded(d, dd, along, over, t, row, valid, h, H, F, f, BOUND)
         store_rows(dv, -2 * dd_tile, t, row, valid, h, H, F, f)
@@ -128,10 +136,11 @@ def _top(
 def _keys_down(
     z, d, dz_out, dX, dz, W, dstate, c, share, t, row, valid, h, H, b: tl.constexpr, D: tl.constexpr,
     F: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr, ACT: tl.constexpr, PRECISION: tl.constexpr,
+    part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute ``dz`` of the layer below from the gradient of a layer's output, SIGN times ``dz_out``."""
     BD: tl.constexpr = min(BLOCK, D)
-    for i in range(0, D, BD):
+    for i in range(part * BD, D, PARTS * BD):
         k = i + tl.arange(0, BD)
         total = load_rows(dX, t, row, valid, h, H, D, k).to(tl.float32)
         total += SIGN * _times_transpose(dz_out, W, t, row, valid, h, H, k, b, F, BLOCK, PRECISION)
@@ -149,13 +158,13 @@ def _keys_down(
 def _step_back(
     q, k, u, z, du, dz, dE, d, dstate, previous_copy, more, beta, beta_S, a, mix, keep, t, row, valid, h, H,
     LAYER: tl.constexpr, D: tl.constexpr, F: tl.constexpr, SIGN: tl.constexpr, BLOCK: tl.constexpr,
-    ACT: tl.constexpr, PRECISION: tl.constexpr,
+    ACT: tl.constexpr, PRECISION: tl.constexpr, part=0, PARTS: tl.constexpr = 1,
 ):  # fmt: skip
     """Compute the gradient of one layer's state before the chunk from the gradient after it, tile by tile."""
     TYPE: tl.constexpr = k.dtype.element_ty
     BD: tl.constexpr = min(BLOCK, D)
     BF: tl.constexpr = min(BLOCK, F)
-    for i in range(0, D, BD):
+    for i in range(part * BD, D, PARTS * BD):
         key = i + tl.arange(0, BD)
         X = tl.trans(_load_input(k, z, t, row, valid, h, H, D, key, LAYER, ACT))
         x = tl.trans(_load_input(q, u, t, row, valid, h, H, D, key, LAYER, ACT))
@@ -232,12 +241,16 @@ def _backward(
         store_tokens(dtokens + 3 * stride, dn, t, row, valid, h, H)
         tl.debug_barrier()
         for l in tl.static_range(L - 1):
+            W_above = W + 2 * (D * F + l * F * F)
+            above = dt if l == L - 2 else dh + (l + 1) * hidden
+            _second_order(
+                z + l * hidden, dh + l * hidden, ddh + l * hidden, above, dE + l * hidden, dz + l * hidden,
+                W_above, along, _over(scale + l * stride, t, row, valid, h, H, BOUND), t, row, valid, h, H, b,
+                F, V if l == L - 2 else F, BLOCK, BOUND, ACT, PRECISION,
+            )  # fmt: skip
             along = _errors_up(
-                z + l * hidden, dh + l * hidden, ddh + l * hidden,
-                dt if l == L - 2 else dh + (l + 1) * hidden, ddt if l == L - 2 else ddh + (l + 1) * hidden,
-                dE + l * hidden, dz + l * hidden, W + 2 * (D * F + l * F * F), along,
-                _over(scale + l * stride, t, row, valid, h, H, BOUND), t, row, valid, h, H, b, F,
-                V if l == L - 2 else F, BLOCK, BOUND, ACT, PRECISION,
+                above, ddt if l == L - 2 else ddh + (l + 1) * hidden, dE + l * hidden, W_above, t, row, valid,
+                h, H, b, F, V if l == L - 2 else F, BLOCK, PRECISION,
             )  # fmt: skip
         over = _over(scale + (L - 1) * stride, t, row, valid, h, H, BOUND)
         _top(dt, ddt, dv, along, over, t, row, valid, h, H, V, BLOCK, BOUND)

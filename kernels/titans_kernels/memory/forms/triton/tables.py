@@ -8,6 +8,7 @@ belong to the stream and memory pool of that call. Chunks are numbered document 
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -21,6 +22,8 @@ class Tables(NamedTuple):
     """Offsets of at most M chunks: the ``length`` of equal rows, or int32 tables of N packed documents."""
 
     M: int
+    longest: int
+    """chunks of the longest document, or an upper bound; 1 while launches are recorded"""
     length: int = 0
     documents: Tensor | None = None  # [N, 3]: first token, token after the last, first chunk
     chunks: Tensor | None = None  # [M, 2]: first token, number of tokens; 0 for unused entries
@@ -45,12 +48,15 @@ def tables(batch: int, length: int, cu_seqlens: Tensor | None, b: int, device: t
         ValueError: the borders of packed documents do not rise from 0 to ``length``.
     """
     if cu_seqlens is None:
-        return Tables(chunk_count(batch * length, batch, b, False), length)
+        longest = 1 if is_recording() else -(-length // b)
+        return Tables(chunk_count(batch * length, batch, b, False), longest, length)
     most = chunk_count(length, document_count(1, cu_seqlens), b, True)
     if _unreadable():
-        return Tables(most, 0, *_make(cu_seqlens.to(device), b, most))
-    columns = _on_host(document_borders(cu_seqlens, length), b, most)
-    return Tables(most, 0, *(x.to(device) for x in columns))
+        longest = 1 if is_recording() else -(-length // b)
+        return Tables(most, longest, 0, *_make(cu_seqlens.to(device), b, most))
+    borders = document_borders(cu_seqlens, length)
+    longest = max(-(-(end - first) // b) for first, end in pairwise(borders))
+    return Tables(most, longest, 0, *(x.to(device) for x in _on_host(borders, b, most)))
 
 
 def _unreadable() -> bool:
