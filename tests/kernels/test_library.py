@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import Case
-from titans_kernels import forms_used, neural_memory
+from titans_kernels import forms_used
 from titans_kernels.memory.forms import chunked
 from titans_kernels.memory.op import memory_chunked, memory_chunked_backward
 from titans_kernels.memory.parts import gates, layout
@@ -39,16 +39,6 @@ def test_operators_keep_the_rules_of_the_library(given, borders):
         x.requires_grad_(False)
     doutputs = [torch.rand_like(x) for x in (case.tokens[2], *case.state.weights, *case.state.momentum)]
     torch.library.opcheck(memory_chunked_backward, (doutputs, *operands(case, borders)))
-
-
-def test_shapes_without_values():
-    with torch.device("meta"):
-        rand = lambda *s: torch.empty(*s, requires_grad=True)  # noqa: E731
-        tokens = [rand(1, 20, 2, 3) for _ in range(3)] + [rand(1, 20, 2) for _ in range(3)]
-        weights, borders = (rand(3, 2, 3, 5), rand(3, 2, 5, 3)), torch.empty(4, dtype=torch.int32)
-        y, state = neural_memory(*tokens, weights, cu_seqlens=borders)
-    assert (y.shape, y.device.type) == ((1, 20, 2, 3), "meta")
-    assert [x.shape for x in state.weights] == [(3, 2, 3, 5), (3, 2, 5, 3)]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
