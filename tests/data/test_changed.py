@@ -19,8 +19,8 @@ from titans_platform.data import load_tokenizer, prepare
 from titans_platform.data.tokenizer import train_tokenizer
 from titans_platform.objectives import build_objective
 from titans_platform.objectives.base import DataChanged
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
+from titans_platform.runs.load import spec_for
 
 SEA, CODE = "the sea was at http://a.b/c" * 200, "zwoelf Boxkaempfer jagen Vi" * 200
 PPL = {"perplexity_tokens": 512, "columns": {"ppl": [{"task": "perplexity"}]}}

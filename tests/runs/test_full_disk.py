@@ -15,8 +15,8 @@ import pytest
 from tests.runs.test_execute import changed, run, weights_hash
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError, TitansError
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.reporter import Journal, Reporter
 from titans_platform.tracking import open_store
 

@@ -16,7 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_platform import text
-from titans_platform.cli import beyond_training, echo_json, json_option, root_option, set_option
+from titans_platform.cli import (
+    beyond_training,
+    bucket_tables,
+    echo_json,
+    json_option,
+    measures_table,
+    root_option,
+    set_option,
+)
 from titans_platform.errors import UsageError
 from titans_platform.text import plural
 
@@ -63,7 +71,6 @@ def evaluate(
     import torch
 
     from titans_platform import evals
-    from titans_platform.cli.live import bucket_tables, measures_table
     from titans_platform.evals.ngrams import count_text
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from itertools import accumulate
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -25,12 +24,10 @@ from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError, within
-from titans_platform.objectives import Objective, build_objective, build_small, run_name
-from titans_platform.provenance import commit
+from titans_platform.objectives import Objective, build_objective, build_small
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.reporter import LOGGERS
 from titans_platform.runs.spec import Machine, Resources, RunSpec, concurrency
-from titans_platform.training.checkpoint import check_weights
 from titans_platform.training.loop import Trainer, deterministic
 
 PROCESS_BYTES, CUDA_BYTES = 300 * 2**20, 3 * 2**29
@@ -247,25 +244,16 @@ def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str
     return planned
 
 
-def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
-    """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` replace its own.
-
-    Raises UsageError if the data are not prepared.
-    """
-    data = build_objective(cfg).open(root).fingerprint
-    name = run_name(cfg, data, resources.hashed_workers)
-    return replace(RunSpec(cfg, root.resolve(), name, commit(), data, resources), **fields)
-
-
 def check_resources(
     cfg: RunConfig, resources: Resources, machine: Machine | None = None, shared: bool = False
 ) -> None:
-    """Check that the batch divides among the workers and that the machine or cluster can hold the run.
+    """Check loggers, that the machine or cluster can hold the run, and that the workers divide the batch.
 
     ``machine``: by default this one, or the cluster of the job. ``shared``: workers on this machine may share
     CPUs, as in `titans train`. Raises UsageError, or ClusterError on a cluster.
     """
-    check_batch(cfg, resources)
+    for name in cfg.log.loggers:
+        LOGGERS.find(name)
     machine = machine or available(resources)
     if not machine.nodes and shared:
         machine = replace(machine, cpus=max(machine.cpus, resources.cpus))
@@ -274,6 +262,7 @@ def check_resources(
         check_kernels(cfg, machine.gpu.arch)
     if machine.gpu or not machine.nodes:
         _check_memory(cfg, resources, machine)
+    check_batch(cfg, resources)
 
 
 def check_kernels(cfg: RunConfig, arch: int) -> None:
@@ -296,22 +285,6 @@ def gpu_arch(device: torch.device | str) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def check_start(cfg: RunConfig) -> None:
-    """Check that the loggers exist and the checkpoint at ``start_from`` has the weights of the run's model.
-
-    Raises UsageError.
-    """
-    for name in cfg.log.loggers:
-        LOGGERS.find(name)
-    if cfg.start_from is None:
-        return
-    with torch.device("meta"):
-        model = build_objective(cfg).build_model()
-
-    with within("start_from", sep=": "):
-        check_weights(Path(cfg.start_from), model)
 
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -88,8 +88,8 @@ class Tracking:
     """Name of the run in MLflow."""
     parent: str | None = None
     """MLflow run id of the study that the run belongs to."""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of the config that are logged as MLflow parameters."""
+    params: Collection[str] = ()
+    """Fields of the config that are logged as MLflow parameters, beside those of every run."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -16,7 +16,6 @@ from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
     check_resources,
-    check_start,
     machine_memory,
     needed_memory,
     seconds_per_token,
@@ -24,7 +23,7 @@ from titans_platform.runs.check import (
     training_flops,
 )
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.load import located
+from titans_platform.runs.load import check_start, located
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import concurrency
 from titans_platform.study.grid import RECORD, Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study

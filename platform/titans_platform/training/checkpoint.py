@@ -376,6 +376,11 @@ def saved(folder: Path) -> list[Path]:
     return retry_transient(lambda: sorted(folder.glob("step-*"), reverse=True))
 
 
+def last_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint in a folder, intact or not; 0 if there is none."""
+    return next(map(step_of, saved(folder)), 0)
+
+
 def step_of(path: Path) -> int:
     """Return the optimiser step of a checkpoint, from its folder's name."""
     return int(path.name.removeprefix("step-"))
