@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -282,8 +282,11 @@ class Split:
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
         """Offset of each shard in the sequence."""
-        self.max_open = OPEN_SHARDS
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self.keep_open(OPEN_SHARDS)
+
+    def keep_open(self, shards: int) -> None:
+        """Keep so many shards mapped, those used last."""
+        self.shard = lru_cache(shards)(lambda number: Shard(read_table(self.files, self.info.shards[number])))
 
     def read(self, start: int, stop: int) -> TokenSpan:
         """Tokens ``start`` to ``stop`` (exclusive) of the split; a view if they lie in one shard."""
@@ -310,15 +313,6 @@ class Split:
     def shard_of(self, tokens: Integers) -> Integers:
         """Return the shard that contains each position of the sequence."""
         return np.searchsorted(self.begins, tokens, side="right") - 1
-
-    def shard(self, number: int) -> Shard:
-        """Map a shard into memory."""
-        if number not in self._open:
-            self._open[number] = Shard(read_table(self.files, self.info.shards[number]))
-            if len(self._open) > self.max_open:
-                self._open.popitem(last=False)
-        self._open.move_to_end(number)
-        return self._open[number]
 
 
 class SplitRows(Split):

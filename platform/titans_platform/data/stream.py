@@ -321,7 +321,7 @@ class Streams:
             base = int(uniform(1, f"{seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
-            source.train.max_open = max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN))
+            source.train.keep_open(max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN)))
 
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each stream of the step's group."""

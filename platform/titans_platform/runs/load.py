@@ -18,7 +18,7 @@ from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
 from titans_platform.provenance import commit
-from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, TOKENIZER, Result, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, TOKENIZER, RunFolder
 from titans_platform.runs.reporter import send_left
 from titans_platform.runs.spec import Resources, RunSpec, Start
 from titans_platform.text import flatten
@@ -60,11 +60,6 @@ def load_run(
     point = find_checkpoint(str(path_or_name), Path(root or os.environ.get("TITANS_HOME") or "titans-runs"))
     model, _, objective = load_checkpoint(point, read_config(point))
     return model.eval(), objective.tokenizer(), objective.cfg
-
-
-def load_result(run: str, root: Path) -> Result | None:
-    """Return the result of the run whose checkpoint `find_checkpoint` finds; None if it has not finished."""
-    return Result.read(find_checkpoint(run, root).parent.parent / RESULT)
 
 
 def find_checkpoint(run: str, root: Path) -> Path:

@@ -92,7 +92,9 @@ class Reporter:
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
-        self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
+        self.folder.update(
+            config=spec.config.model_dump(mode="json"), progress=self._state | {"time": time.time()}
+        )
         if spec.start and not (self.folder.path / METRICS).exists():
             copy_metrics(spec.start.run, self.folder, spec.start.step)
         self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
@@ -190,14 +192,10 @@ class Reporter:
             # the command that started the run retries once and reports what is unsent
             log.info(left)
 
-    @property
-    def _progress(self) -> dict[str, Any]:
-        return self._state | {"time": time.time()}
-
     def _write(self) -> None:
         self._written = time.monotonic()
         try:
-            self.folder.update(progress=self._progress)
+            self.folder.update(progress=self._state | {"time": time.time()})
             self._full = False
         except StorageError as error:
             # warn once: whether a full disk stops the run is decided, and logged, at each checkpoint
