@@ -381,10 +381,11 @@ def compare(table: Table) -> list[Comparison]:
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
     """Return the column's value of each seed; only of seeds with all their results.
 
-    There are several if cells of one line at other points of the axes measure the same column; their mean is
-    the value.
+    Cells of one line at other points of the axes may measure the same column: the value is their mean.
     """
-    done = {result.cell: value for result in row.results if finite(value := result.columns.get(key))}
+    done: dict[str | None, float] = {
+        result.cell: value for result in row.results if finite(value := result.columns.get(key))
+    }
     wanted: dict[int, list[str | None]] = {}
     for cell in row.cells:
         if key in cell.config.eval.columns or cell.name in done:
