@@ -9,11 +9,10 @@ import pytest
 
 from tests.report.small import save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.report import export
 from titans_platform.report import picture as plot
-from titans_platform.report.figure_data import figure_data
+from titans_platform.report import publish as export
 from titans_platform.report.figures import depth_maps, pictures
-from titans_platform.report.picture import svg
+from titans_platform.report.picture import figure_data, svg
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import Links, build_report
 from titans_platform.report.table import Table, build_table

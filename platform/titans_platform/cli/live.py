@@ -125,7 +125,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
 
     Prints a line for each cell that ends, and the table when a seed is finished in every row.
     """
-    from titans_platform.report.export import so_far
+    from titans_platform.report.publish import so_far
     from titans_platform.report.report import build_report
     from titans_platform.report.table import build_table
 

@@ -440,7 +440,7 @@ def _console(as_json: bool) -> Console:
 
 
 def _exit_code(table: Table, as_json: bool) -> int:
-    from titans_platform.report.export import as_record
+    from titans_platform.report.publish import as_record
 
     if as_json:
         echo_json(as_record(table))

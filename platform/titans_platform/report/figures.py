@@ -16,15 +16,6 @@ from matplotlib.axes import Axes
 
 from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report import picture as plot
-from titans_platform.report.figure_data import (
-    THROUGHPUT,
-    Curve,
-    Dimension,
-    FigureData,
-    Series,
-    Value,
-    axis_value,
-)
 from titans_platform.report.picture import (
     KINDS,
     LIGHT,
@@ -32,8 +23,14 @@ from titans_platform.report.picture import (
     MARKERS,
     NARROW,
     STEPS,
+    THROUGHPUT,
+    Curve,
+    Dimension,
+    FigureData,
     Line,
     Picture,
+    Series,
+    axis_value,
     coloured,
     ordered,
     panel,
@@ -272,13 +269,11 @@ def groups_of(data: FigureData, axes: Sequence[Dimension]) -> list[tuple[str, li
         wanted = dict(zip((axis.key for axis in axes), values, strict=True))
         rows = [row for row in data.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
         if rows:
-            groups.append((", ".join(map(_named, axes, values)), rows))
+            # a number after the title of its axis
+            pairs = zip(axes, values, strict=True)
+            texts = (value if isinstance(value, str) else f"{axis.title} {value:g}" for axis, value in pairs)
+            groups.append((", ".join(texts), rows))
     return groups
-
-
-def _named(axis: Dimension, value: Value) -> str:
-    """Return an axis value as text, a number after the axis' title."""
-    return str(value) if isinstance(value, str) else f"{axis.title} {value:g}"
 
 
 def _timing(data: FigureData, keys: Iterable[str]) -> str:
