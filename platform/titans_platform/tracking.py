@@ -230,16 +230,9 @@ class TrackingStore:
         return run_id
 
     def cell_run(
-        self,
-        cell: str,
-        name: str,
-        *,
-        parent: str | None = None,
-        params: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-        tags: Mapping[str, str] | None = None,
-        tag: str = CELL_TAG,
-    ) -> str:
+        self, cell: str, name: str, *, parent: str | None = None, params: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None, tag: str = CELL_TAG,
+    ) -> str:  # fmt: skip
         """Return the run id of a cell's run, which ``tag`` names, created as ``name`` the first time.
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.

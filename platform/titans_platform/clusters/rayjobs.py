@@ -223,15 +223,10 @@ def _job_info(job: Mapping[str, Any]) -> JobInfo:
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:
-    total = node["resources_total"] or {}
-    return {
-        "id": node["node_id"][:8],
-        "ip": node["node_ip"],
-        "head": node["is_head_node"],
-        "alive": node["state"] == "ALIVE",
-        "cpus": total.get("CPU", 0),
-        "gpus": total.get("GPU", 0),
-    }
+    total, alive = node["resources_total"] or {}, node["state"] == "ALIVE"
+    sizes = {"cpus": total.get("CPU", 0), "gpus": total.get("GPU", 0)}
+    at = {"id": node["node_id"][:8], "ip": node["node_ip"], "head": node["is_head_node"], "alive": alive}
+    return at | sizes
 
 
 def _runtime_env(job: Job, folder: str) -> dict[str, Any]:

@@ -173,26 +173,18 @@ def read_manifest(folder: Path) -> Manifest:
 def find_corruption(folder: Path, manifest: Manifest, verify: bool) -> str | None:
     """Return a message for the first file of a source that differs from its manifest; None: all are intact.
 
-    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
+    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all: hashing
+    a whole corpus at every start would take minutes.
     """
-    damage = (find_damage(folder / info.file, info, verify) for info in manifest.files)
-    return next(filter(None, damage), None)
-
-
-def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
-    """Find corruption of a file. Returns a message that names the file, or None if it is intact.
-
-    The size is always compared; the hash only if the mtime differs from the manifest, or with ``verify``:
-    hashing a whole corpus at every start would take minutes.
-    """
-    try:
-        stat = path.stat()
-    except OSError:
-        return f"{path}: missing shard"
-    if stat.st_size != info.bytes:
-        return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
-    if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
-        return f"{path}: corrupted shard, its hash is not the manifest's"
+    for info in manifest.files:
+        try:
+            stat = (path := folder / info.file).stat()
+        except OSError:
+            return f"{folder / info.file}: missing shard"
+        if stat.st_size != info.bytes:
+            return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
+        if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
+            return f"{path}: corrupted shard, its hash is not the manifest's"
     return None
 
 

@@ -420,17 +420,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
-    """Count the comparisons of each outcome, without the ones that have no expected direction."""
-    counts = Counter(each.outcome for each in comparisons)
-    return {
-        outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR, RATES)
-    }
-
-
 def tally(comparisons: Sequence[Comparison]) -> str:
     """Describe the counts in words."""
-    agree, disagree, unresolved, single, floor, rates = count_outcomes(comparisons).values()
+    counts = Counter(each.outcome for each in comparisons)
+    outcomes = AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR, RATES
+    agree, disagree, unresolved, single, floor, rates = map(counts.__getitem__, outcomes)
     total = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {total} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
     text += f", {single} have one seed" if single else ""

@@ -107,12 +107,9 @@ def check_start(cfg: RunConfig) -> None:
 
 
 def prepared_spec(
-    cfg: RunConfig,
-    root: Path,
-    resources: Resources,
-    resume_from: str | None = None,
+    cfg: RunConfig, root: Path, resources: Resources, resume_from: str | None = None,
     progress: Progress | None = None,
-) -> RunSpec | None:
+) -> RunSpec | None:  # fmt: skip
     """Return the spec of a run outside a study, which starts from the shorter run ``resume_from``.
 
     ``progress`` is called while the data are prepared; None: only opened, and the spec is None if they are

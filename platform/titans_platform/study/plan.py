@@ -39,14 +39,9 @@ MFU = 0.15
 
 
 def open_study(
-    name: str,
-    scale: str,
-    root: Path,
-    *,
-    rows: Sequence[str] = (),
-    seeds: Sequence[int] = (),
+    name: str, scale: str, root: Path, *, rows: Sequence[str] = (), seeds: Sequence[int] = (),
     overrides: Sequence[str] = (),
-) -> StudyRun:
+) -> StudyRun:  # fmt: skip
     """Read and check a study and expand it to cells. Cells whose data are prepared have names.
 
     If its search has finished, the best trial is a row. Raises UsageError.

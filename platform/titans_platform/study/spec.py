@@ -367,12 +367,9 @@ class Paper(Frozen):
     @property
     def items(self) -> dict[str, Printed]:
         """Tables, then figures, by display name: ``Table 1``."""
-        return {spoken(key): item for key, item in (self.tables | self.figures).items()}
-
-
-def spoken(key: str) -> str:
-    """Return the display name of a key: ``table_1`` is ``Table 1``."""
-    return key.replace("_", " ").capitalize()
+        return {
+            key.replace("_", " ").capitalize(): item for key, item in (self.tables | self.figures).items()
+        }
 
 
 @cache

@@ -63,14 +63,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        trainer: Trainer,
-        *,
-        keep: int = 2,
-        pinned: int | None = None,
+        self, folder: Path, trainer: Trainer, *, keep: int = 2, pinned: int | None = None,
         patience: float = PATIENCE,
-    ):
+    ):  # fmt: skip
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
         self.waited = 0.0
