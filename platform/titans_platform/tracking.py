@@ -269,11 +269,6 @@ class TrackingStore:
         runs = self.client.search_runs([self.experiment], where, max_results=1, order_by=order)
         return runs[0].info.run_id if runs else None
 
-    @property
-    def page(self) -> str:
-        """Page on which a server lists the runs, below its address."""
-        return f"#/experiments/{self.experiment}/runs"
-
 
 def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None:
     """Log params, metrics or tags, in as many calls as it takes."""

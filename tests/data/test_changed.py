@@ -109,11 +109,11 @@ def test_run_trains_on_the_data_it_was_named_for(tmp_path):
     spec = spec_for(cfg, tmp_path)
     path.write_text(CODE)
     assert objective.prepare(tmp_path).fingerprint != spec.data
-    assert spec.objective.reopen(tmp_path, spec.data).fingerprint == spec.data
+    assert objective.reopen(tmp_path, spec.data).fingerprint == spec.data
     for index in tmp_path.glob("data/index/data-*"):
         index.unlink()
     with pytest.raises(DataChanged, match="run the command again"):
-        spec.objective.reopen(tmp_path, spec.data)
+        objective.reopen(tmp_path, spec.data)
 
 
 def test_evaluation_reads_the_data_of_the_run_or_needs_a_flag(tmp_path, answer, refused):

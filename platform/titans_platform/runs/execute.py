@@ -27,7 +27,7 @@ from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
 from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
-from titans_platform.objectives.base import DataChanged, run_name
+from titans_platform.objectives.base import DataChanged, build_objective, run_name
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
@@ -160,7 +160,7 @@ class Worker:
 
     def __init__(self, spec: RunSpec, device: torch.device | str = "cpu"):
         self.spec, self.cfg, self.device = spec, spec.config, device
-        self.objective = spec.objective
+        self.objective = build_objective(spec.config)
         self.data = self.objective.reopen(spec.root, spec.data)
         # a cell may have waited for hours since it was named
         named = run_name(self.cfg, spec.data, spec.resources.hashed_workers)

@@ -292,7 +292,10 @@ class RunFolder:
         if self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
             (self.path / METRICS).unlink(missing_ok=True)
-            fields |= {"rungs": None, "mlflow": None}
+            logged = self.record().get("mlflow")
+            # the journal deletes that run when it reaches MLflow
+            fields["mlflow"] = logged and {"tracking": logged["tracking"], "outdated": True}
+            fields["rungs"] = None
         self.update(failure=None, **fields)
 
     def record_attempt(self) -> None:

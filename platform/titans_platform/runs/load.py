@@ -6,14 +6,15 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from titans_core import Model
 from titans_kernels import accelerate
 from titans_platform.config import VOCABULARIES, RunConfig
-from titans_platform.data import NotPrepared, load_tokenizer
+from titans_platform.data import NotPrepared, Tokenizer, load_tokenizer
+from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
@@ -33,10 +34,6 @@ from titans_platform.training.checkpoint import (
     step_of,
 )
 from titans_platform.training.optim import equal_rates
-
-if TYPE_CHECKING:
-    from titans_platform.data import Tokenizer
-    from titans_platform.data.parts import Progress
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""

@@ -249,8 +249,8 @@ def connected(folder: RunFolder) -> RunLog:
     record = folder.record()
     tracking, config = Tracking(**record["mlflow"]["tracking"]), record["config"]
     store = open_store(tracking.uri)
-    if "run_id" not in record["mlflow"]:
-        # of an attempt at another commit, whose log was deleted
+    if record["mlflow"].get("outdated"):
+        # it has the steps of another commit, see `RunFolder.begin`
         store.discard_cell(folder.name)
     params = {"row": tracking.tags.get("titans.row", tracking.title), "seed": config["seed"]}
     fields = flatten(config)
@@ -409,7 +409,7 @@ class Journal:
         if self._run is None:
             assert self._connect
             self._run = self._connect()
-            self.keep(run_id=self._run.run_id, ended=None)
+            self.keep(run_id=self._run.run_id, ended=None, outdated=False)
         while self._sent < (size := self._size):
             batch = list(islice(_lines(self._file, self._sent, size), _LINES))
             self._run.send([(entry["step"], entry["time"], entry["values"]) for entry, _ in batch])
