@@ -115,7 +115,8 @@ class SlurmJobs(Jobs):
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
 
     def list(self) -> list[JobInfo]:
-        folders = sorted((path.parent for path in self.folder.glob("*/slurm_id")), key=_submitted)
+        ids = sorted(self.folder.glob("*/slurm_id"), key=lambda path: path.stat().st_mtime)
+        folders = [path.parent for path in ids]
         lines = _QUEUE.output().splitlines() if folders else []
         queue = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
         return [_job_info(path, queue.get(_number(path))) for path in folders]
@@ -132,11 +133,8 @@ def _job_info(folder: Path, queued: str | None) -> JobInfo:
     else:
         # cancelled, out of time, or a node that died
         state = "stopped" if (folder / "log.txt").exists() else "failed"
-    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, _submitted(folder), code)
-
-
-def _submitted(folder: Path) -> float:
-    return (folder / "slurm_id").stat().st_mtime
+    submitted = (folder / "slurm_id").stat().st_mtime
+    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, submitted, code)
 
 
 def _read(path: Path) -> str:

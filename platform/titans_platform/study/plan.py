@@ -215,8 +215,7 @@ def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | No
     speeds = {row: speed(config, study) for row, config in {cell.row: cell.config for cell in todo}.items()}
     if not all(speeds.values()):
         return None
-    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
-    each = [count / (speeds[row] or 1) for row, count in tokens]
+    each = [(c.config.tokens + eval_tokens(c.config) / 3) / (speeds[c.row] or 1) for c in todo]
     return wall_seconds(each, study.concurrency), f"FLOPs at an assumed MFU of {MFU:.0%}"
 
 
@@ -265,8 +264,7 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
             break
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
-    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
-    each = [timed.get(row, mean) * count for row, count in tokens]
+    each = [timed.get(c.row, mean) * (c.config.tokens + eval_tokens(c.config) / 3) for c in todo]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
     return wall_seconds(each, study.concurrency), f"optimiser steps of {of} timed now"
 
