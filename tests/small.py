@@ -45,6 +45,12 @@ def trained(root: Path, **fields: Any) -> Path:
     return spec.folder.path
 
 
+def documented(path: str) -> str:
+    """The Python that docs/extending.md gives for a file."""
+    page = (Path(__file__).parents[1] / "docs/extending.md").read_text("utf-8")
+    return page.partition(f"\n`{path}`\n\n```python\n")[2].partition("```")[0]
+
+
 def until(what: Callable[[], Any], process: subprocess.Popen | None = None, timeout: float = 300.0) -> Any:
     """Wait until ``what`` returns a true value while ``process`` lives, and return it."""
     deadline = time.monotonic() + timeout

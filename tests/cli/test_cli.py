@@ -4,7 +4,6 @@ import os
 import shutil
 import subprocess
 import sys
-import sysconfig
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -217,26 +216,3 @@ def test_commit_of_a_tree_its_changes_and_its_wheel(tree, tmp_path):
     assert provenance.commit_of_tree(tree) == f"{head}-dirty"
     assert provenance.commit_of_tree(tree / "platform") == "unknown"
     assert provenance.commit_of_tree(tree / "none") == "unknown"
-
-
-@pytest.mark.nightly
-def test_wheel_runs_a_study_without_a_clone(tree, tmp_path):
-    """As after `pip install`: an environment with the dependencies and the wheel, in an empty folder."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
-    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    install(tree, site)
-    # a path file of a path file is not read, so this does not bring the checkout itself
-    (site / "dependencies.pth").write_text(sysconfig.get_path("purelib"))
-    empty = tmp_path / "empty"
-    empty.mkdir()
-    words = ["sweep", "run", "ablation", "--scale", "smoke", "--rows", "LMM", "--set", "optim.steps=2"]
-    env = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TITANS_HOME")}
-    code = "import titans_platform; print(titans_platform.__file__)"
-    python = str(tmp_path / "venv" / "bin" / "python")
-    where = subprocess.check_output([python, "-c", code], env=env, cwd=empty, text=True)
-    assert Path(where.strip()).is_relative_to(site)
-    line = [python, "-m", "titans_platform", *words]
-    done = subprocess.run(line, env=env, cwd=empty, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (table,) = empty.glob("titans-runs/studies/*/table.csv")
-    assert "LMM" in table.read_text()

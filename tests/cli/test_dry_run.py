@@ -111,14 +111,6 @@ def test_a_study_s_name_is_a_word(tmp_path, refused, name):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.yaml"]
 
 
-def test_a_root_that_cannot_be_written_is_named(tiny_yaml, tmp_path, capsys):
-    (tmp_path / "file").write_text("not a folder")
-    assert cli.run(["train", str(tiny_yaml), "--root", str(tmp_path / "file")]) in (1, 2)
-    error = capsys.readouterr().err.strip()
-    assert str(tmp_path / "file") in error
-    assert len(error.splitlines()) == 1
-
-
 @pytest.mark.parametrize("there", [0, 1])
 def test_a_gpu_that_is_left_unused_is_named(tiny_yaml, tmp_path, capsys, monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)

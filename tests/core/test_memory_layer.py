@@ -54,21 +54,6 @@ def test_memory_is_a_layer_of_its_own_and_packs_documents_on_a_border():
 
 
 @pytest.mark.parametrize("depth", [1, 2])
-def test_memory_that_forgets_all_is_as_it_began_where_it_forgets_to_its_initial_weights(depth):
-    x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    for forget_to in ("zero", "initial"):
-        memory = model(forget_to=forget_to, depth=depth, momentum=False, conv=False).blocks[0].memory
-        _, cache = memory(x)
-        with torch.no_grad():
-            memory.alpha.bias.fill_(1e6)
-            memory.theta.bias.fill_(-1e6)
-        _, cache = memory(x[:, :8], cache)
-        expected = [W.detach()[None] if forget_to == "initial" else torch.zeros_like(W)[None]
-                    for W in memory.initial_weights]  # fmt: skip
-        torch.testing.assert_close(list(memory.absolute_weights(cache.start.weights)), expected)
-
-
-@pytest.mark.parametrize("depth", [1, 2])
 def test_carried_state_trains_the_initial_weights_that_it_forgets_to(depth):
     x = torch.randn(1, 24, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     memory = model(forget_to="initial", depth=depth).blocks[0].memory

@@ -41,13 +41,6 @@ def test_prepare_then_info(config_file, tmp_path, capsys):
     assert titans(capsys, "data", "info", config_file, *root)[1].count(info["fingerprint"]) == 1
 
 
-def test_overrides_and_the_environment_s_root(config_file, tmp_path, capsys, monkeypatch):
-    monkeypatch.setenv("TITANS_HOME", str(tmp_path / "elsewhere"))
-    _, out, _ = titans(capsys, "data", "prepare", config_file, "--set", "data.sequence_length=32", "--json")
-    assert json.loads(out)["sequence_length"] == 32
-    assert list((tmp_path / "elsewhere" / "data").glob("*/manifest.json"))
-
-
 def test_bad_config_and_info_before_prepare_are_one_line_and_exit_2(config_file, tmp_path, refused):
     wrong = "--set", "data.sources.0.path=nowhere", "--root", tmp_path / "r"
     said = "error: data.sources.0.path: no file, folder or match for nowhere"

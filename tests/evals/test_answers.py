@@ -83,9 +83,6 @@ def test_haystack_is_read_from_a_file_and_rebound_keys_change_their_value(tmp_pa
         assert all(v[0] != v[-1] for v in values.values() if len(v) == 2)
 
 
-# --- recall
-
-
 # --- reasoning: facts are (person, action, target) in order, read off the text
 
 ACTIONS = {verb: action for action, verbs in VERBS.items() for verb in verbs}

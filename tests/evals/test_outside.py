@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.small import documented
 from titans_core import LanguageModel
 from titans_platform.config import DataConfig, EvalConfig, TaskConfig
 from titans_platform.data import prepare
@@ -11,35 +12,11 @@ from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
 from titans_platform.tasks import build_generated, build_task, eval_version
 
-TASKS = '''
-from titans_core.config import Frozen
-from titans_platform.tasks import GeneratedTask, Item
-
-class SumOptions(Frozen):
-    largest: int = 4
-
-class Sums(GeneratedTask):
-    """The sum of two digits."""
-
-    name, version, Options = "sums", 3, SumOptions
-
-    @property
-    def chance(self):
-        return 1 / (2 * self.options.largest + 1)
-
-    def item(self, rng, length, tokenizer):
-        a, b = (rng.randint(0, self.options.largest) for _ in range(2))
-        return Item(((f"{a}+{b}=".rjust(length - 2), False), (str(a + b), True)))
-
-def not_a_task():
-    pass
-'''
-
 
 @pytest.fixture
 def sums(tmp_path, monkeypatch) -> TaskConfig:
     (tmp_path / "my_lab").mkdir()
-    (tmp_path / "my_lab" / "tasks.py").write_text(TASKS)
+    (tmp_path / "my_lab" / "tasks.py").write_text(documented("platform/titans_platform/tasks/sums.py"))
     monkeypatch.syspath_prepend(str(tmp_path))
     return TaskConfig(task="my_lab.tasks:Sums")
 
@@ -56,7 +33,7 @@ def test_outside_task_is_trained_on_and_measured_and_its_version_counts(sums, da
     assert data.sources[0].manifest.train.documents == 12
     config = EvalConfig(columns={"col": (sums,)}, items=4)
     result = evaluate(LanguageModel(tiny_run.model), data, config, 16)
-    assert (result["tasks"]["col/sums@16"]["items"], result["chance"]["col"]) == (4, 1 / 9)
+    assert (result["tasks"]["col/sums@16"]["items"], result["chance"]["col"]) == (4, 1 / 10)
     before = eval_version(config)
     monkeypatch.setattr(type(build_generated(sums)), "version", 4)
     assert eval_version(config) != before
@@ -76,6 +53,6 @@ def test_equal_tasks_of_two_columns_are_measured_once(sums, data, tiny_run, monk
 @pytest.mark.usefixtures("sums")
 def test_what_is_no_task_is_refused_by_name():
     """Other mistakes in such a path: tests/kernels/test_rules.py, of the same registry."""
-    says = "^task: my_lab.tasks:not_a_task is not a subclass of titans_platform.tasks"
+    says = "^task: my_lab.tasks:SumOptions is not a subclass of titans_platform.tasks"
     with pytest.raises(UsageError, match=says):
-        build_task(TaskConfig(task="my_lab.tasks:not_a_task"))
+        build_task(TaskConfig(task="my_lab.tasks:SumOptions"))

@@ -15,7 +15,7 @@ from titans_core import LanguageModel
 from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer, prepare
 from titans_platform.errors import UsageError
-from titans_platform.evals import Request, Scorer, evaluate
+from titans_platform.evals import evaluate
 from titans_platform.tasks import Item, build_generated
 
 BYTE = load_tokenizer("byte")
@@ -32,10 +32,12 @@ class Oracle(nn.Module):
         super().__init__()
         self.solve = solve
         self.shapes: list[tuple[int, ...]] = []
+        self.autocast: set[bool] = set()
 
     def forward(self, tokens, document_starts=None):
         assert not self.training
         assert torch.is_inference_mode_enabled()
+        self.autocast.add(torch.is_autocast_enabled("cpu"))
         self.shapes.append(tuple(tokens.shape))
         logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
         for b, row in enumerate(tokens.tolist()):
@@ -57,18 +59,6 @@ class Guesser(nn.Module):
     def forward(self, tokens, document_starts=None):
         picks = self.ids[torch.randint(len(self.ids), tokens.shape, generator=self.rng)]
         return SimpleNamespace(logits=nn.functional.one_hot(picks, BYTE.vocab_size).float())
-
-
-class Precise(nn.Module):
-    """Notes whether it is called under autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.lower: set[bool] = set()
-
-    def forward(self, tokens, document_starts=None):
-        self.lower.add(torch.is_autocast_enabled("cpu"))
-        return SimpleNamespace(logits=torch.zeros(*tokens.shape, BYTE.vocab_size))
 
 
 def solve_needle(text):
@@ -264,54 +254,11 @@ def test_perplexity_keeps_to_its_budget_and_cuts_rows():
         assert (asked.pop(), result["tasks"]["col/perplexity@8"]["items"]) == (rows, tokens)
 
 
-class Walk(nn.Module):
-    """A causal model whose logits depend on all tokens so far."""
-
-    def __init__(self):
-        super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(5)
-            self.embed = nn.Embedding(BYTE.vocab_size, BYTE.vocab_size)
-
-    def forward(self, tokens, document_starts=None):
-        return SimpleNamespace(logits=self.embed(tokens).cumsum(1))
-
-
-def by_hand(model, row, width):
-    with torch.inference_mode():
-        logprobs = model(torch.tensor([row])).logits[0].log_softmax(-1)
-    picks = [float(logprobs[t - 1, row[t]]) for t in range(len(row) - width, len(row))]
-    greedy = all(int(logprobs[t - 1].argmax()) == row[t] for t in range(len(row) - width, len(row)))
-    return sum(picks), greedy
-
-
-def test_scores_do_not_depend_on_the_batch_and_long_continuations_are_scored_at_their_end():
-    model, rng = Walk(), random.Random(0)
-    requests = [
-        Request([rng.randrange(256) for _ in range(rng.randrange(9))], [rng.randrange(256) for _ in range(n)])
-        for n in (1, 2, 5, 0, 3, 12, 7)
-    ]
-    for budget in (1, 30, 1000):
-        scorer = Scorer(model, BYTE, torch.device("cpu"), budget)
-        with torch.inference_mode():
-            scores = scorer.score(requests, max_length=40)
-        for request, score in zip(requests, scores, strict=True):
-            row = [BYTE.bos, *request.context, *request.continuation]
-            expected, greedy = by_hand(model, row, len(request.continuation))
-            assert score.logprob == pytest.approx(expected, abs=1e-4)
-            assert (score.greedy, score.tokens) == (greedy, len(request.continuation))
-    model, continuation = Walk(), list(range(20))
-    with torch.inference_mode():
-        (score,) = Scorer(model, BYTE, torch.device("cpu"), 100).score([Request([7], continuation)], 10)
-    expected, _ = by_hand(model, [BYTE.bos, *continuation[-9:]], 9)
-    assert (score.tokens, score.logprob) == (9, pytest.approx(expected, abs=1e-4))
-
-
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_evaluation_under_the_precision_of_training(precision):
-    columns = {"x": (TaskConfig(task="needle", options={"style": "compact", "kind": "number"}),)}
-    evaluate(model := Precise(), prepared(), EvalConfig(columns=columns, items=2), 64, precision=precision)
-    assert model.lower == {precision == "bf16"}
+    oracle = Oracle(solve_needle)
+    evaluate(oracle, prepared(), config("needle", COMPACT, items=2), 64, precision=precision)
+    assert oracle.autocast == {precision == "bf16"}
 
 
 TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
@@ -375,7 +322,6 @@ def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perple
     assert speeds == {"speed/throughput@32", "speed/throughput@64"}
     assert all(p.grad is None for p in model.parameters())
     assert model.training
-    _, result = measured
     for part in ("columns", "chance"):
         assert result[part]["loss"] == pytest.approx(math.log(result[part]["ppl"]))
     assert 0 < result["tasks"]["loss/loss@32"]["stderr"] < 1

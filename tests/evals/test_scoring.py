@@ -14,10 +14,10 @@ BYTE = load_tokenizer("byte")
 
 
 def requests(seed=0, questions=12, longest=60):
-    """Questions of one to four endings, some of which begin alike, after contexts of all lengths."""
+    """Questions of one to four endings, some of which begin alike, after contexts of any length."""
     rng = random.Random(seed)
     text = lambda n: rng.choices(range(97, 100), k=n)  # noqa: E731
-    collected = []
+    collected = [Request(text(3), text(longest))]
     for _ in range(questions):
         context = text(rng.randrange(longest))
         collected += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]

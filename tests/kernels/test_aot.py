@@ -30,12 +30,12 @@ COVERED = {
     "l1-d128-online": ("delta",),
 }  # fmt: skip
 """Shapes that launch every kernel, and the kernels each is compiled for."""
-OTHER_TYPES = [("fp16", "columns", "l1-d64-bound"), ("fp32", "streamed.write", "l2-d64-h256")]
+OTHER_TYPES = [("fp16", "columns", "l1-d64-bound"), ("fp32", "streamed.write+base", "l2-d64-h256")]
 EDGES = {
-    "fp32": ("reads.backward+hidden", "streamed_backward.backward"),
-    "bf16": ("columns.write+read+keep", "reads.backward+hidden"),
+    "fp32": ("reads.backward+hidden+base", "streamed_backward.backward"),
+    "bf16": ("columns.write+read+keep", "reads.backward+hidden+base"),
 }
-"""The kernels that take most of what shared memory there is. All of them, minutes of compiling:
+"""The kernels that take most of what shared memory there is, more with a base. All, minutes of compiling:
 `python -m titans_kernels.bench.aot --largest --target 90 --dtype fp32 --dtype bf16`."""
 FIELDS = "depth", "head_dim", "hidden", "batch", "length", "chunk_size", "heads", "bound", "budget"
 

@@ -85,14 +85,7 @@ def test_long_sequences_keep_only_every_few_states(monkeypatch):
     assert kept_bytes(run()) <= kept - states * 7 // 8
 
 
-def test_no_later_token_reaches_a_read_and_inference_gives_the_same():
-    case = Case(40, 3, batch=2)
-    y, *_ = case.whole(chunk_size=16, surprise_bound=0.5)
-    for t in (0, 15, 16, 25):
-        for gradient in torch.autograd.grad(y[0, t].square().sum(), case.tokens, retain_graph=True):
-            assert (gradient[0, t + 1 :].count_nonzero(), gradient[1].count_nonzero()) == (0, 0)
-    into_gates = torch.autograd.grad(y[0, 39].square().sum(), case.tokens[1:])
-    assert all(g[0, :39].count_nonzero() > 0 for g in into_gates)
+def test_inference_gives_the_same():
     case = Case(40)
     expected = case.whole(chunk_size=7)
     with torch.inference_mode():

@@ -73,14 +73,6 @@ class OnAGPU(Tensor):
     is_cuda = True
 
 
-@pytest.mark.parametrize(("options", "reason"), [
-    ({"chunk_size": 4, "surprise_bound": None}, "it supports chunk_size 1, not 4"),
-])  # fmt: skip
-def test_call_that_it_does_not_serve_is_refused_by_name(options, reason):
-    with pytest.raises(ValueError, match=rf"^backend: online does not support this call: .*{reason}"):
-        made(8).whole(backend="online", **options)
-
-
 def test_float32_at_length_is_near_float64_and_the_state_keeps_no_more_than_itself():
     case, options = made(2048, widths=[32, 32]), ONLINE | {"backend": "online"}
     with torch.no_grad():

@@ -253,7 +253,7 @@ def test_a_read_without_a_write(kind, base):
 @pytest.mark.parametrize(("depth", "kind", "groups", "base"), [
     *((2, *case, False) for case in (("norm", None), ("none", 2), ("norm", 4))),
     *((2, *case, True) for case in (("none", None), ("norm", None), ("norm", 4), ("none", (4, 4, 4)))),
-    (1, "none", None, True),
+    (1, "none", None, True), (3, "none", None, False),
 ])  # fmt: skip
 @pytest.mark.slow
 def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, borders):
@@ -262,7 +262,16 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
     options = {"chunk_size": 7, "surprise_bound": 0.5, "cu_seqlens": borders and torch.tensor(borders)}
     torch._dynamo.reset()
     compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
-    assert_same(case.whole(**options), compiled(), case.leaves)
+    expected, actual = case.whole(**options), compiled()
+    assert_same(expected, actual, case.leaves)
+    # of some results only: the others' gradients are then undefined
+    for part in (slice(0, 1), slice(1, 3)):
+        sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, actual))
+        grads = [
+            torch.autograd.grad(total, case.leaves, retain_graph=True, materialize_grads=True)
+            for total in sums
+        ]
+        torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("backend", "case", "reason"), [
@@ -274,10 +283,13 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
                               ("triton", "channel_gates: no kernel computes gates per column"))
       for groups in (4, (None, 4, None), (None, None, 4))),
     ("online", {"base": True, "depth": 2}, "it supports 1 layer, not 2"),
+    ("online", {"chunk_size": 4}, "it supports chunk_size 1, not 4"),
 ])  # fmt: skip
 def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
+    given = {"depth": 1, "chunk_size": 1} | case
+    chunk_size = given.pop("chunk_size")
     with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):
-        Case(8, **{"depth": 1} | case).whole(backend=backend, chunk_size=1)
+        Case(8, **given).whole(backend=backend, chunk_size=chunk_size)
 
 
 @pytest.mark.parametrize("backend", ["native", "online"])

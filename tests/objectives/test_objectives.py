@@ -147,30 +147,8 @@ def test_run_is_named_by_content_and_options_and_reads_its_file_once(tmp_path):
         build_objective(of("a.csv", channels=2)).check(made)
 
 
-OWN = '''
-"""An objective in a researcher's own file: the error of Huber in place of the squared one."""
-
-from torch.nn import functional as F
-
-from titans_platform.objectives.regression import Regression, SeriesOptions
-
-
-class HuberOptions(SeriesOptions):
-    delta: float = 1.0
-
-
-class Huber(Regression):
-    Options = HuberOptions
-    loss_unit = "Huber"
-
-    def losses(self, model, batch):
-        predicted = model(batch.inputs).prediction
-        return F.huber_loss(predicted, batch.targets, reduction="none", delta=self.options.delta).mean((1, 2))
-'''
-
-
 def test_objective_of_ones_own_file(run_yaml, refused):
-    Path("own_objective.py").write_text(OWN)
+    Path("own_objective.py").write_text(small.documented("platform/titans_platform/objectives/huber.py"))
     sets = ["objective.kind=own_objective:Huber", "objective.options.delta=0.5", "optim.steps=8"]
     cfg, root = load_config(run_yaml, sets), Path("runs")
     names = {run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}

@@ -9,7 +9,7 @@ import pytest
 
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import StorageError, TitansError, UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
@@ -76,6 +76,20 @@ def test_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr("titans_platform.training.loop.Trainer.step", lambda *a, **k: pytest.fail("trained"))
     assert execute(spec).cell == spec.name
     assert spec.folder.failure() is None
+
+
+def full(*arguments, **options):
+    raise StorageError("No space left on device")
+
+
+@pytest.mark.slow
+def test_records_that_have_no_room_do_not_replace_the_error_of_the_run(tiny_run, tmp_path, monkeypatch):
+    prepare(tiny_run.data, tmp_path)
+    monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
+    for record in ("record_failure", "record_attempt"):
+        monkeypatch.setattr(RunFolder, record, full)
+    with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
+        run(tiny_run, tmp_path)
 
 
 def test_run_of_another_process_is_left_alone_and_unprepared_data_refused(tiny_run, tmp_path):

@@ -1,16 +1,16 @@
 """The run log during an MLflow outage: training does not block, and no point is lost or duplicated."""
 
 import json
-import socket
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from functools import partial
 from pathlib import Path
-from typing import Any
-from urllib.parse import parse_qs, urlsplit
+from types import SimpleNamespace
 
 import pytest
+from mlflow import MlflowClient
 
+from tests.runs.test_execute import full
 from tests.small import until
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError
@@ -20,6 +20,7 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import spec_for
 from titans_platform.runs.reporter import Journal, Reporter, curve, send_left, unsent
 from titans_platform.runs.spec import RunSpec, Tracking
+<<<<<<< HEAD
 
 
 class Server:
@@ -103,6 +104,9 @@ class Server:
 
     def steps(self, key: str = "loss") -> list[int]:
         return [step for name, step, _ in self.points if name == key]
+=======
+from titans_platform.tracking import open_store
+>>>>>>> main
 
 
 class Sink:
@@ -196,11 +200,11 @@ def test_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
     log.metrics(1, {"loss": 1.0})
     whole = (tmp_path / "cells/run/metrics.jsonl").read_bytes()
 
-    def full(self, *arguments, **options):
+    def closed(self, *arguments, **options):
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(Path, "open", full)
+        patched.setattr(Path, "open", closed)
         log.metrics(2, {"loss": 1.0})
         with pytest.raises(StorageError, match=r"metrics\.jsonl: cannot be written: No space left"):
             log.sync()
@@ -212,39 +216,62 @@ def test_full_disk_keeps_it_in_memory(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_server_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path):
+def test_store_that_is_away_for_a_while_gets_every_point_once(tiny_run, tmp_path, monkeypatch):
+    """tools/chaos/test_mlflow_server.py has a server."""
     prepare(tiny_run.data, tmp_path)
-    server = Server()
-    # down for the whole run
-    spec = spec_for(tiny_run, tmp_path, tracking=Tracking(server.uri, "away"))
-    result = execute(spec)
-    assert result.mlflow_run_id is None
-    (line,) = send_left(tmp_path)
-    assert line.startswith(f"run {spec.name}: 20 steps of its log did not reach MLflow")
-    with server:
-        server.lose = 1
+    store, answers = open_store(tmp_path), MlflowClient.log_batch
+    spec = spec_for(tiny_run, tmp_path, tracking=Tracking(store.uri, "away"))
+    with monkeypatch.context() as away:
+        away.setattr(reporter, "connected", fails)
+        result = execute(spec)
+        assert result.mlflow_run_id is None
         (line,) = send_left(tmp_path)
-        # its response was lost
+        assert line.startswith(f"run {spec.name}: 20 steps of its log did not reach MLflow")
+    with monkeypatch.context() as lost:  # what was sent arrives, the answer does not
+        lost.setattr(MlflowClient, "log_batch", lambda *args, **how: (answers(*args, **how), fails()))
+        (line,) = send_left(tmp_path)
         assert "20 steps" in line
-        assert (server.steps(), send_left(tmp_path)) == (list(range(1, 21)), [])
-    assert server.steps() == list(range(1, 21))
-    assert server.runs[0]["info"]["status"] == "FINISHED"
-    assert ("reasoning", 20, result.columns["reasoning"]) in server.points
-    waited = [value for name, _, value in server.points if name == "checkpoint_wait_seconds"]
+    assert send_left(tmp_path) == []
+    run = store.client.get_run(store.find("titans.cell", spec.name))
+    assert (run.info.status, run.data.metrics["reasoning"]) == ("FINISHED", result.columns["reasoning"])
+    history = partial(store.client.get_metric_history, run.info.run_id)
+    assert [point.step for point in history("loss")] == list(range(1, 21))
+    waited = [point.value for point in history("checkpoint_wait_seconds")]
     assert (len(waited), waited) == (20, sorted(waited))
+
+
+def fails(*_: object) -> None:
+    raise ConnectionError("refused")
 
 
 def test_points_that_are_refused_for_a_while_are_sent_once_and_in_order(tmp_path):
     away = [False, True, True]
-
-    def fails() -> None:
-        if away and away.pop(0):
-            raise ConnectionError("refused")
-
-    log = opened(tmp_path, sink := Sink(fails))
+    log = opened(tmp_path, sink := Sink(lambda: fails() if away and away.pop(0) else None))
     for step in range(1, 61):
         log.metrics(step, {"loss": 1 / step})
         time.sleep(0.005)
     until(lambda: not away)
     assert log.close(lambda run: None, "FINISHED") is None
     assert sink.points == list(range(1, 61))
+
+
+def test_progress_without_room_is_said_once_and_the_log_ends_with_a_line(
+    tiny_run, tmp_path, monkeypatch, caplog
+):
+    prepare(tiny_run.data, tmp_path)
+    spec = spec_for(tiny_run, tmp_path)
+    spec.folder.path.mkdir(parents=True)
+    reporter = Reporter(spec)
+    for _ in range(2):
+        with monkeypatch.context() as patched:
+            patched.setattr(RunFolder, "update", full)
+            reporter.start(1)
+            reporter.start(2)
+        reporter.start(3)
+    assert [record.message for record in caplog.records] == ["No space left on device"] * 2
+    log, ended = Journal(RunFolder(tmp_path, "run"), lambda: SimpleNamespace(run_id="r")), []  # type: ignore[arg-type]
+    monkeypatch.setattr(Journal, "keep", full)
+    monkeypatch.setattr(Journal, "_send", lambda self: setattr(self, "_run", "r"))
+    line = log.close(ended.append, "FINISHED")
+    assert ended == ["r"]
+    assert "its end did not reach MLflow (No space left on device)" in line

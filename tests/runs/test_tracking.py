@@ -137,18 +137,6 @@ def test_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     assert (ended.status, ended.end_time) == ("KILLED", 1000 * died)
 
 
-def test_parent_takes_figure_and_note(store, tmp_path):
-    run_id = store.study_run("report")
-    log = store.run(run_id)
-    picture = tmp_path / "figure.png"
-    picture.write_bytes(b"png")
-    log.artifact(picture)
-    log.note("a table")
-    client = MlflowClient(store.uri, store.uri)
-    assert {a.path for a in client.list_artifacts(run_id)} == {"figure.png"}
-    assert client.get_run(run_id).data.tags["mlflow.note.content"] == "a table"
-
-
 def of_another_program(path: Path) -> None:
     with closing(sqlite3.connect(path)) as connection, connection:
         connection.execute("CREATE TABLE alembic_version (version_num TEXT)")

@@ -15,42 +15,14 @@ from titans_platform import cli
 
 pytestmark = pytest.mark.slow
 
-BLOCK = '''
-import torch
-from torch import nn
-
-from titans_core import Block
-from titans_core.config import Frozen, PositiveInt
-
-
-class MovingAverage(Block):
-    """The mean of the last ``width`` tokens of a document, projected."""
+OPTIONS = """uses_persistent = False
 
     class Options(Frozen):
         width: PositiveInt = 4
-
-    uses_persistent = False
-
-    def __init__(self, config):
-        super().__init__(config)
-        self.w_o = nn.Linear(config.d_model, config.d_model, bias=False)
-
-    def mix(self, x_BTD, state, positions):
-        (B, T, D), width = x_BTD.shape, self.options.width
-        before = x_BTD.new_zeros(B, width - 1, D) if state is None else state
-        z_BTD = self.norm(x_BTD)
-        past = torch.cat([before, z_BTD], 1)
-        total = torch.zeros_like(x_BTD)
-        for j in range(width):
-            reached = (positions.position_BT >= j)[..., None]
-            total = total + reached * past[:, width - 1 - j : width - 1 - j + T]
-        mean = total / (positions.position_BT[..., None] + 1).clamp(max=width)
-        return x_BTD + self.w_o(mean), None if positions.documents else past[:, T:].clone()
-
-    def state_bytes(self, length):
-        return (self.options.width - 1) * self.w_o.weight[0].nbytes
-'''
-VARIANT = "my_lab.blocks:MovingAverage"
+"""
+BLOCK = small.documented("titans_core/blocks/shift.py").replace("uses_persistent = False\n", OPTIONS)
+BLOCK = BLOCK.replace("import ModelConfig", "import Frozen, ModelConfig, PositiveInt")
+VARIANT = "my_lab.blocks:Shift"
 RUN = {part: small.RUN[part] for part in ("data", "optim", "eval")}
 
 
@@ -127,7 +99,7 @@ def test_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": {"variant": VARIANT, "vocab_size": 260}}))
     for arguments in ([], ["--dry-run"]):
         error = refused("train", "run.yaml", "--root", "runs", *arguments)
-        assert error.startswith("error: model.variant: my_lab.blocks:MovingAverage")
+        assert error.startswith("error: model.variant: my_lab.blocks:Shift")
         assert line in error
     assert not (lab / "runs").exists()
 
@@ -148,8 +120,7 @@ def test_preset_gives_it_the_parameters_of_the_size_unless_its_mixer_is_larger(l
     assert block_parameters(config) == pytest.approx(baseline, rel=0.02)
     assert config.mlp_expansion > preset("laptop", "transformer").mlp_expansion
     assert config.options == {"width": 9}
-    linear = "nn.Linear(config.d_model, {}config.d_model"
-    source = BLOCK.replace(linear.format(""), linear.format("64 * "))
+    source = BLOCK.replace("nn.Linear(2 *", "nn.Linear(64 *")
     (lab / "my_lab" / "wide.py").write_text(source)
     with pytest.raises(
         ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward layer"
