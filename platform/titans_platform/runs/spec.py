@@ -86,7 +86,7 @@ class Tracking:
     parent: str | None = None
     """MLflow run id of the study that the run belongs to."""
     params: Collection[str] = ()
-    """Fields of the config that are logged as MLflow parameters, beside those of every run."""
+    """Fields of the config that are logged as MLflow parameters, beside what every run logs."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
