@@ -489,14 +489,9 @@ def local_file(name: str) -> File:
     return File(str(Path(name)), stat.st_size, stamp)
 
 
-SOURCES = Registry(
-    "data.sources.kind",
-    TextSource,
-    {
-        "corpus": "titans_platform.data.sources:CorpusSource",
-        "files": "titans_platform.data.sources:FilesSource",
-        "hub": "titans_platform.data.sources:HubSource",
-    },
-    UsageError,
-)
+SOURCES = Registry("data.sources.kind", TextSource, {
+    "corpus": "titans_platform.data.sources:CorpusSource",
+    "files": "titans_platform.data.sources:FilesSource",
+    "hub": "titans_platform.data.sources:HubSource",
+}, UsageError)  # fmt: skip
 """Text sources by `SourceConfig.kind`."""

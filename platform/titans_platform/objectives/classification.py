@@ -37,12 +37,9 @@ from titans_platform.tasks import Context, Measurement, Task
 
 OPTIONS = "objective.options"
 GENOMIC_BENCHMARKS = (
-    "human_enhancers_cohn",
-    "human_enhancers_ensembl",
-    "human_ensembl_regulatory",
-    "human_nontata_promoters",
+    "human_enhancers_cohn", "human_enhancers_ensembl", "human_ensembl_regulatory", "human_nontata_promoters",
     "human_ocr_ensembl",
-)
+)  # fmt: skip
 """The five datasets of the paper's Table 4, in its order. They are loaded from the Hub as
 `katarinagresova/Genomic_Benchmarks_NAME`: columns seq and label, splits train and test."""
 PUBLISHER = "katarinagresova/Genomic_Benchmarks_"

@@ -281,13 +281,9 @@ def _check_rows(known: Mapping[str, Column], rows: Sequence[Row], where: str) ->
 
 
 def expand(
-    study: Study,
-    scale_name: str,
-    *,
-    rows: Sequence[str] = (),
-    seeds: Sequence[int] = (),
+    study: Study, scale_name: str, *, rows: Sequence[str] = (), seeds: Sequence[int] = (),
     overrides: Sequence[str] = (),
-) -> list[Cell]:
+) -> list[Cell]:  # fmt: skip
     """Return the cells of a scale, seed by seed, so that the table of one seed is complete first.
 
     Every row is checked, also if ``rows`` (see `chosen_rows`) leaves it out. ``seeds`` replace the

@@ -114,14 +114,10 @@ class SearchState:
         """Return the state as a JSON value; ``set`` is the best configuration for a command line."""
         best = self.best
         return {
-            "line": self.line,
-            "over": self.over,
-            "trials": [asdict(trial) for trial in self.trials],
-            "tokens": self.tokens,
-            "tokens_of_grid": self.tokens_of_grid,
-            "best": asdict(best) if best else None,
-            "set": set_line(best.params) if best else None,
-        }
+            "line": self.line, "over": self.over, "trials": [asdict(trial) for trial in self.trials],
+            "tokens": self.tokens, "tokens_of_grid": self.tokens_of_grid,
+            "best": asdict(best) if best else None, "set": set_line(best.params) if best else None,
+        }  # fmt: skip
 
 
 def search_lines(record: Mapping[str, Any] | None) -> list[str]:

@@ -49,15 +49,9 @@ class Axis(Frozen):
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
         """Return each value with the fields it sets; a point named by a number has that number as value."""
         if self.points:
-            return [(_number(name), fields) for name, fields in self.points.items()]
+            whole = {name: name.removeprefix("-").isdecimal() for name in self.points}
+            return [(int(name) if whole[name] else name, fields) for name, fields in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
-
-
-def _number(name: str) -> JsonValue:
-    try:
-        return int(name)
-    except ValueError:
-        return name
 
 
 class Parameter(Frozen):
