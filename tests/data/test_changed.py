@@ -49,10 +49,6 @@ def renamed(path: Path, text: str) -> None:
     other.replace(path)
 
 
-def in_folder(folder: Path) -> dict:
-    return {"kind": "hub", "dataset": str(folder)}
-
-
 @pytest.fixture
 def served(tmp_path):
     """Address of a server of the folder, which states sizes and times but no hash."""
@@ -72,7 +68,7 @@ def test_text_of_equal_size_and_times_is_prepared_anew(kind, change, tmp_path, s
     path.write_text(texts[0])
     os.utime(path, (1, 1))
     named = {"url": f"file://{path}", "http": f"{served}/texts/a.txt"}.get(kind, path)
-    data = config(in_folder(folder) if kind == "dataset" else source(named), length=32)
+    data = config({"kind": "hub", "dataset": str(folder)} if kind == "dataset" else source(named), length=32)
     before = prepare(data, tmp_path / "r").fingerprint
     change(path, texts[1])
     assert prepare(data, tmp_path / "r").fingerprint != before

@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.kernels.cases import PARALLEL, Case, assert_same, needs_compiler
-from titans_kernels import Extension, MemoryState, Residual, neural_memory, read_memory
+from titans_kernels import Extension, Residual, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.options import Options
@@ -145,10 +145,7 @@ def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, depth,
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
     case, single = (Case(130, depth, kind=kind, groups=groups, base=base) for _ in range(2))
-    low = lambda xs: [x.detach().float().requires_grad_() for x in xs]  # noqa: E731
-    single.tokens, single.state = low(case.tokens), MemoryState(*(tuple(low(part)) for part in case.state))
-    if kind == "norm":
-        single.residual = Residual(*low(case.residual))
+    single.cast(torch.float32)
     options = {"chunk_size": 16, "surprise_bound": 0.5}
     expected = case.whole(backend="reference", **options)
     for backend in parallel(groups):

@@ -11,7 +11,6 @@ import pytest
 import ray  # noqa: F401 - brings psutil
 
 from tests.small import study, until
-from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
@@ -68,7 +67,8 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
 def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     (tmp_path / "tiny.yaml").write_text(json.dumps(STUDY))
     cells = expand(load_study(str(tmp_path / "tiny.yaml")), "small")
-    alone = {cell.row: _alone(cell.config, tmp_path / "alone") for cell in cells[:2]}
+    prepare(cells[0].config.data, tmp_path / "alone")
+    alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells[:2]}
     root = tmp_path / "runs"
     folders = {row: RunFolder(root, result.cell) for row, result in alone.items()}
 
@@ -105,11 +105,6 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     status = read_status(root, "tiny", "small")
     assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
     assert "loss nan" in next(cell.reason for cell in status["cells"] if cell.state == "failed")
-
-
-def _alone(config: RunConfig, root: Path) -> dict:
-    prepare(config.data, root)
-    return execute(spec_for(config, root))
 
 
 def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
