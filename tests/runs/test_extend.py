@@ -13,10 +13,9 @@ from tests.small import RUN
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.runs.folder import Result
-from titans_platform.runs.load import checkpoint_of_shorter, load_run, located
+from titans_platform.runs.load import check_start, checkpoint_of_shorter, load_run, located, spec_for
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
 

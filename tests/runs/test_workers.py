@@ -15,8 +15,8 @@ from titans_platform.data import prepare
 from titans_platform.errors import ClusterError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker, execute
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import load_model
 

@@ -12,9 +12,9 @@ import ray  # noqa: F401 - brings psutil
 
 from tests.small import study, until
 from titans_platform.data import prepare
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.study.grid import expand, load_study
 from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
@@ -118,6 +118,8 @@ def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
         run = runs[folder.result().mlflow_run_id]
         assert run.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
         assert run.info.status == "FINISHED"
+        assert {"row", "seed", "model.variant", "optim.lr"} <= run.data.params.keys()
+        assert len(run.data.params) < 15
         steps = [metric.step for metric in store.client.get_metric_history(run.info.run_id, "loss")]
         # every step once, whatever was killed in between
         assert steps == list(range(1, 251))
