@@ -35,8 +35,8 @@ def trained(root: Path, **fields: Any) -> Path:
     # here, because the kernels' tests also run where the platform's packages are not installed
     from titans_platform.config import RunConfig
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
+    from titans_platform.runs.load import spec_for
 
     cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
     build_objective(cfg).prepare(root)

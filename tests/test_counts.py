@@ -43,16 +43,21 @@ def copy(tmp_path_factory):
     return root
 
 
-def test_budgets_hold():
-    assert counts.exceeded(counts.measure(counts.Tree(counts.ROOT))) == []
+@pytest.fixture(scope="module")
+def today() -> dict[str, int]:
+    return counts.measure(counts.Tree(counts.ROOT))
+
+
+def test_budgets_hold(today):
+    assert counts.exceeded(today) == []
 
 
 def test_budgets_are_at_or_above_their_goals():
     assert all(most >= goal for most, goal in counts.BUDGETS.values())
 
 
-def test_counts_see_what_is_added(copy, monkeypatch):
-    before = counts.measure(counts.Tree(copy))
+def test_counts_see_what_is_added(copy, today, monkeypatch):
+    before = today
     assert before.keys() == counts.BUDGETS.keys()
     for path, after, text in ADDED.values():
         source = (copy / path).read_text("utf-8")

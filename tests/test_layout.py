@@ -29,6 +29,8 @@ OPTIONAL = ("titans_kernels.bench", "titans_core.adapt", "titans_core.huggingfac
 """Modules with requirements of their own: click, transformers."""
 MODULES = """
 import importlib, pkgutil, sys
+import titans_kernels
+assert not {{"torch._dynamo", "torch._inductor"}} & set(sys.modules), "the compiler is imported"
 for name in {packages}:
     package = importlib.import_module(name)
     for module in pkgutil.walk_packages(package.__path__, name + "."):

@@ -13,8 +13,8 @@ from titans_core.config import MemoryConfig
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
+from titans_platform.runs.load import spec_for
 from titans_platform.study.grid import expand, load_study
 
 TASK = "experiments.drift.drift:DriftTask"

@@ -97,19 +97,15 @@ def environment() -> dict[str, str]:
     for name in NUMBERS:
         with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-    return versions | {"device": _device()}
-
-
-def _device() -> str:
     import torch
 
     from titans_kernels.native import library
 
     if torch.cuda.is_available():
-        return torch.cuda.get_device_name()
+        return versions | {"device": torch.cuda.get_device_name()}
     # they round differently: the last digits of a run may depend on it
     operators = "compiled" if library(torch.float32) else "PyTorch's"
-    return f"CPU, {os.cpu_count()} cores, {operators} operators"
+    return versions | {"device": f"CPU, {os.cpu_count()} cores, {operators} operators"}
 
 
 def _git(tree: Path, *arguments: str) -> str:

@@ -230,16 +230,9 @@ class TrackingStore:
         return run_id
 
     def cell_run(
-        self,
-        cell: str,
-        name: str,
-        *,
-        parent: str | None = None,
-        params: Mapping[str, Any] | None = None,
-        config: Mapping[str, Any] | None = None,
-        tags: Mapping[str, str] | None = None,
-        tag: str = CELL_TAG,
-    ) -> str:
+        self, cell: str, name: str, *, parent: str | None = None, params: Mapping[str, Any] | None = None,
+        config: Mapping[str, Any] | None = None, tags: Mapping[str, str] | None = None, tag: str = CELL_TAG,
+    ) -> str:  # fmt: skip
         """Return the run id of a cell's run, which ``tag`` names, created as ``name`` the first time.
 
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
@@ -275,11 +268,6 @@ class TrackingStore:
         where, order = f"tags.`{tag}` = '{value}'", ["start_time DESC"]
         runs = self.client.search_runs([self.experiment], where, max_results=1, order_by=order)
         return runs[0].info.run_id if runs else None
-
-    @property
-    def page(self) -> str:
-        """Page on which a server lists the runs, below its address."""
-        return f"#/experiments/{self.experiment}/runs"
 
 
 def log_entries(client: MlflowClient, run_id: str, **entries: list[Any]) -> None:

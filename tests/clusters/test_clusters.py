@@ -52,7 +52,6 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
 @pytest.mark.parametrize(("text", "line"), [
     ("kind: cloud", "kind: 'cloud' is not one of nodes, existing"),
     ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
-    ("kind: nodes\nnodes: 0", "nodes: should be greater than or equal to 1, got 0"),
     ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
     ("kind: existing", "address: missing"),
     ("kind: existing\naddress: head:8265", "address: should be like http://head:8265"),
@@ -63,7 +62,6 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
     ("kind: existing\naddress: http://h:8265\ntoken: {file: a, env: B}", "token.file: give either"),
     ("kind: existing\naddress: http://h:8265\nenv: {RAY_AUTH_TOKEN: abc}", "env: the token does not belong"),
     ("kind: slurm\ncpus_per_node: 4", "storage: missing"),
-    ("kind: slurm\ncpus_per_node: 4\nstorage: /s\ntime: soon", "time: String should match"),
 ])  # fmt: skip
 def test_a_mistake_in_a_file_is_one_line_with_its_field(tmp_path, refused, text, line):
     error = refused("cluster", "up", write(tmp_path, text), "--dry-run")

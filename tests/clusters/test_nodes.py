@@ -15,9 +15,9 @@ import pytest
 from tests.small import study, until
 from titans_platform.clusters.local import family, find
 from titans_platform.data import prepare
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.study.grid import expand, load_study
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]

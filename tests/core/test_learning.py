@@ -1,5 +1,8 @@
 """Gradients reach every parameter and are exact; training works in float32 and bfloat16."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from torch import Tensor
@@ -61,6 +64,17 @@ def test_one_batch_is_learned_by_heart(variant):
         torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
         optimizer.step()
     assert loss < 0.05
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_step_keeps_no_graph(variant):
+    """Autograd keeps what is changed in place after it was saved in a cycle that is never freed."""
+    m, x = LanguageModel(config(variant)), tokens(2, 22)  # rows end inside a chunk
+    parameters = [weakref.ref(p) for p in m.parameters()]
+    m(x[:, :-1], targets_BT=x[:, 1:]).losses.mean().backward()
+    del m
+    gc.collect()
+    assert not [p for p in parameters if p() is not None]
 
 
 @pytest.mark.slow

@@ -19,8 +19,8 @@ from titans_platform.data import load_tokenizer, prepare
 from titans_platform.data.tokenizer import train_tokenizer
 from titans_platform.objectives import build_objective
 from titans_platform.objectives.base import DataChanged
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
+from titans_platform.runs.load import spec_for
 
 SEA, CODE = "the sea was at http://a.b/c" * 200, "zwoelf Boxkaempfer jagen Vi" * 200
 PPL = {"perplexity_tokens": 512, "columns": {"ppl": [{"task": "perplexity"}]}}
@@ -49,10 +49,6 @@ def renamed(path: Path, text: str) -> None:
     other.replace(path)
 
 
-def in_folder(folder: Path) -> dict:
-    return {"kind": "hub", "dataset": str(folder)}
-
-
 @pytest.fixture
 def served(tmp_path):
     """Address of a server of the folder, which states sizes and times but no hash."""
@@ -72,7 +68,7 @@ def test_text_of_equal_size_and_times_is_prepared_anew(kind, change, tmp_path, s
     path.write_text(texts[0])
     os.utime(path, (1, 1))
     named = {"url": f"file://{path}", "http": f"{served}/texts/a.txt"}.get(kind, path)
-    data = config(in_folder(folder) if kind == "dataset" else source(named), length=32)
+    data = config({"kind": "hub", "dataset": str(folder)} if kind == "dataset" else source(named), length=32)
     before = prepare(data, tmp_path / "r").fingerprint
     change(path, texts[1])
     assert prepare(data, tmp_path / "r").fingerprint != before
@@ -109,11 +105,11 @@ def test_run_trains_on_the_data_it_was_named_for(tmp_path):
     spec = spec_for(cfg, tmp_path)
     path.write_text(CODE)
     assert objective.prepare(tmp_path).fingerprint != spec.data
-    assert spec.objective.reopen(tmp_path, spec.data).fingerprint == spec.data
+    assert objective.reopen(tmp_path, spec.data).fingerprint == spec.data
     for index in tmp_path.glob("data/index/data-*"):
         index.unlink()
     with pytest.raises(DataChanged, match="run the command again"):
-        spec.objective.reopen(tmp_path, spec.data)
+        objective.reopen(tmp_path, spec.data)
 
 
 def test_evaluation_reads_the_data_of_the_run_or_needs_a_flag(tmp_path, answer, refused):

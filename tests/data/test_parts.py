@@ -152,7 +152,8 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(sources.HubSource, "_files", lambda self, revision: [])
-    monkeypatch.setattr(sources.HubSource, "_newest", lambda self: "c0ffee")
+    newest = SimpleNamespace(sha="c0ffee")
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **options: newest)
     source = {"kind": "hub", "dataset": "some/corpus"}
     prepared = prepare(config(source), tmp_path, run=by_processes(1))
     manifest = prepared.sources[0].manifest

@@ -58,7 +58,9 @@ def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     calls = []
     first = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
     before = folders(tmp_path)
-    assert calls[-1][:3] == (f"files:{Path(texts['path']).name}", 20, sum(total_tokens(first)))
+    made = first.sources[0].manifest
+    total = made.train.tokens + made.validation.tokens
+    assert calls[-1][:3] == (f"files:{Path(texts['path']).name}", 20, total)
     calls.clear()
     second = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
     assert not calls
@@ -80,11 +82,6 @@ def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     second = prepare(config(texts | {"weight": 2.0}, length=16), tmp_path)
     assert folders(tmp_path) == before
     assert first.fingerprint != second.fingerprint
-
-
-def total_tokens(prepared) -> tuple[int, int]:
-    info = prepared.sources[0].manifest
-    return info.train.tokens, info.validation.tokens
 
 
 def test_fingerprint_is_of_content_and_open_needs_neither_sources_nor_tokenizer(texts, tmp_path):

@@ -126,9 +126,6 @@ def test_refusals(tmp_path):
     data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
     with pytest.raises(UsageError, match=r"data\.sources\.0: 30 rows of 8 tokens cannot be divided among 40"):
         Streams(data.sources, 40, 8, 0)
-    said = r"optim\.global_batch_size: 2 streams cannot be shared by 3 workers"
-    with pytest.raises(UsageError, match=said):
-        Streams(data.sources, 2, 8, 0, 0, 3)
     mixed = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS, weight=0.95), needles(weight=0.05))
     with pytest.raises(UsageError, match=r"data\.sources\.1\.weight: 0\.05 gives the source none of the 4"):
         Streams(mixed.sources, 4, 8, 0)

@@ -1,14 +1,12 @@
 """README and the other documents: snippets run, commands parse, links exist."""
 
-import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import click
 import pytest
+import torch
 
 from titans_platform import cli
 
@@ -88,14 +86,10 @@ def test_other_lines_of_the_shell_are_known():
     assert all(re.search(rf"^{extra} = \[", project, re.MULTILINE) for extra in extras)
 
 
-@pytest.mark.slow
-def test_python_snippets_are_complete():
-    snippets = blocks("python")
-    assert len(snippets) == 1
-    code = "import json, sys\nfor snippet in json.load(sys.stdin):\n    exec(snippet, {})"
-    command = [sys.executable, "-W", "error", "-c", code]
-    done = subprocess.run(command, input=json.dumps(snippets), capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
+def test_python_snippet_is_complete():
+    (snippet,) = blocks("python")
+    with torch.random.fork_rng():
+        exec(snippet, {})
 
 
 @pytest.mark.slow

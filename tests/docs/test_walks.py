@@ -1,4 +1,8 @@
-"""The five walks of docs/extending.md, applied to a copy of the source: each extension works."""
+"""The five walks of docs/extending.md, applied to a copy of the source: each extension works.
+
+By import path their classes are trained and measured in test_outside.py, test_objectives.py and
+test_outside_variant.py.
+"""
 
 import json
 import os
@@ -72,19 +76,7 @@ CHECKS = {
         options = {"sines": 200, "horizon": 2, "delta": 0.5}
         cfg = config(objective={"kind": "huber", "options": options})
         objective = build_objective(cfg)
-        objective.check(data := objective.prepare(Path("root")))
-        torch.manual_seed(0)
-        stream = data.train_stream(4, 0)
-        length = cfg.data.sequence_length
-        model = objective.build_model()
-        trainer = Trainer(model, cfg.optim, stream, objective=objective, sequence_length=length)
-        batch = stream.batch(0)
-        loss = objective.losses(trainer.model, batch)
-        error = (trainer.model(batch.inputs).prediction - batch.targets).abs()
-        expected = torch.where(error < 0.5, error.square() / 2, 0.5 * (error - 0.25)).mean((1, 2))
-        torch.testing.assert_close(loss, expected)
-        assert trainer.run(Hooks()).step == 2
-        assert objective.losses(trainer.model, batch).mean() != loss.mean()
+        objective.check(objective.prepare(Path("root")))
     """,
     "A kind of cluster": """
         Path("lab.yaml").write_text("kind: tunnel\\nhost: gate\\naddress: http://head:8265\\nport: 9000\\n")
@@ -100,10 +92,7 @@ CHECKS = {
         measure = {"columns": {"c": [task]}, "items": 4}
         cfg = config(data={"sequence_length": 16, "sources": [source]}, eval=measure)
         objective = build_objective(cfg)
-        objective.check(data := objective.prepare(Path("root")))
-        measured = evaluate(objective.build_model(), data, cfg.eval, 16)
-        assert measured["tasks"]["c/sums@32"]["items"] == 4
-        assert measured["chance"]["c"] == 1 / 4
+        objective.check(objective.prepare(Path("root")))
         item = build_task(TaskConfig(task="sums")).item(random.Random(0), 16, load_tokenizer("byte"))
         assert re.fullmatch(r"\\.+\\d\\+\\d=\\d+", item.text) and len(item.text) == 15
         a, b, total = map(int, re.findall(r"\\d+", item.text))
@@ -124,10 +113,8 @@ from titans_platform.cli import run
 from titans_platform.clusters import load_cluster
 from titans_platform.config import RunConfig, TaskConfig
 from titans_platform.data.tokenizer import load_tokenizer
-from titans_platform.evals import evaluate
 from titans_platform.tasks import build_task
 from titans_platform.objectives import build_objective
-from titans_platform.training.loop import Hooks, Trainer
 
 assert Path(titans_core.__file__).is_relative_to(Path.cwd())
 SMALL = {

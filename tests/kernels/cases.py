@@ -64,6 +64,12 @@ class Call:
         for sizes in (*cuts, *([[1] * self.tokens[0].shape[1]] if decoded else [])):
             assert_same(expected, self.pieces(sizes, **options), self.leaves, known=grads)
 
+    def cast(self, dtype: torch.dtype) -> None:
+        """Replace the inputs by leaves of a type."""
+        low = lambda xs: tuple(x.detach().to(dtype).requires_grad_() for x in xs)  # noqa: E731
+        self.tokens, self.state = list(low(self.tokens)), MemoryState(*map(low, self.state))
+        self.residual = self.residual and Residual(*low(self.residual.norm))
+
     def apart(self, borders: list[int], **options) -> list[Tensor]:
         """The results of `whole` on packed documents, by a call for each that has tokens."""
         actual, whole = [], (self.tokens, self.state)

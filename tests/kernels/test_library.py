@@ -1,7 +1,5 @@
 """The memory as an operator of torch's library, and what a call keeps and reads from the device."""
 
-import subprocess
-import sys
 from functools import partial
 from itertools import product
 from typing import Any
@@ -11,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import Case
-from titans_kernels import forms_used, neural_memory
+from titans_kernels import forms_used
 from titans_kernels.memory.forms import chunked
 from titans_kernels.memory.op import memory_chunked, memory_chunked_backward
 from titans_kernels.memory.parts import gates, layout
@@ -41,40 +39,6 @@ def test_operators_keep_the_rules_of_the_library(given, borders):
         x.requires_grad_(False)
     doutputs = [torch.rand_like(x) for x in (case.tokens[2], *case.state.weights, *case.state.momentum)]
     torch.library.opcheck(memory_chunked_backward, (doutputs, *operands(case, borders)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("borders", [None, BORDERS])
-def test_compiled_is_eager_and_so_is_every_gradient(borders):
-    rows = {"batch": 1 if borders else 2, "documents": borders and 3}
-    case, options = Case(20, 3, **rows), OPTIONS | {"cu_seqlens": borders and torch.tensor(borders)}
-    compiled = torch.compile(lambda: case.whole(**options), fullgraph=True, backend="aot_eager")
-    expected, actual = case.whole(**options), compiled()
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-    # of some results only: the others' gradients are then undefined
-    for part in (slice(0, 1), slice(1, 3), slice(0, 7)):
-        sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, actual))
-        grads = [
-            torch.autograd.grad(total, case.leaves, retain_graph=True, materialize_grads=True)
-            for total in sums
-        ]
-        torch.testing.assert_close(grads[1], grads[0], rtol=1e-10, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_compiler_is_not_imported_before_it_is_used():
-    code = "import sys, titans_kernels; assert not {'torch._dynamo', 'torch._inductor'} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_shapes_without_values():
-    with torch.device("meta"):
-        rand = lambda *s: torch.empty(*s, requires_grad=True)  # noqa: E731
-        tokens = [rand(1, 20, 2, 3) for _ in range(3)] + [rand(1, 20, 2) for _ in range(3)]
-        weights, borders = (rand(3, 2, 3, 5), rand(3, 2, 5, 3)), torch.empty(4, dtype=torch.int32)
-        y, state = neural_memory(*tokens, weights, cu_seqlens=borders)
-    assert (y.shape, y.device.type) == ((1, 20, 2, 3), "meta")
-    assert [x.shape for x in state.weights] == [(3, 2, 3, 5), (3, 2, 5, 3)]
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])

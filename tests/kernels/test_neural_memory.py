@@ -85,15 +85,6 @@ def test_long_sequences_keep_only_every_few_states(monkeypatch):
     assert kept_bytes(run()) <= kept - states * 7 // 8
 
 
-def test_inference_gives_the_same():
-    case = Case(40)
-    expected = case.whole(chunk_size=7)
-    with torch.inference_mode():
-        actual = case.whole(chunk_size=7)
-    assert all(not x.requires_grad for x in actual)
-    torch.testing.assert_close(actual, [x.detach() for x in expected], rtol=0, atol=0)
-
-
 def test_bfloat16_input_and_autocast_leave_the_state_in_float32():
     case, low = Case(20), lambda xs: tuple(x.detach().float() for x in xs)
     tokens, state = low(case.tokens), low(case.state.weights)

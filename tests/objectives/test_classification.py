@@ -17,8 +17,8 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
 from titans_platform.objectives.classification import Items, divide, load_items, read_file
-from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import execute
+from titans_platform.runs.load import check_start, spec_for
 from titans_platform.training.checkpoint import load_model, newest
 
 RUN: dict[str, Any] = {

@@ -16,8 +16,8 @@ from titans_platform.evals import evaluate
 from titans_platform.objectives import build_objective, files, run_name
 from titans_platform.objectives.files import DATASETS, Dataset, SeriesTable, read_dataset
 from titans_platform.objectives.regression import Parts, SeriesData
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
+from titans_platform.runs.load import spec_for
 from titans_platform.study.grid import expand, load_study
 
 

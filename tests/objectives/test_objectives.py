@@ -15,8 +15,8 @@ from titans_platform.files import read_json
 from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
 from titans_platform.runs import check
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.spec import Resources
 
 RUN: dict[str, Any] = {

@@ -9,17 +9,15 @@ import pytest
 
 from tests.report.small import save
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.report import export
 from titans_platform.report import picture as plot
-from titans_platform.report.figure_data import figure_data
+from titans_platform.report import publish as export
 from titans_platform.report.figures import depth_maps, pictures
-from titans_platform.report.picture import svg
+from titans_platform.report.picture import figure_data, svg
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import Links, build_report
 from titans_platform.report.table import Table, build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun, expand
-from titans_platform.study.run import params
 from titans_platform.study.spec import Axis, Column, Expectation, Row, Scale, Study
 
 PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
@@ -214,11 +212,3 @@ def test_colour_follows_chance():
     assert max(colours([10.0, 20.0])) == 0.0
     # where lower is better the scale is turned round when it is drawn
     assert min(colours([300.0, 280.0], PPL, 260.0)) == 1
-
-
-def test_runs_are_compared_by_few_columns():
-    rows = grid(VARIANT, DEPTH, ("model.memory.conv", [True, False]))
-    columns = params(Cell(rows[0].name, 3, RunConfig()), rows)
-    expected = {"row", "seed", "model.variant", "model.memory.depth", "optim.lr", "model.memory.conv"}
-    assert expected <= columns.keys()
-    assert len(columns) < 15

@@ -9,9 +9,8 @@ from rich.console import Console
 from tests.report.small import save
 from titans_platform import text
 from titans_platform.config import EvalConfig, RunConfig, TaskConfig
-from titans_platform.report import export
-from titans_platform.report.export import as_record, terminal
-from titans_platform.report.publish import write_report
+from titans_platform.report import publish as export
+from titans_platform.report.publish import as_record, terminal, write_report
 from titans_platform.report.report import build_report
 from titans_platform.report.table import build_table, by_seed
 from titans_platform.runs.folder import RunFolder

@@ -11,9 +11,9 @@ from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError, TitansError, UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import Busy, RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import load_model, newest

@@ -10,16 +10,14 @@ import pytest
 import torch
 
 from tests.small import RUN
-from titans_platform.config import OptimConfig, RunConfig
+from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.runs.check import check_start, spec_for
 from titans_platform.runs.execute import Worker
 from titans_platform.runs.folder import Result
-from titans_platform.runs.load import checkpoint_of_shorter, load_run, located
+from titans_platform.runs.load import check_start, checkpoint_of_shorter, load_run, located, spec_for
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
-from titans_platform.training.optim import before_decay, equal_rates
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
 
@@ -114,15 +112,6 @@ def test_curve_in_mlflow_is_whole(root):
     assert [point.step for point in store.client.get_metric_history(run_id, "loss")] == [*range(1, 31)]
     columns = store.client.get_metric_history(run_id, "reasoning")
     assert {point.step for point in columns} == {30}
-
-
-def test_rates_that_are_equal_are_counted():
-    base = {"lr": 1e-3, "warmup_steps": 3}
-    wsd, longer = (OptimConfig(steps=steps, schedule="wsd", **base) for steps in (20, 40))
-    assert before_decay(wsd) == equal_rates(wsd, longer) == 16
-    assert before_decay(OptimConfig(steps=20, **base)) is None
-    cosine, other = (OptimConfig(steps=steps, **base) for steps in (20, 40))
-    assert (equal_rates(cosine, other), equal_rates(cosine, cosine)) == (4, 20)
 
 
 def test_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root):

@@ -15,9 +15,9 @@ from tests.small import until
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError
 from titans_platform.runs import reporter
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.reporter import Journal, Reporter, curve, send_left, unsent
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store

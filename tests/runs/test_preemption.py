@@ -17,9 +17,9 @@ from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import Interrupted
 from titans_platform.runs import preemption
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.preemption import interruptible
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import newest, saved

@@ -16,9 +16,8 @@ from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
 from titans_platform.objectives import OBJECTIVES, build_objective
 from titans_platform.objectives.next_token import NextToken
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker
-from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
+from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config, spec_for
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
 from titans_platform.training.checkpoint import saved, step_of

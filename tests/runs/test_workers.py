@@ -1,7 +1,6 @@
 """A run under Ray Train: in-process, on two workers, and with a killed worker."""
 
 import inspect
-import json
 import os
 import platform
 import subprocess
@@ -12,13 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.small import RUN
 from titans_platform.data import prepare
 from titans_platform.errors import ClusterError
 from titans_platform.objectives import build_objective
 from titans_platform.runs import ray_session
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import Worker, execute
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.spec import Resources
 from titans_platform.training.checkpoint import load_model
 
@@ -149,38 +147,3 @@ def test_ray_that_does_not_start_is_given_up_and_a_start_cut_short_tried_again(m
         with ray_session.ray_session(1):
             pytest.fail("it never started")
     never.set()
-
-
-CELLS = """
-import json, sys
-from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
-from titans_platform.runs.ray_session import quiet
-quiet()
-from titans_platform.data import prepare
-from titans_platform.loading import load_config
-from titans_platform.runs.check import spec_for
-from titans_platform.runs.execute import execute
-
-root, peaks = Path(sys.argv[1]), []
-for seed in range(10):
-    cfg = load_config(root / "run.yaml", [f"seed={seed}"])
-    prepare(cfg.data, root)
-    # Tune runs each cell of a study in a new thread
-    with ThreadPoolExecutor(1) as thread:
-        peaks.append(thread.submit(execute, spec_for(cfg, root)).result().peak_rss_bytes)
-print(json.dumps(peaks))
-"""
-
-
-@GLIBC
-@pytest.mark.slow
-def test_worker_does_not_grow_from_its_third_cell_to_its_tenth(tmp_path):
-    # rows end within a chunk of 64
-    cfg = RUN | {
-        "model": {"variant": "lmm", "vocab_size": 260, "d_model": 64, "n_layers": 2, "memory": {"heads": 2}},
-        "optim": {"steps": 3, "global_batch_size": 32, "lr": 3e-3},
-    }
-    (tmp_path / "run.yaml").write_text(json.dumps(cfg))
-    peaks = json.loads(printed(CELLS, tmp_path))
-    assert max(peaks[3:]) < 1.05 * peaks[2]

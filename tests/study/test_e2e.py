@@ -11,11 +11,10 @@ import pytest
 import ray  # noqa: F401 - brings psutil
 
 from tests.small import study, until
-from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.load import spec_for
 from titans_platform.study.grid import expand, load_study
 from titans_platform.study.status import read_status
 from titans_platform.tracking import open_store
@@ -68,7 +67,8 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
 def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     (tmp_path / "tiny.yaml").write_text(json.dumps(STUDY))
     cells = expand(load_study(str(tmp_path / "tiny.yaml")), "small")
-    alone = {cell.row: _alone(cell.config, tmp_path / "alone") for cell in cells[:2]}
+    prepare(cells[0].config.data, tmp_path / "alone")
+    alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells[:2]}
     root = tmp_path / "runs"
     folders = {row: RunFolder(root, result.cell) for row, result in alone.items()}
 
@@ -107,11 +107,6 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     assert "loss nan" in next(cell.reason for cell in status["cells"] if cell.state == "failed")
 
 
-def _alone(config: RunConfig, root: Path) -> dict:
-    prepare(config.data, root)
-    return execute(spec_for(config, root))
-
-
 def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
     """One run a cell under one parent, with each step logged once."""
     store = open_store(root)
@@ -123,6 +118,8 @@ def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:
         run = runs[folder.result().mlflow_run_id]
         assert run.data.tags["mlflow.parentRunId"] == parents[0].info.run_id
         assert run.info.status == "FINISHED"
+        assert {"row", "seed", "model.variant", "optim.lr"} <= run.data.params.keys()
+        assert len(run.data.params) < 15
         steps = [metric.step for metric in store.client.get_metric_history(run.info.run_id, "loss")]
         # every step once, whatever was killed in between
         assert steps == list(range(1, 251))

@@ -14,10 +14,6 @@ from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.study.status import CellStatus
 
-NOW = 2_000_000_000.0
-# two slots, three cells of ten seconds each: seven of their own
-SPANS = {"abc": (104, 114), "abd": (105, 115), "abe": (115, 125)}
-
 
 def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     cell = Cell("LMM", 0, RunConfig(), "abc")

@@ -171,16 +171,20 @@ def two_rows(call: Any, T: int = 192) -> tuple[Tensor, Any]:
 def differences(variant: str, window: int = 24) -> dict[str, float]:
     """Workers that share each of two rows in turn, the second with one stream reset, in float64.
 
-    The losses, gradients and carried state of all of them together equal a single worker's.
+    The losses, gradients and carried state of all of them together equal a single worker's, which the first
+    computes.
     """
     shared, alone = parts_model(variant, window), parts_model(variant, window)
     losses, state = two_rows(SequenceParallel(shared))
     dist.all_reduce(losses)
+    summed = [torch.zeros_like(p) if p.grad is None else p.grad for p in shared.parameters()]
+    for own in summed:
+        dist.all_reduce(own)
+    if dist.get_rank():
+        return {}
     expected, state_of_one = two_rows(alone)
     relative = []
-    for p, q in zip(shared.parameters(), alone.parameters(), strict=True):
-        own = torch.zeros_like(p) if p.grad is None else p.grad
-        dist.all_reduce(own)
+    for own, q in zip(summed, alone.parameters(), strict=True):
         wanted = torch.zeros_like(q) if q.grad is None else q.grad
         relative.append(((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item())
     pairs = zip(tree_leaves(state), tree_leaves(state_of_one), strict=True)

@@ -55,8 +55,8 @@ def attempt(config: str, root: str, uri: str | None, options: dict[str, Any]) ->
     patch()
     from titans_platform.config import RunConfig
     from titans_platform.errors import TitansError
-    from titans_platform.runs.check import spec_for
     from titans_platform.runs.execute import execute
+    from titans_platform.runs.load import spec_for
     from titans_platform.runs.spec import Tracking
 
     signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -33,7 +33,7 @@ import json, os, sys
 from pathlib import Path
 import ray
 from titans_platform.config import RunConfig
-from titans_platform.runs.check import spec_for
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.execute import execute
 from titans_platform.runs.ray_session import quiet
 from titans_platform.runs.spec import Resources

@@ -15,8 +15,8 @@ import pytest
 from tests.runs.test_journal import Server
 from titans_platform.data import prepare
 from titans_platform.runs import reporter
-from titans_platform.runs.check import spec_for
 from titans_platform.runs.execute import execute
+from titans_platform.runs.load import spec_for
 from titans_platform.runs.reporter import Reporter, send_left
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store

@@ -1,4 +1,4 @@
-"""The `titans` command, and the options that its commands share.
+"""The `titans` command, and the options and output that its commands share.
 
 Commands are imported when they are called, so that --help answers at once.
 """
@@ -12,15 +12,21 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from titans_platform.errors import TitansError, UsageError, missing_extra
 from titans_platform.provenance import checkout
+from titans_platform.text import table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from titans_platform.runs.folder import Measures
 
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
@@ -121,6 +127,45 @@ def beyond_training(tokens: int, context: int) -> str:
         "loss may be higher than with a fresh state (docs/training.md, Streams; titans eval RUN "
         "--by-position measures it)"
     )
+
+
+def measures_table(result: Measures) -> Table:
+    """Return the result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
+    grid = table("", "value", "± s.e.", "chance", "floor", "items")
+    heuristics = any(task.heuristic for task in result.tasks.values())
+    if heuristics:
+        grid.add_column("best heuristic")
+    for column, value in result.columns.items():
+        grid.add_row(f"[bold]{column}", f"[bold]{_short(value)}", "", _short(result.chance.get(column)))
+        for name, task in result.tasks.items():
+            if name.partition("/")[0] == column:
+                measured = map(_short, (task.value, task.stderr, task.chance, task.floor))
+                last = (task.heuristic or "",) if heuristics else ()
+                grid.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
+    return grid
+
+
+def bucket_tables(result: Measures) -> Iterator[Table]:
+    """Yield a table by bucket and length for each task with buckets: a needle's depth, a token's place."""
+    by_task: dict[str, dict[str, dict[str, float]]] = {}
+    for key, buckets in result.buckets.items():
+        task, _, length = key.partition("/")[2].rpartition("@")
+        for bucket, value in buckets.items():
+            by_task.setdefault(task, {}).setdefault(bucket, {})[length] = value
+    for task, rows in by_task.items():
+        lengths = dict.fromkeys(length for values in rows.values() for length in values)
+        headings = [f"{int(length):,}" for length in lengths]
+        grid = table("position, at tokens", *headings, title=task, title_justify="left")
+        for bucket, values in rows.items():
+            grid.add_row(bucket, *(_short(values.get(length)) for length in lengths))
+        yield grid
+
+
+def _short(value: float | None) -> str:
+    """Format a number with three decimals below ten, one above; a dash for None."""
+    if value is None:
+        return "-"
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
 class LazyGroup(click.Group):

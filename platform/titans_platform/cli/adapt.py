@@ -16,7 +16,16 @@ import click
 import yaml
 from rich.console import Console
 
-from titans_platform.cli import OSPath, dry_run_option, echo_json, json_option, root_option, set_option
+from titans_platform.cli import (
+    OSPath,
+    bucket_tables,
+    dry_run_option,
+    echo_json,
+    json_option,
+    measures_table,
+    root_option,
+    set_option,
+)
 from titans_platform.errors import UsageError, one_line, within
 from titans_platform.text import clock
 
@@ -200,21 +209,20 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
 
 def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
     """Train both stages, each from its last checkpoint, and write the memories into the model after each."""
-    from titans_platform.cli.live import bucket_tables, measures_table
-    from titans_platform.cli.train import prepared_spec, train_run
+    from titans_platform.cli.live import preparing, train_run
     from titans_platform.objectives import build_objective
     from titans_platform.objectives.adapt import export
-    from titans_platform.runs.load import find_checkpoint, located
+    from titans_platform.runs.load import find_checkpoint, prepared_spec
     from titans_platform.runs.spec import Resources
 
     runs, before, result = {}, None, None
     for stage in STAGES:
         cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
-        cfg = located(cfg, root)
         objective = build_objective(cfg)
         objective.check()
         resources = Resources(workers=1, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
-        spec = prepared_spec(objective, root, resources, None, console, dry_run=False)
+        with preparing(console) as progress:
+            spec = prepared_spec(cfg, root, resources, progress=progress)
         assert spec
         result = train_run(spec, root, f"{out.name} {stage}", console)
         before = str(spec.folder.path)

@@ -47,11 +47,8 @@ def list_clusters(as_json: bool) -> None:
     for name, path in sorted(known_clusters().items()):
         try:
             chosen = load_cluster(str(path))
-            kind, state, about = (
-                chosen.kind,
-                "up" if chosen.recorded() else "-",
-                " ".join(chosen.description.split()),
-            )
+            kind, state = chosen.kind, "up" if chosen.recorded() else "-"
+            about = " ".join(chosen.description.split())
         except UsageError as error:
             kind, state, about = "?", "invalid", str(error)
         rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": about})

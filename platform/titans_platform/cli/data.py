@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -145,7 +146,8 @@ def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None
     from titans_platform.objectives.classification import PARTS
 
     data = objective.prepare(root)
-    counts = {part: data.class_counts(part) for part in PARTS}
+    labels = {part: Counter(data.split[part].labels) for part in PARTS}
+    counts = {part: {label: labels[part][label] for label in data.classes} for part in PARTS}
     described: dict[str, Any] = {"fingerprint": data.fingerprint, "items": counts}
     if as_json:
         return echo_json(described)

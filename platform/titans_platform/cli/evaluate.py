@@ -16,7 +16,15 @@ from rich.console import Console
 from rich.table import Table
 
 from titans_platform import text
-from titans_platform.cli import beyond_training, echo_json, json_option, root_option, set_option
+from titans_platform.cli import (
+    beyond_training,
+    bucket_tables,
+    echo_json,
+    json_option,
+    measures_table,
+    root_option,
+    set_option,
+)
 from titans_platform.errors import UsageError
 from titans_platform.text import plural
 
@@ -63,7 +71,6 @@ def evaluate(
     import torch
 
     from titans_platform import evals
-    from titans_platform.cli.live import bucket_tables, measures_table
     from titans_platform.evals.ngrams import count_text
     from titans_platform.runs.folder import Measures
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
@@ -133,11 +140,12 @@ def _by_position(
     suffix = f"-{re.sub(r'[^A-Za-z0-9_-]+', '-', Path(file).name)}" if file else ""
     picture = loss_picture(losses, f"by-position{suffix}", f"Loss by position, run {folder.name}")
     figures = save(picture, folder)
+    numbers = as_numbers(losses)
     if as_json:
         paths = [str(path) for path in figures]
-        return echo_json({"cell": folder.name, "step": step, **as_numbers(losses), "figures": paths})
-    console.print(position_table(losses))
-    mean, stderr = losses.gain()
+        return echo_json({"cell": folder.name, "step": step, **numbers, "figures": paths})
+    console.print(position_table(numbers))
+    mean, stderr = numbers["gain"], numbers["stderr"]
     whose = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
     whose += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
     brings = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose})"
@@ -190,17 +198,16 @@ def _read(cfg: RunConfig, file: str, console: Console) -> Iterator[PreparedData]
         yield data
 
 
-def position_table(result: ByPosition) -> Table:
-    """Perplexities by position; the gain with its standard error, from the second row on."""
-    window = result.best_window
-    of = f"\n({plural(int(window.partition('-')[2]), 'row')})" if window else ""
-    table = text.table("position", "carried", "fresh", f"best window{of}", "gain ± s.e. (nats)", left=0)
-    for first, last in result.buckets():
-        losses = [result.loss(way, first, last)[0] if way else None for way in ("carried", "fresh", window)]
+def position_table(numbers: dict[str, Any]) -> Table:
+    """Lay out the result of `as_numbers`: perplexities by position; the gain, from the second row on."""
+    window = numbers["best_window"]
+    best = "best window" + (f"\n({plural(window, 'row')})" if window else "")
+    table = text.table("position", "carried", "fresh", best, "gain ± s.e. (nats)", left=0)
+    for each in numbers["positions"]:
+        losses = [each.get(way) for way in ("carried", "fresh", "window")]
         ppl = ["-" if loss is None else f"{math.exp(loss):,.2f}" for loss in losses]
-        mean, stderr = result.gain(first, last)
-        gain = f"{mean:+.3f} ± {stderr:.3f}" if first > result.row else "-"
-        table.add_row(f"{first:,}-{last:,}", *ppl, gain)
+        gain = f"{each['gain']:+.3f} ± {each['stderr']:.3f}" if each["first"] > numbers["row"] else "-"
+        table.add_row(f"{each['first']:,}-{each['last']:,}", *ppl, gain)
     return table
 
 

@@ -1,4 +1,4 @@
-"""Live displays of a study, a search or one run while they run, and tables of measures.
+"""Live displays of a study, a search or one run while they run.
 
 Without a terminal the displays print periodic lines.
 """
@@ -9,7 +9,9 @@ import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
@@ -24,9 +26,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 from rich.table import Column as TableColumn
-from rich.table import Table
 
-from titans_platform import text
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, cell_statuses, counted, counts
@@ -34,7 +34,7 @@ from titans_platform.text import clock, count, number
 
 if TYPE_CHECKING:
     from titans_platform.data.parts import Progress
-    from titans_platform.runs.folder import Measures
+    from titans_platform.runs.spec import RunSpec
     from titans_platform.study.grid import StudyRun
 
 PLAIN_EVERY = 15.0
@@ -125,7 +125,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
 
     Prints a line for each cell that ends, and the table when a seed is finished in every row.
     """
-    from titans_platform.report.export import so_far
+    from titans_platform.report.publish import so_far
     from titans_platform.report.report import build_report
     from titans_platform.report.table import build_table
 
@@ -237,40 +237,28 @@ def progress_line(state: dict[str, Any]) -> str:
     return f"loss {state['loss']:.3f}{held_out}  {speed}  {clock(state['eta_seconds'])} left"
 
 
-def measures_table(result: Measures) -> Table:
-    """Return the result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
-    table = text.table("", "value", "± s.e.", "chance", "floor", "items")
-    heuristics = any(task.heuristic for task in result.tasks.values())
-    if heuristics:
-        table.add_column("best heuristic")
-    for column, value in result.columns.items():
-        table.add_row(f"[bold]{column}", f"[bold]{_short(value)}", "", _short(result.chance.get(column)))
-        for name, task in result.tasks.items():
-            if name.partition("/")[0] == column:
-                measured = map(_short, (task.value, task.stderr, task.chance, task.floor))
-                last = (task.heuristic or "",) if heuristics else ()
-                table.add_row(f"  {name.partition('/')[2]}", *measured, f"{task.items:,}", *last)
-    return table
+def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
+    """Train and evaluate a run, logged in MLflow as ``name``; a finished one is not trained again."""
+    from titans_platform.runs.execute import execute
+    from titans_platform.runs.ray_session import ray_session
+    from titans_platform.runs.reporter import send_left
+    from titans_platform.runs.spec import Tracking
+    from titans_platform.tracking import open_store
 
-
-def bucket_tables(result: Measures) -> Iterator[Table]:
-    """Yield a table by bucket and length for each task with buckets: a needle's depth, a token's place."""
-    by_task: dict[str, dict[str, dict[str, float]]] = {}
-    for key, buckets in result.buckets.items():
-        task, _, length = key.partition("/")[2].rpartition("@")
-        for bucket, value in buckets.items():
-            by_task.setdefault(task, {}).setdefault(bucket, {})[length] = value
-    for task, rows in by_task.items():
-        lengths = dict.fromkeys(length for values in rows.values() for length in values)
-        headings = [f"{int(length):,}" for length in lengths]
-        table = text.table("position, at tokens", *headings, title=task, title_justify="left")
-        for bucket, values in rows.items():
-            table.add_row(bucket, *(_short(values.get(length)) for length in lengths))
-        yield table
-
-
-def _short(value: float | None) -> str:
-    """Format a number with three decimals below ten, one above; a dash for None."""
-    if value is None:
-        return "-"
-    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    resources, done = spec.resources, spec.folder.state() == "done"
+    if done:
+        say(console, f"run {spec.name} is finished; nothing to do")
+    else:
+        if spec.start:
+            say(console, f"resuming from {spec.start}, which trained the same steps")
+        tags = {"titans.commit": spec.commit, "titans.data": spec.data}
+        tracking = Tracking(open_store(root).uri, name, tags=tags)
+        spec = replace(spec, labels={"row": name}, tracking=tracking)
+    alone = nullcontext() if done or not resources.several else ray_session(resources.cpus, resources.gpus)
+    with alone, run_display(spec.folder.progress, console):
+        result = execute(spec, wait=10)
+    for line in send_left(root):
+        say(console, line)
+    if spec.profile:
+        say(console, f"trace {spec.trace.parent}/*.json.gz")
+    return result

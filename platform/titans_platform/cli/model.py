@@ -155,7 +155,8 @@ def export(run: str, folder: Path, root: Path) -> None:
     from titans_core.pretrained import save_folder
     from titans_platform.data.tokenizer import write_tokenizer
     from titans_platform.report import render
-    from titans_platform.runs.load import load_result
+    from titans_platform.runs.folder import RESULT, Result
+    from titans_platform.runs.load import find_checkpoint
 
     model, tokenizer, cfg = _language_model(run, root, "can be exported")
     if model.added:
@@ -168,7 +169,8 @@ def export(run: str, folder: Path, root: Path) -> None:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
         values = {"model": model, "cfg": cfg, "tokenizer": tokenizer.fingerprint}
-        card = render("model_card.md", **values, result=load_result(run, root))
+        result = Result.read(find_checkpoint(run, root).parents[1] / RESULT)
+        card = render("model_card.md", **values, result=result)
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None
@@ -218,7 +220,7 @@ def inspect(
 
 def _read_text(option: str, file: str) -> str:
     """Read the text of a file, of stdin for `-`. Raises UsageError."""
-    from titans_platform.data.reading import opened
+    from titans_platform.data.sources import opened
 
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else opened(file) as stream:

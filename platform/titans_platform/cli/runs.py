@@ -153,8 +153,9 @@ def ui(root: Path, adopt: bool, port: int, dry_run: bool) -> int:
     store = open_store(root)
     for line in [] if dry_run else send_left(root):
         click.echo(line, err=True)
+    page = f"#/experiments/{store.experiment}/runs"
     if store.server:
-        click.echo(f"{store.server}/{store.page}")
+        click.echo(f"{store.server}/{page}")
         return 0
     command = [sys.executable, "-m", "mlflow", "server", "--backend-store-uri", store.uri, "--host", LOOPBACK]
     command += ["--port", str(port), "--workers", "1", "--uvicorn-opts", "--log-level warning"]
@@ -171,7 +172,7 @@ def ui(root: Path, adopt: bool, port: int, dry_run: bool) -> int:
     server = subprocess.Popen(
         command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
     )
-    click.echo(f"http://{LOOPBACK}:{port}/{store.page}  (Ctrl-C ends it)")
+    click.echo(f"http://{LOOPBACK}:{port}/{page}  (Ctrl-C ends it)")
     try:
         return server.wait()
     except KeyboardInterrupt:

@@ -342,20 +342,11 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
 
     grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
     grid.add_column("row", overflow="fold")
-    shown = {
-        "gpu_bytes": "GiB a GPU",
-        "state_bytes": "state, MB",
-        "tokens_per_second": "tokens/s",
-        "hours": "hours",
-        "gpu_hours": "GPU hours",
-    }
-    priced = {"dollars": "$"} if any(cost["dollars"] for cost in costs) else {}
-    for heading in (shown | priced).values():
+    keys = ["hours", "gpu_hours"] + ["dollars"] * any(cost["dollars"] for cost in costs)
+    for heading in ["GiB a GPU", "state, MB", "tokens/s", "hours", "GPU hours", "$"][: 3 + len(keys)]:
         grid.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:
-        numbers = [
-            NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours", *priced)
-        ]
+        numbers = [NONE if cost[key] is None else short(cost[key], 1) for key in keys]
         gib, state = short(cost["gpu_bytes"] / 2**30, 1), short(cost["state_bytes"] / 1e6, 1)
         grid.add_row(cost["row"], gib, state, count(cost["tokens_per_second"]), *numbers)
     return grid
@@ -441,7 +432,7 @@ def _console(as_json: bool) -> Console:
 
 
 def _exit_code(table: Table, as_json: bool) -> int:
-    from titans_platform.report.export import as_record
+    from titans_platform.report.publish import as_record
 
     if as_json:
         echo_json(as_record(table))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 from rich.console import Console
@@ -18,6 +17,7 @@ from titans_platform.cli import (
     dry_run_option,
     echo_json,
     json_option,
+    measures_table,
 )
 from titans_platform.text import clock
 
@@ -29,11 +29,11 @@ PLAN_LINES = {
     "seconds": "estimated time",
 }  # fmt: skip
 """Lines of the dry run, by the key that --json has for each."""
-
-if TYPE_CHECKING:
-    from titans_platform.objectives import Objective
-    from titans_platform.runs.folder import Result
-    from titans_platform.runs.spec import Resources, RunSpec
+PLAN_UNITS: dict[str, Callable[[Any], str]] = {
+    "flops_per_token": lambda value: f"{value:.3g}",
+    "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",
+    "seconds": lambda value: f"{clock(value)} of training, extrapolated from two timed steps",
+}
 
 
 class Workers(click.ParamType):
@@ -78,15 +78,15 @@ def train(
     Example:
       titans train run.yaml --set model.memory.depth=3 --set optim.steps=200
     """
-    from titans_platform.cli.live import measures_table
+    from titans_platform.cli.live import preparing, train_run
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
-    from titans_platform.runs.check import check_resources, check_start, plan
-    from titans_platform.runs.load import located
+    from titans_platform.runs.check import check_resources, plan
+    from titans_platform.runs.load import prepared_spec
     from titans_platform.runs.spec import Resources, this_machine
 
     console = Console(stderr=as_json)
-    cfg = located(load_config(config, overrides + checkpoint_every), root)
+    cfg = load_config(config, overrides + checkpoint_every)
     objective = build_objective(cfg)
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
     if not gpus and this_machine(Resources(gpus_per_worker=1)).gpus:
@@ -94,89 +94,23 @@ def train(
     # report errors of the config before creating a store and starting a cluster
     objective.check()
     check_resources(cfg, resources, shared=True)
-    check_start(cfg)
-    spec = prepared_spec(objective, root, resources, resume_from, console, dry_run)
-    if dry_run:
-        planned = plan(cfg, resources, spec)
-        return echo_json(planned) if as_json else _show_plan(planned, console)
-    assert spec
-    result = train_run(replace(spec, profile=profile), root, name or config.stem, console)
+    with preparing(console) as progress:
+        spec = prepared_spec(cfg, root, resources, resume_from, None if dry_run else progress)
+    result = None
+    if spec and not dry_run:
+        result = train_run(replace(spec, profile=profile), root, name or config.stem, console)
+    record = result.record() if result else plan(cfg, resources, spec)
     if as_json:
-        return echo_json(result.record())
-    console.print(measures_table(result))
-    console.print(
-        f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} {objective.positions}, "
-        f"{result.train_seconds:.0f} s, final loss {result.final_train_loss:.4f} {objective.loss_unit}"
-    )
-    console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
-
-
-def prepared_spec(
-    objective: Objective[Any], root: Path, resources: Resources, resume_from: str | None, console: Console,
-    dry_run: bool,
-) -> RunSpec | None:  # fmt: skip
-    """Prepare the data and return the run's spec; in a dry run None if they are not prepared."""
-    from titans_platform.cli.live import preparing
-    from titans_platform.data import NotPrepared
-    from titans_platform.runs.check import spec_for
-    from titans_platform.runs.load import checkpoint_of_shorter
-    from titans_platform.runs.reporter import send_left
-    from titans_platform.tracking import check_store
-
-    if dry_run:
-        try:
-            data = objective.open(root)
-        except NotPrepared:
-            return objective.check_sources()
-    else:
-        check_store(root)
-        send_left(root)
-        with preparing(console) as progress:
-            data = objective.prepare(root, progress)
-    objective.check(data)
-    spec = spec_for(objective.cfg, root, resources)
-    return replace(spec, start=checkpoint_of_shorter(spec, resume_from)) if resume_from else spec
-
-
-def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
-    """Train and evaluate a run, logged in MLflow as ``name``; a finished one is not trained again."""
-    from titans_platform.cli.live import run_display
-    from titans_platform.runs.execute import execute
-    from titans_platform.runs.ray_session import ray_session
-    from titans_platform.runs.reporter import send_left
-    from titans_platform.runs.spec import Tracking
-    from titans_platform.study.grid import Cell
-    from titans_platform.study.run import params
-    from titans_platform.tracking import open_store
-
-    say = partial(console.print, highlight=False, soft_wrap=True)
-    resources, done = spec.resources, spec.folder.state() == "done"
-    if done:
-        say(f"run {spec.name} is finished; nothing to do")
-    else:
-        if spec.start:
-            say(f"resuming from {spec.start}, which trained the same steps")
-        tags = {"titans.commit": spec.commit, "titans.data": spec.data}
-        logged = params(Cell(name, spec.config.seed, spec.config), ())
-        tracking = Tracking(open_store(root).uri, name, None, logged, tags)
-        spec = replace(spec, labels={"row": name}, tracking=tracking)
-    alone = nullcontext() if done or not resources.several else ray_session(resources.cpus, resources.gpus)
-    with alone, run_display(spec.folder.progress, console):
-        result = execute(spec, wait=10)
-    for line in send_left(root):
-        say(line)
-    if spec.profile:
-        say(f"trace {spec.trace.parent}/*.json.gz")
-    return result
-
-
-def _show_plan(plan: dict[str, Any], console: Console) -> None:
-    written = {
-        "flops_per_token": lambda value: f"{value:.3g}",
-        "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",
-        "seconds": lambda value: f"{clock(value)} of training, extrapolated from two timed steps",
-    }
-    for key, value in plan.items():
-        plain = f"{value:,}" if isinstance(value, int) else str(value)
-        text = plain if value is None or key not in written else written[key](value)
+        return echo_json(record)
+    if result:
+        console.print(measures_table(result))
+        console.print(
+            f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} {objective.positions}, "
+            f"{result.train_seconds:.0f} s, final loss {result.final_train_loss:.4f} {objective.loss_unit}"
+        )
+        return console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
+    for key, value in record.items():
+        text = f"{value:,}" if isinstance(value, int) else str(value)
+        if key in PLAN_UNITS and value is not None:
+            text = PLAN_UNITS[key](value)
         console.print(f"{PLAN_LINES[key]:32} {text}", highlight=False)

@@ -10,7 +10,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Self
 from urllib.parse import urlsplit
@@ -92,11 +91,6 @@ class Cluster(Frozen, ABC):
         """Record what `up` started, in a folder that only its owner can read."""
         self.state_folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         write_json(self.state_folder / "state.json", value)
-
-    def record_step(self) -> Step:
-        """Record that there is something to take down, before the step that costs money or time."""
-        line = f"# record in {self.state_folder / 'state.json'} that it is up"
-        return Step(line, partial(self.record, {"name": self.name}))
 
     @property
     def token_used(self) -> Token:

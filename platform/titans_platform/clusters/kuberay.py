@@ -10,6 +10,7 @@ import base64
 import copy
 import json
 import shlex
+from functools import partial
 from typing import Annotated, Any, ClassVar
 
 import yaml
@@ -90,7 +91,9 @@ class KubeRay(Cluster):
             stdin=yaml.safe_dump_all(objects, sort_keys=False),
         )
         ready = ("wait", "--for=condition=RayClusterProvisioned", f"raycluster/{self.name}", "--timeout=15m")
-        return [apply, self.record_step(), Run(self.kubectl(*ready))]
+        # before the step that costs money or time
+        line = f"# record in {self.state_folder / 'state.json'} that it is up"
+        return [apply, Step(line, partial(self.record, {"name": self.name})), Run(self.kubectl(*ready))]
 
     def placed(self, item: dict[str, Any]) -> dict[str, Any]:
         """Return a Kubernetes object in this namespace, with our label."""

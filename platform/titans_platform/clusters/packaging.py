@@ -22,7 +22,7 @@ from titans_platform.clusters.steps import Write
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import file_at, read_yaml
-from titans_platform.provenance import checkout, shipped
+from titans_platform.provenance import checkout
 from titans_platform.runs.ray_session import ADDRESS, ALLOCATOR, NODES, QUIET
 from titans_platform.study.grid import EXPERIMENT, Cell, find_study, place_of
 
@@ -160,11 +160,6 @@ def _files_of(data: Sequence[DataConfig]) -> dict[str, bytes]:
             fix = "run from the folder it is in"
             raise UsageError(f"data.tokenizer: a path with .. cannot be shipped with a job; {fix}")
     return {path.as_posix(): path.read_bytes() for path in relative}
-
-
-def constraints() -> bytes:
-    """Return the locked requirements: every version the project is tested with."""
-    return (shipped() / "constraints.txt").read_bytes()
 
 
 def requirements() -> list[str]:

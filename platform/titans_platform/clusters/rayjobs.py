@@ -40,12 +40,14 @@ from titans_platform.clusters.steps import (
     wait_for_port,
 )
 from titans_platform.errors import ClusterError, one_line
+from titans_platform.provenance import shipped
 
 if TYPE_CHECKING:
     from ray.job_submission import JobSubmissionClient
 
 
 CONSTRAINTS = "constraints.txt"
+"""The locked requirements: every version the project is tested with."""
 _NOISY_LOGGERS = (
     "ray.dashboard.modules.dashboard_sdk",
     "ray.dashboard.modules.job.sdk",
@@ -122,7 +124,7 @@ class RayJobs(Jobs):
     def _submit(self, job: Job, job_id: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             packaging.put_code(Path(folder))
-            for file, content in {**job.files, CONSTRAINTS: packaging.constraints()}.items():
+            for file, content in {**job.files, CONSTRAINTS: (shipped() / CONSTRAINTS).read_bytes()}.items():
                 Write(Path(folder, file), content).do()
             try:
                 self.client.submit_job(
@@ -223,15 +225,10 @@ def _job_info(job: Mapping[str, Any]) -> JobInfo:
 
 
 def _node(node: Mapping[str, Any]) -> dict[str, Any]:
-    total = node["resources_total"] or {}
-    return {
-        "id": node["node_id"][:8],
-        "ip": node["node_ip"],
-        "head": node["is_head_node"],
-        "alive": node["state"] == "ALIVE",
-        "cpus": total.get("CPU", 0),
-        "gpus": total.get("GPU", 0),
-    }
+    total, alive = node["resources_total"] or {}, node["state"] == "ALIVE"
+    sizes = {"cpus": total.get("CPU", 0), "gpus": total.get("GPU", 0)}
+    at = {"id": node["node_id"][:8], "ip": node["node_ip"], "head": node["is_head_node"], "alive": alive}
+    return at | sizes
 
 
 def _runtime_env(job: Job, folder: str) -> dict[str, Any]:

@@ -92,6 +92,8 @@ class SlurmJobs(Jobs):
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
         token, ended = configured.path if configured else at / "token", shlex.quote(str(at / "exit"))
         code, wheel = at / "code", f"<{packaging.DISTRIBUTION} wheel>"
+        own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{code}:{at / 'files'}"}
+        exports = {**job.env, **token_variables(token), **own}
         unpack = f"python -m zipfile --extract {wheel} {shlex.quote(str(code))}"
         return [
             Step(unpack, partial(packaging.put_code, code)),
@@ -99,7 +101,8 @@ class SlurmJobs(Jobs):
             *([] if configured else [new_token(token)]),
             # srun mixes the command's exit code with the other nodes'
             Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
-            Write(at / "job.sbatch", batch_script(self.spec, job, at, token)),
+            # it names the token's file, on the shared storage, not the token
+            Write(at / "job.sbatch", render("job.sbatch", spec=self.spec, at=at, exports=exports)),
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
         ]
 
@@ -112,7 +115,8 @@ class SlurmJobs(Jobs):
         return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
 
     def list(self) -> list[JobInfo]:
-        folders = sorted((path.parent for path in self.folder.glob("*/slurm_id")), key=_submitted)
+        ids = sorted(self.folder.glob("*/slurm_id"), key=lambda path: path.stat().st_mtime)
+        folders = [path.parent for path in ids]
         lines = _QUEUE.output().splitlines() if folders else []
         queue = dict(line.split(maxsplit=1) for line in lines if len(line.split()) > 1)
         return [_job_info(path, queue.get(_number(path))) for path in folders]
@@ -129,11 +133,8 @@ def _job_info(folder: Path, queued: str | None) -> JobInfo:
     else:
         # cancelled, out of time, or a node that died
         state = "stopped" if (folder / "log.txt").exists() else "failed"
-    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, _submitted(folder), code)
-
-
-def _submitted(folder: Path) -> float:
-    return (folder / "slurm_id").stat().st_mtime
+    submitted = (folder / "slurm_id").stat().st_mtime
+    return JobInfo(folder.name, folder.name.rpartition("-")[0], state, submitted, code)
 
 
 def _read(path: Path) -> str:
@@ -143,9 +144,3 @@ def _read(path: Path) -> str:
 def _number(folder: Path) -> str:
     """Slurm's job id; sbatch prints it as `number;cluster` where there are several clusters."""
     return _read(folder / "slurm_id").split(";")[0]
-
-
-def batch_script(spec: Slurm, job: Job, at: Path, token: Path) -> str:
-    """Render the script for sbatch. It names the token's file, on the shared storage, not the token."""
-    own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{at / 'code'}:{at / 'files'}"}
-    return render("job.sbatch", spec=spec, at=at, exports={**job.env, **token_variables(token), **own})

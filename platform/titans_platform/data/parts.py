@@ -117,8 +117,17 @@ def make_source(job: PartJob, run: Runner, progress: Progress | None) -> None:
         make_part(job, progress)
         return
     finished = dict(_finished(job))
-    jobs = (replace(job, number=n) for n in _missing(finished, len(job.plan.parts), job.limit))
-    for number, manifest in run(jobs):
+
+    def missing() -> Iterator[PartJob]:
+        """Parts to tokenise, in order, until the first parts hold ``max_tokens`` tokens."""
+        for number in range(len(job.plan.parts)):
+            first = takewhile(bool, map(finished.get, range(len(job.plan.parts))))
+            if job.limit is not None and sum(manifest.tokens for manifest in first if manifest) >= job.limit:
+                return
+            if number not in finished:
+                yield replace(job, number=number)
+
+    for number, manifest in run(missing()):
         finished[number] = manifest
         if progress:
             documents = sum(manifest.documents for manifest in finished.values())
@@ -155,16 +164,6 @@ def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
             manifest = read_manifest(folder)
             if not find_corruption(folder, manifest, verify=False):
                 yield number, manifest
-
-
-def _missing(finished: dict[int, Manifest], parts: int, limit: int | None) -> Iterator[int]:
-    """Parts to tokenise, in order, until the first parts hold ``limit`` tokens."""
-    for number in range(parts):
-        beginning = takewhile(lambda manifest: manifest is not None, map(finished.get, range(parts)))
-        if limit is not None and sum(manifest.tokens for manifest in beginning if manifest) >= limit:
-            return
-        if number not in finished:
-            yield number
 
 
 def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manifest]:

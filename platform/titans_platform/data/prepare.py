@@ -140,7 +140,12 @@ def prepare(
     except OSError as error:
         where = f"{store} cannot be written ({error.strerror})"
         raise UsageError(f"--root: {where}; give another") from error
-    kept = _keep_tokenizer(tokenizer, store)
+    kept = tokenizer.fingerprint
+    if tokenizer.path:
+        kept += tokenizer.path.suffix
+        if not (copy := store / "tokenizers" / kept).is_file():
+            # workers on other machines may not see the original
+            write_bytes(copy, tokenizer.path.read_bytes())
     names = []
     for i in range(len(data.sources)):
         name = _name_of_source(data, i, tokenizer, store)
@@ -156,7 +161,7 @@ def prepare(
     index = {"sources": names, "tokenizer": kept}
     write_json(store / _index_file(data), index)
     prepared = _open_folders(data, store, kept, names)
-    write_json(store / _index_of(prepared.fingerprint), index)
+    write_json(store / f"index/data-{prepared.fingerprint}.json", index)
     return prepared
 
 
@@ -170,16 +175,6 @@ def store_of(data: DataConfig, root: Path) -> Path:
         fix = "mount the bucket on every node and give its path"
         raise UsageError(f"data.store: {shown} is not a folder; {fix}")
     return Path(path or scheme).expanduser()
-
-
-def _keep_tokenizer(tokenizer: Tokenizer, store: Path) -> str:
-    """Copy the tokenizer's file into the store: workers on other machines may not see the original."""
-    if tokenizer.path is None:
-        return tokenizer.fingerprint
-    kept = f"{tokenizer.fingerprint}{tokenizer.path.suffix}"
-    if not (path := store / "tokenizers" / kept).is_file():
-        write_bytes(path, tokenizer.path.read_bytes())
-    return kept
 
 
 def _name_of_source(data: DataConfig, i: int, tokenizer: Tokenizer, store: Path) -> str:
@@ -237,7 +232,7 @@ def open_prepared(
     that had it are opened, not the newest ones of this config.
     """
     store = store_of(data, root)
-    name = _index_file(data) if fingerprint is None else _index_of(fingerprint)
+    name = f"index/data-{fingerprint}.json" if fingerprint else _index_file(data)
     try:
         index = json.loads((store / name).read_bytes())
         kept, names = str(index["tokenizer"]), [str(name) for name in index["sources"]]
@@ -262,11 +257,6 @@ def _open_folders(
         length, borders = data.sequence_length, data.packing == "borders"
         sources.append(SourceRows(store / name, manifest, length, tokenizer.pad, source.weight, borders))
     return PreparedData(data, tokenizer, sources)
-
-
-def _index_of(fingerprint: str) -> str:
-    """Return the name of the index file that maps the fingerprint of data to its folders."""
-    return f"index/data-{fingerprint}.json"
 
 
 def _index_file(data: DataConfig) -> str:

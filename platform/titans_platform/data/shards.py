@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mmap
-from collections import OrderedDict
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -173,26 +173,18 @@ def read_manifest(folder: Path) -> Manifest:
 def find_corruption(folder: Path, manifest: Manifest, verify: bool) -> str | None:
     """Return a message for the first file of a source that differs from its manifest; None: all are intact.
 
-    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all.
+    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all: hashing
+    a whole corpus at every start would take minutes.
     """
-    damage = (find_damage(folder / info.file, info, verify) for info in manifest.files)
-    return next(filter(None, damage), None)
-
-
-def find_damage(path: Path, info: ShardInfo, verify: bool) -> str | None:
-    """Find corruption of a file. Returns a message that names the file, or None if it is intact.
-
-    The size is always compared; the hash only if the mtime differs from the manifest, or with ``verify``:
-    hashing a whole corpus at every start would take minutes.
-    """
-    try:
-        stat = path.stat()
-    except OSError:
-        return f"{path}: missing shard"
-    if stat.st_size != info.bytes:
-        return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
-    if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
-        return f"{path}: corrupted shard, its hash is not the manifest's"
+    for info in manifest.files:
+        try:
+            stat = (path := folder / info.file).stat()
+        except OSError:
+            return f"{folder / info.file}: missing shard"
+        if stat.st_size != info.bytes:
+            return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
+        if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
+            return f"{path}: corrupted shard, its hash is not the manifest's"
     return None
 
 
@@ -282,8 +274,11 @@ class Split:
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
         """Offset of each shard in the sequence."""
-        self.max_open = OPEN_SHARDS
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self.keep_open(OPEN_SHARDS)
+
+    def keep_open(self, shards: int) -> None:
+        """Keep so many shards mapped, those used last."""
+        self.shard = lru_cache(shards)(lambda number: Shard(read_table(self.files, self.info.shards[number])))
 
     def read(self, start: int, stop: int) -> TokenSpan:
         """Tokens ``start`` to ``stop`` (exclusive) of the split; a view if they lie in one shard."""
@@ -310,15 +305,6 @@ class Split:
     def shard_of(self, tokens: Integers) -> Integers:
         """Return the shard that contains each position of the sequence."""
         return np.searchsorted(self.begins, tokens, side="right") - 1
-
-    def shard(self, number: int) -> Shard:
-        """Map a shard into memory."""
-        if number not in self._open:
-            self._open[number] = Shard(read_table(self.files, self.info.shards[number]))
-            if len(self._open) > self.max_open:
-                self._open.popitem(last=False)
-        self._open.move_to_end(number)
-        return self._open[number]
 
 
 class SplitRows(Split):

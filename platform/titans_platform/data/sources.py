@@ -1,9 +1,10 @@
-"""Text sources, each a stream of documents: the shipped corpus, files, the Hub."""
+"""Text sources, each a stream of documents: the shipped corpus, files of several kinds, the Hub."""
 
 from __future__ import annotations
 
 import glob
 import hashlib
+import io
 import json
 import logging
 import lzma
@@ -12,14 +13,16 @@ import re
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
-from titans_platform.data.reading import READERS, kind_of, opened, walk
 from titans_platform.errors import UsageError, one_line
 from titans_platform.files import OPENERS, hash_of, read_json, write_json
 from titans_platform.text import plain
@@ -46,6 +49,96 @@ QUIET |= {"HF_UPDATE_DOWNLOAD_COUNTS": "0"}
 request per local file to its download counter, which takes seconds when offline."""
 WITHOUT_TEXT = 1000
 """Records without the text field, from the first on, after which a source is refused."""
+ROWS = 256
+"""Rows of a Parquet file that are read at once."""
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Any]:
+    """Open a file, of this machine or at a URL, decompressed as its suffix says."""
+    import fsspec
+
+    suffix, opener = Path(name).suffix.lower(), fsspec.open if "://" in name else open
+    with opener(name, "rb") as raw, OPENERS.get(suffix, lambda file, _: nullcontext(file))(raw, "rb") as file:
+        yield file
+
+
+def _read_text(file: Any, field: str) -> Iterator[str]:
+    yield file.read().decode("utf-8")
+
+
+def _read_lines(file: Any, field: str) -> Iterator[Any]:
+    for line in filter(bytes.strip, file):
+        # an integer of any length
+        yield json.loads(line, parse_int=float)
+
+
+def _read_json(file: Any, field: str) -> Iterator[Any]:
+    """Yield the values of a JSON file, and the items of arrays among them."""
+    text, at, blank = file.read().decode("utf-8-sig"), 0, re.compile(r"\s*")
+    while (at := blank.match(text, at).end()) < len(text):  # pyright: ignore[reportOptionalMemberAccess]
+        value, at = json.JSONDecoder(parse_int=float).raw_decode(text, at)
+        yield from value if isinstance(value, list) else [value]
+
+
+def _read_parquet(file: Any, field: str) -> Iterator[Any]:
+    parquet = pq.ParquetFile(file if file.seekable() else io.BytesIO(file.read()))
+    if parquet.metadata.num_rows:
+        yield from _column(parquet.schema_arrow.names, field, parquet.iter_batches(ROWS, columns=[field]))
+
+
+def _read_arrow(file: Any, field: str) -> Iterator[Any]:
+    content = pa.py_buffer(file.read())
+    try:
+        opened = pa.ipc.open_file(content)
+        batches = map(opened.get_batch, range(opened.num_record_batches))
+    except pa.ArrowInvalid:
+        batches = opened = pa.ipc.open_stream(content)
+    yield from _column(opened.schema.names, field, batches)
+
+
+def _column(names: list[str], field: str, batches: Iterable[pa.RecordBatch]) -> Iterator[dict[str, Any]]:
+    """Yield a column of text as records; of a file without it, one record with the names of its columns."""
+    if field not in names:
+        yield dict.fromkeys(names)
+        return
+    for batch in batches:
+        same = map(batch.column, batch.schema.get_all_field_indices(field))
+        chosen = max(same, key=lambda column: "string" in str(column.type))
+        yield from ({field: value} for value in chosen.to_pylist())
+
+
+READERS: dict[str, Callable[[Any, str], Iterator[Any]]] = {
+    ".txt": _read_text, ".py": _read_text, ".jsonl": _read_lines, ".ndjson": _read_lines, ".json": _read_json,
+    ".parquet": _read_parquet, ".arrow": _read_arrow,
+}  # fmt: skip
+"""Readers of an open file, by suffix, for the field that holds the text."""
+
+
+def walk(folder: str) -> Iterator[str]:
+    """Yield the names below a folder that are no folders, but for hidden ones and storage roots; links are
+    followed, to each folder once and never to one around it. Raises OSError if a folder cannot be listed.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    top, seen = os.path.realpath(folder), set()
+    for place, folders, names in os.walk(folder, onerror=refuse, followlinks=True):
+        real = os.path.realpath(place)
+        store = os.path.isdir(os.path.join(real, "data", "index"))
+        if real in seen or (real != top and (store or os.path.commonpath([top, real]) == real)):
+            folders.clear()
+            continue
+        seen.add(real)
+        folders[:] = sorted(name for name in folders if name[0] != ".")
+        yield from (os.path.join(place, name) for name in names if name[0] != ".")
+
+
+def kind_of(path: Path) -> str | None:
+    """Return one of READERS, seen through a compression suffix; None for another."""
+    suffix = (Path(path.stem) if path.suffix.lower() in OPENERS else path).suffix.lower()
+    return suffix if suffix in READERS else None
 
 
 Part = Sequence[int]
@@ -335,7 +428,13 @@ class HubSource(RecordSource):
 
     def plan(self) -> SourcePlan:
         """Plan one part per file of the dataset, at its newest commit."""
-        revision = self.source.revision or self._newest()
+        revision = self.source.revision
+        if revision is None and not Path(self.dataset).exists():
+            import huggingface_hub
+
+            # the library's own errors and HTTP's have no common base; reading says what is wrong
+            with suppress(Exception):
+                revision = huggingface_hub.HfApi().dataset_info(self.dataset, timeout=10).sha
         if (self.source.max_tokens or PART_TOKENS) < PART_TOKENS:
             return SourcePlan((), revision)
         with self.opened(revision) as records:
@@ -380,17 +479,6 @@ class HubSource(RecordSource):
         records = all(kind_of(Path(name)) not in (None, ".txt", ".py") for name in named)
         return [local_file(name) if os.path.isfile(name) else File(name, 0) for name in named if records]
 
-    def _newest(self) -> str | None:
-        """Return the dataset's newest commit; None if the Hub is not reachable."""
-        import huggingface_hub
-
-        if Path(self.dataset).exists():
-            return None
-        try:
-            return huggingface_hub.HfApi().dataset_info(self.dataset, timeout=10).sha
-        except Exception:  # the library's own and HTTP's have no common base; reading says what is wrong
-            return None
-
 
 def local_file(name: str) -> File:
     """Return a file of this machine."""
@@ -401,14 +489,9 @@ def local_file(name: str) -> File:
     return File(str(Path(name)), stat.st_size, stamp)
 
 
-SOURCES = Registry(
-    "data.sources.kind",
-    TextSource,
-    {
-        "corpus": "titans_platform.data.sources:CorpusSource",
-        "files": "titans_platform.data.sources:FilesSource",
-        "hub": "titans_platform.data.sources:HubSource",
-    },
-    UsageError,
-)
+SOURCES = Registry("data.sources.kind", TextSource, {
+    "corpus": "titans_platform.data.sources:CorpusSource",
+    "files": "titans_platform.data.sources:FilesSource",
+    "hub": "titans_platform.data.sources:HubSource",
+}, UsageError)  # fmt: skip
 """Text sources by `SourceConfig.kind`."""

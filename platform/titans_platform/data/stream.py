@@ -89,13 +89,6 @@ class SourceOrder:
         return np.concatenate(rows)[shuffled(window.rows, f"{self._key}/{epoch}/{number}")]
 
 
-def check_shared(batch_size: int, unit: str, world_size: int) -> None:
-    """Check that every worker gets a row of a batch. Raises UsageError."""
-    if batch_size < world_size:
-        cause = f"{batch_size} {unit} cannot be shared by {world_size} workers"
-        raise UsageError(f"optim.global_batch_size: {cause}")
-
-
 def shuffled(n: int, key: str) -> Integers:
     """Return a permutation of 0..n-1 that is a function of ``key``: indices sorted by a hash of themselves.
 
@@ -152,7 +145,6 @@ class RowStream:
     def __init__(
         self, sources: Sequence[SourceRows], batch_size: int, seed: int, rank: int = 0, world_size: int = 1
     ):
-        check_shared(batch_size, "rows", world_size)
         self.sources, self.batch_size, self.seed = sources, batch_size, seed
         self.rank, self.world_size = rank, world_size
         if not any(source.weight for source in sources):
@@ -288,14 +280,13 @@ class Streams:
         groups: G.
 
     Raises:
-        UsageError: there are fewer streams than workers or sources, or a source has too few rows.
+        UsageError: there are fewer streams than sources, or a source has too few rows.
     """
 
     def __init__(
         self, sources: Sequence[SourceRows], batch_size: int, width: int, seed: int, rank: int = 0,
         world_size: int = 1, *, reset_probability: float = 0.0, groups: int = 1,
     ):  # fmt: skip
-        check_shared(batch_size, "streams", world_size)
         self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
         self.mine = slice(rank, None, world_size)
         self.reset_probability, self.groups = reset_probability, groups
@@ -321,7 +312,7 @@ class Streams:
             base = int(uniform(1, f"{seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
-            source.train.max_open = max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN))
+            source.train.keep_open(max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN)))
 
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each stream of the step's group."""

@@ -127,17 +127,14 @@ def read_by_position(
     this, and all get the same.
     """
     length = len(texts[0].counts)
-    before, at_once = _rows_before(length // row, ways, windows), scorer.parallel_rows(length)
+    # the rows that each way reads before each row; None: all
+    before: dict[str, int | None] = {way: None if way == CARRIED else 0 for way in ways}
+    before |= {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < length // row - 1}
+    at_once = scorer.parallel_rows(length)
     batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
     measured = measure_distributed(batches, _Reader(scorer, row, at_once, before))
     losses = {way: np.concatenate([batch[way] for batch in measured]) for way in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
-
-
-def _rows_before(rows: int, ways: Sequence[str], windows: Sequence[int]) -> dict[str, int | None]:
-    """Return, for each way, the number of rows read before each row; None: all."""
-    rows_before = {way: None if way == CARRIED else 0 for way in ways}
-    return rows_before | {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < rows - 1}
 
 
 @dataclass(frozen=True)

@@ -79,20 +79,6 @@ class HarnessModel:
         raise UsageError(f"task: lm_eval scores continuations here, and this task generates text; {fix}")
 
 
-def harness_model(scorer: Scorer, max_length: int) -> Any:
-    """`HarnessModel` as an `lm_eval.api.model.LM`, for `lm_eval.simple_evaluate(model=...)`.
-
-    Raises:
-        UsageError: the harness is not installed.
-    """
-    try:
-        from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        raise UsageError(MISSING) from None
-
-    return type("TitansLM", (HarnessModel, LM), {})(scorer, max_length)
-
-
 class LmEval(Task):
     """Mean of one metric over tasks of lm-evaluation-harness."""
 
@@ -121,9 +107,13 @@ class LmEval(Task):
 
     def measure(self, context: Context) -> Measurement:
         """Measure `config.items` documents of each task; stderr is 0 if the harness reports none."""
-        model = harness_model(context.scorer, context.length)
-        import lm_eval  # pyright: ignore[reportMissingImports]
-        from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        try:
+            import lm_eval  # pyright: ignore[reportMissingImports]
+            from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]
+            from lm_eval.tasks import TaskManager  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            raise UsageError(MISSING) from None
+        model: Any = type("TitansLM", (HarnessModel, LM), {})(context.scorer, context.length)
 
         chance, metric = self.chance, self.options.metric
         manager = TaskManager(include_path=self.options.include_path)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import math
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,12 +37,9 @@ from titans_platform.tasks import Context, Measurement, Task
 
 OPTIONS = "objective.options"
 GENOMIC_BENCHMARKS = (
-    "human_enhancers_cohn",
-    "human_enhancers_ensembl",
-    "human_ensembl_regulatory",
-    "human_nontata_promoters",
+    "human_enhancers_cohn", "human_enhancers_ensembl", "human_ensembl_regulatory", "human_nontata_promoters",
     "human_ocr_ensembl",
-)
+)  # fmt: skip
 """The five datasets of the paper's Table 4, in its order. They are loaded from the Hub as
 `katarinagresova/Genomic_Benchmarks_NAME`: columns seq and label, splits train and test."""
 PUBLISHER = "katarinagresova/Genomic_Benchmarks_"
@@ -110,11 +106,6 @@ class LabelledData:
         """[K] frequency of each class among the training items, float64."""
         counts = np.bincount(self.labels["train"], minlength=len(self.classes))
         return torch.from_numpy(counts / counts.sum())
-
-    def class_counts(self, part: str) -> dict[str, int]:
-        """Count the items of each class in a split."""
-        counts = Counter(self.split[part].labels)
-        return {label: counts[label] for label in self.classes}
 
     def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from pyarrow import csv, json, parquet
 
 from titans_platform.data import NotPrepared
-from titans_platform.data.stream import SourceOrder, check_shared
+from titans_platform.data.stream import SourceOrder
 from titans_platform.errors import UsageError, one_line
 from titans_platform.files import OPENERS, read_json, write_json
 
@@ -62,19 +62,13 @@ class ItemStream:
     """The training batches of one worker: a function of the seed and the step, for any world size.
 
     Every item is drawn once per epoch, in a new order each epoch. ``make(step, which)`` makes the batch of
-    the items ``which``. Raises UsageError if there are more workers than rows.
+    the items ``which``.
     """
 
     def __init__(
-        self,
-        items: int,
-        batch_size: int,
-        seed: int,
-        rank: int,
-        world_size: int,
+        self, items: int, batch_size: int, seed: int, rank: int, world_size: int,
         make: Callable[[int, NDArray[np.int64]], Any],
-    ):
-        check_shared(batch_size, "rows", world_size)
+    ):  # fmt: skip
         self.batch_size, self.make = batch_size, make
         self.share = slice(rank, None, world_size)
         self._order = SourceOrder(np.array([items]), str(seed), windowed=False)

@@ -147,13 +147,9 @@ class SeriesData:
     """
 
     def __init__(
-        self,
-        table: SeriesTable,
-        length: int,
-        horizon: int,
-        validation_fraction: float,
+        self, table: SeriesTable, length: int, horizon: int, validation_fraction: float,
         split: Sequence[float] = (),
-    ):
+    ):  # fmt: skip
         N = len(table.values_NC)
         self.channels, self.length, self.horizon = table.channels, length, horizon
         kept = round(validation_fraction * N)

@@ -11,20 +11,12 @@ import math
 import statistics
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 from matplotlib.axes import Axes
 
 from titans_platform.evals.by_position import CARRIED, FRESH, WINDOW, ByPosition
 from titans_platform.report import picture as plot
-from titans_platform.report.figure_data import (
-    THROUGHPUT,
-    Curve,
-    Dimension,
-    FigureData,
-    Series,
-    Value,
-    axis_value,
-)
 from titans_platform.report.picture import (
     KINDS,
     LIGHT,
@@ -32,8 +24,15 @@ from titans_platform.report.picture import (
     MARKERS,
     NARROW,
     STEPS,
+    THROUGHPUT,
+    Curve,
+    Dimension,
+    Draw,
+    FigureData,
     Line,
     Picture,
+    Series,
+    axis_value,
     coloured,
     ordered,
     panel,
@@ -97,15 +96,21 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
             for row in rows:
                 missing = "failed" if row.failed else NONE
                 at[row.axes[across.key], row.axes[down.key]] = row.means.get(key, missing)
-            tiles = [[at.get((x, y), "") for x in across.values] for y in down.values]
-            draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
-            panels.append(panel(name, draw, across.title, down.title, across=across, down=down))
+            panels.append(heat_panel(name, at, across, down, column=column, scale=scale))
         caption = (
             f"Mean over seeds; stronger colour is better, on one scale over all panels ({column.better}); "
             f"what is no better than chance is palest. Hatched: no number.{_timing(data, [key])}"
         )
         title = f"{column.titled()} over {down.title} and {across.title}"
         yield Picture(f"grid-{key}", title, caption, panels, size)
+
+
+def heat_panel(
+    name: str, at: Mapping[Any, float | str], across: Dimension, down: Dimension, **of: Any
+) -> Draw:
+    """Return a panel of a heat map, with the mean or the text of each (x, y)."""
+    tiles = [[at.get((x, y), "") for x in across.values] for y in down.values]
+    return panel(name, plot.heat, across.title, down.title, tiles=tiles, across=across, down=down, **of)
 
 
 def against_a_field(data: FigureData) -> Iterator[Picture]:
@@ -161,12 +166,9 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
         column = next(column for key, column in data.table.columns.items() if key in owners)
         scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
         for name in names[:ROWS]:
-            means = {
-                at: column.factor * statistics.fmean(values) for at, values in by_row[name][task].items()
-            }
-            tiles = [[means.get((float(x), str(y)), "") for x in across.values] for y in down.values]
-            draw = partial(plot.heat, tiles=tiles, column=column, scale=scale)
-            panels.append(panel(name, draw, across.title, down.title, across=across, down=down))
+            measured = by_row[name][task].items()
+            at = {place: column.factor * statistics.fmean(values) for place, values in measured}
+            panels.append(heat_panel(name, at, across, down, column=column, scale=scale))
         caption = "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in "
         caption += "tokens; mean over seeds."
         size = (0.9 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
@@ -250,14 +252,9 @@ def smoothed(curve: Curve, points: int = 60) -> list[tuple[float, float]]:
 
 
 RULES = (
-    rows_side_by_side,
-    heat_maps,
-    against_a_field,
-    against_measured_length,
-    depth_maps,
-    trials_of_a_search,
+    rows_side_by_side, heat_maps, against_a_field, against_measured_length, depth_maps, trials_of_a_search,
     learning_curves,
-)
+)  # fmt: skip
 
 
 def pictures(data: FigureData) -> list[Picture]:
@@ -272,13 +269,11 @@ def groups_of(data: FigureData, axes: Sequence[Dimension]) -> list[tuple[str, li
         wanted = dict(zip((axis.key for axis in axes), values, strict=True))
         rows = [row for row in data.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
         if rows:
-            groups.append((", ".join(map(_named, axes, values)), rows))
+            # a number after the title of its axis
+            pairs = zip(axes, values, strict=True)
+            texts = (value if isinstance(value, str) else f"{axis.title} {value:g}" for axis, value in pairs)
+            groups.append((", ".join(texts), rows))
     return groups
-
-
-def _named(axis: Dimension, value: Value) -> str:
-    """Return an axis value as text, a number after the axis' title."""
-    return str(value) if isinstance(value, str) else f"{axis.title} {value:g}"
 
 
 def _timing(data: FigureData, keys: Iterable[str]) -> str:

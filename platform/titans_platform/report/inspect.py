@@ -108,12 +108,8 @@ def as_frame(inspected: Inspected) -> DataFrame:
     parts = []
     for trace in inspected.traces:
         T, H = trace.surprise.shape
-        by_token = {
-            "position": range(T),
-            "token": inspected.tokens,
-            "text": inspected.texts,
-            "loss": inspected.loss,
-        }
+        by_token: dict[str, Any] = {"position": range(T), "token": inspected.tokens}
+        by_token |= {"text": inspected.texts, "loss": inspected.loss}
         columns: dict[str, Any] = {key: np.repeat(np.asarray(x), H) for key, x in by_token.items()}
         columns |= {"memory": trace.name, "head": np.tile(np.arange(H), T)}
         columns |= {name: getattr(trace, name).flatten().numpy() for name in MEASURED}
@@ -171,10 +167,8 @@ def page(inspected: Inspected, source: str, position: int | None = None, warning
         position: The token whose reads are shown first; None: the last.
         warning: Printed at the top, e.g. that the memory's norms are out of range.
     """
-    chosen, reads = (
-        len(inspected.tokens) - 1 if position is None else position,
-        list(all_reads(inspected.traces)),
-    )
+    chosen = len(inspected.tokens) - 1 if position is None else position
+    reads = list(all_reads(inspected.traces))
     kept = kept_shares(inspected.traces).tolist()
     shares, found_reads = [round(x, 2) for x in kept], [read._asdict() for read in reads]
     figures = zip(*(map(figure, charts(i, trace)) for i, trace in enumerate(inspected.traces)), strict=True)

@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from titans_platform.report.figure_data import Curve, figure_data
 from titans_platform.report.figures import pictures
-from titans_platform.report.picture import Picture
+from titans_platform.report.picture import Curve, Picture, figure_data
 from titans_platform.report.table import Comparison, Table, best_rows, cell, compare, method, tally
 from titans_platform.study.search import search_lines
 from titans_platform.text import commit, number, plural

@@ -240,20 +240,6 @@ def _table_row(run: StudyRun, row: Row, cells: Sequence[Cell]) -> TableRow:
     return replace(table_row, entries=entries)
 
 
-def measured_by_seed(cells: Sequence[Cell], results: Sequence[Result], key: str) -> dict[int, list[Result]]:
-    """Return the results by seed whose mean is a row's value in a column; only seeds with all their results.
-
-    There are several if cells of one line at other points of the axes measure the same column.
-    """
-    done: dict[str | None, Result] = {r.cell: r for r in results if finite(r.columns.get(key))}
-    wanted: dict[int, list[str | None]] = {}
-    for cell in cells:
-        if key in cell.config.eval.columns or cell.name in done:
-            wanted.setdefault(cell.seed, []).append(cell.name)
-    complete = {seed: names for seed, names in wanted.items() if all(name in done for name in names)}
-    return {seed: [done[name] for name in names] for seed, names in complete.items()}
-
-
 def floor_of(result: Result, key: str) -> float | None:
     """Return a column's floor: the mean over its tasks, of a task without a floor its chance.
 
@@ -393,9 +379,19 @@ def compare(table: Table) -> list[Comparison]:
 
 
 def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
-    """Return the column's value of each seed that has a finite one."""
-    kept = measured_by_seed(row.cells, row.results, key)
-    return {seed: factor * statistics.fmean(r.columns[key] for r in part) for seed, part in kept.items()}
+    """Return the column's value of each seed; only of seeds with all their results.
+
+    Cells of one line at other points of the axes may measure the same column: the value is their mean.
+    """
+    done: dict[str | None, float] = {
+        result.cell: value for result in row.results if finite(value := result.columns.get(key))
+    }
+    wanted: dict[int, list[str | None]] = {}
+    for cell in row.cells:
+        if key in cell.config.eval.columns or cell.name in done:
+            wanted.setdefault(cell.seed, []).append(cell.name)
+    complete = {seed: names for seed, names in wanted.items() if all(name in done for name in names)}
+    return {seed: factor * statistics.fmean(done[n] for n in names) for seed, names in complete.items()}
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:
@@ -424,17 +420,11 @@ def holm(ps: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def count_outcomes(comparisons: Sequence[Comparison]) -> dict[str, int]:
-    """Count the comparisons of each outcome, without the ones that have no expected direction."""
-    counts = Counter(each.outcome for each in comparisons)
-    return {
-        outcome: counts[outcome] for outcome in (AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR, RATES)
-    }
-
-
 def tally(comparisons: Sequence[Comparison]) -> str:
     """Describe the counts in words."""
-    agree, disagree, unresolved, single, floor, rates = count_outcomes(comparisons).values()
+    counts = Counter(each.outcome for each in comparisons)
+    outcomes = AGREES, DISAGREES, UNRESOLVED, ONE_SEED, AT_FLOOR, RATES
+    agree, disagree, unresolved, single, floor, rates = map(counts.__getitem__, outcomes)
     total = plural(agree + disagree + unresolved + single, "comparison")
     text = f"of {total} {agree} agree, {disagree} disagree, {unresolved} are not resolved"
     text += f", {single} have one seed" if single else ""

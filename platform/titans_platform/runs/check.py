@@ -9,30 +9,27 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from functools import cache, partial
+from functools import cache, wraps
 from itertools import accumulate
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from titans_core import Model, NeuralMemory
 from titans_core.blocks.base import Recompute
-from titans_core.config import ModelConfig
 from titans_core.footprint import forward_flops, recalled_bytes, saved_bytes_per_token
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import supports
 from titans_platform.config import EvalConfig, OptimConfig, RunConfig
 from titans_platform.errors import UsageError, within
-from titans_platform.objectives import Objective, build_objective, build_small, run_name
-from titans_platform.provenance import commit
+from titans_platform.objectives import Objective, build_objective, build_small
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.reporter import LOGGERS
 from titans_platform.runs.spec import Machine, Resources, RunSpec, concurrency
-from titans_platform.training.checkpoint import check_weights
 from titans_platform.training.loop import Trainer, deterministic
 
+Value = TypeVar("Value")
 PROCESS_BYTES, CUDA_BYTES = 300 * 2**20, 3 * 2**29
 """Memory of a worker before it builds a model: interpreter, torch and Ray; on a GPU CUDA, NCCL and cuBLAS."""
 BYTES_A_PARAMETER, BUCKET_BYTES = 16, 4
@@ -62,19 +59,16 @@ class Sizes:
     """Bytes of the state of one sequence after ``data.sequence_length`` tokens."""
 
 
+def by_model(measure: Callable[[RunConfig], Value]) -> Callable[[RunConfig], Value]:
+    """Cache a function of a config by its model and data: a grid has many cells but few models."""
+    cached = cache(lambda text: measure(RunConfig.model_validate_json(text)))
+    alone = {"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()}
+    return wraps(measure)(lambda cfg: cached(cfg.model_copy(update=alone).model_dump_json()))
+
+
+@by_model
 def sizes(cfg: RunConfig) -> Sizes:
     """Return the sizes of the run's model, without building it at full depth. Raises UsageError."""
-    return _sizes(_model_alone(cfg).model_dump_json())
-
-
-def _model_alone(cfg: RunConfig) -> RunConfig:
-    """Reset seed, optim and eval to their defaults, for a cache key: a grid has many cells but few models."""
-    return cfg.model_copy(update={"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()})
-
-
-@cache
-def _sizes(text: str) -> Sizes:
-    cfg = RunConfig.model_validate_json(text)
     measures = Model.num_parameters, lambda m: m.state_bytes(cfg.data.sequence_length)
     return Sizes(*_at_depth(build_objective(cfg), *measures))
 
@@ -88,10 +82,13 @@ def _at_depth(objective: Objective[Any], *measures: Callable[[Model], int]) -> l
     return [a + more * (b - a) for a, b in zip(first, last, strict=True)]
 
 
-@cache
-def _forward_flops(text: str) -> int | None:
-    """Floating-point operations of the forward pass of one row, counted on the meta device."""
-    cfg = RunConfig.model_validate_json(text)
+@by_model
+def training_flops(cfg: RunConfig) -> int | None:
+    """Floating-point operations of the forward and backward pass of one row; None without sample rows.
+
+    Counts as `forward_flops` does, on the meta device without recomputation; the backward pass is twice the
+    forward pass.
+    """
     objective = build_objective(cfg)
     if (batch := objective.sample_batch(1)) is None:
         return None
@@ -101,16 +98,7 @@ def _forward_flops(text: str) -> int | None:
         model.requires_grad_(False).to(torch.bfloat16)
         return forward_flops(lambda: objective.losses(model, batch))
 
-    return _at_depth(objective, of)[0]
-
-
-def training_flops(cfg: RunConfig) -> int | None:
-    """Floating-point operations of the forward and backward pass of one row; None without sample rows.
-
-    Counts as `forward_flops` does, without recomputation; the backward pass is twice the forward pass.
-    """
-    forward = _forward_flops(_model_alone(cfg).model_dump_json())
-    return None if forward is None else 3 * forward
+    return 3 * _at_depth(objective, of)[0]
 
 
 def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
@@ -158,20 +146,19 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
         return most * layers, most + head
     recompute = recomputed(cfg.optim)
     block = cfg.model.model_copy(update={"n_layers": 1})
-    saved = partial(_saved_bytes, block, rows, length, precision=cfg.optim.precision)
-    kept = saved(recompute=recompute)
+
+    def saved(recompute: Recompute) -> float:
+        options: Any = {"precision": cfg.optim.precision, "recompute": recompute}
+        try:
+            # a number, also where the trace has symbols
+            return float(saved_bytes_per_token(block, rows, length, **options))
+        except RuntimeError:  # Dynamo's too: it cannot trace the block as one graph
+            return USUALLY_SAVED * block.d_model
+
+    kept = saved(recompute)
     # a block that was recomputed holds all that it would have saved
-    once = saved(recompute=False) if recompute is True else RECOMPUTED * kept if recompute else kept
+    once = saved(False) if recompute is True else RECOMPUTED * kept if recompute else kept
     return round(tokens * layers * kept), round(tokens * once) + head + recalled_bytes(cfg.model, tokens)
-
-
-def _saved_bytes(block: ModelConfig, rows: int, length: int, **options: Any) -> float:
-    """Return `saved_bytes_per_token`, or a usual number for a block that cannot be traced as one graph."""
-    try:
-        # a number, also where the trace has symbols
-        return float(saved_bytes_per_token(block, rows, length, **options))
-    except RuntimeError:  # Dynamo's too
-        return USUALLY_SAVED * block.d_model
 
 
 def recomputed(optim: OptimConfig) -> Recompute:
@@ -247,25 +234,16 @@ def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str
     return planned
 
 
-def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
-    """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` replace its own.
-
-    Raises UsageError if the data are not prepared.
-    """
-    data = build_objective(cfg).open(root).fingerprint
-    name = run_name(cfg, data, resources.hashed_workers)
-    return replace(RunSpec(cfg, root.resolve(), name, commit(), data, resources), **fields)
-
-
 def check_resources(
     cfg: RunConfig, resources: Resources, machine: Machine | None = None, shared: bool = False
 ) -> None:
-    """Check that the batch divides among the workers and that the machine or cluster can hold the run.
+    """Check loggers, that the machine or cluster can hold the run, and that the workers divide the batch.
 
     ``machine``: by default this one, or the cluster of the job. ``shared``: workers on this machine may share
     CPUs, as in `titans train`. Raises UsageError, or ClusterError on a cluster.
     """
-    check_batch(cfg, resources)
+    for name in cfg.log.loggers:
+        LOGGERS.find(name)
     machine = machine or available(resources)
     if not machine.nodes and shared:
         machine = replace(machine, cpus=max(machine.cpus, resources.cpus))
@@ -274,6 +252,7 @@ def check_resources(
         check_kernels(cfg, machine.gpu.arch)
     if machine.gpu or not machine.nodes:
         _check_memory(cfg, resources, machine)
+    check_batch(cfg, resources)
 
 
 def check_kernels(cfg: RunConfig, arch: int) -> None:
@@ -296,22 +275,6 @@ def gpu_arch(device: torch.device | str) -> int:
         return 0
     major, minor = torch.cuda.get_device_capability(device)
     return 10 * major + minor
-
-
-def check_start(cfg: RunConfig) -> None:
-    """Check that the loggers exist and the checkpoint at ``start_from`` has the weights of the run's model.
-
-    Raises UsageError.
-    """
-    for name in cfg.log.loggers:
-        LOGGERS.find(name)
-    if cfg.start_from is None:
-        return
-    with torch.device("meta"):
-        model = build_objective(cfg).build_model()
-
-    with within("start_from", sep=": "):
-        check_weights(Path(cfg.start_from), model)
 
 
 def check_batch(cfg: RunConfig, resources: Resources) -> None:

@@ -27,7 +27,7 @@ from titans_platform.errors import Interrupted, TitansError
 from titans_platform.evals import evaluate
 from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
-from titans_platform.objectives.base import DataChanged, run_name
+from titans_platform.objectives.base import DataChanged, build_objective, run_name
 from titans_platform.provenance import commit, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
@@ -66,16 +66,10 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
     with folder.hold(wait):
         if (done := folder.result()) is not None:
             return done
-        if folder.begin(spec.commit) and spec.tracking:
-            # another commit had begun the run, which starts over
-            from titans_platform.tracking import open_store
-
-            open_store(spec.tracking.uri).discard_cell(spec.name)
-        # with several workers Train would install its own handler for Ctrl-C in the main thread
-        elsewhere = spec.resources.several and threading.current_thread() is threading.main_thread()
+        folder.begin(spec.commit)
         try:
             with interruptible(folder):
-                return _in_thread(lambda: _fit(spec, until)) if elsewhere else _fit(spec, until)
+                return _fit(spec, until)
         except Exception as error:
             if not isinstance(error, Interrupted):
                 with ignore_disk_full():
@@ -83,11 +77,6 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             raise
         finally:
             folder.clear_interrupt()
-
-
-def last_checkpoint_step(spec: RunSpec) -> int:
-    """Return the step of the run's newest checkpoint, intact or not; 0 if there is none."""
-    return next(map(checkpoint.step_of, checkpoint.saved(spec.folder.path / CHECKPOINTS)), 0)
 
 
 def _fit(spec: RunSpec, until: Rung | None) -> Any:
@@ -102,8 +91,12 @@ def _fit(spec: RunSpec, until: Rung | None) -> Any:
     resources, several, storage = spec.resources, spec.resources.several, spec.root.resolve() / "ray"
     gpus = {"GPU": resources.gpus_per_worker} if resources.gpus_per_worker else {}
     failures = FailureConfig(max_failures=MAX_FAILURES)
-    while True:
-        before = last_checkpoint_step(spec)
+    # in the main thread Train would install its own handler for Ctrl-C
+    elsewhere = several and threading.current_thread() is threading.main_thread()
+    begun_at, failure = -1, None
+    # a run of weeks may lose workers any number of times
+    while (step := checkpoint.last_step(spec.folder.path / CHECKPOINTS)) > begun_at:
+        begun_at = step
         trainer = TorchTrainer(
             run_worker,
             train_loop_config={"spec": spec, "until": until},
@@ -117,13 +110,13 @@ def _fit(spec: RunSpec, until: Rung | None) -> Any:
             run_config=RunConfig(name=spec.name, storage_path=str(storage), failure_config=failures),
         )
         try:
-            outcome = trainer.fit().return_value
+            outcome = (_in_thread(trainer.fit) if elsewhere else trainer.fit()).return_value
             break
         except TrainingFailedError as error:
-            # a run of weeks may lose workers any number of times
-            if last_checkpoint_step(spec) <= before:
-                reason = (str(error).strip() or "unknown").splitlines()[-1].strip()
-                raise TitansError(f"the workers failed: {reason}") from error
+            failure = error
+    else:
+        reason = (str(failure).strip() or "unknown").splitlines()[-1].strip()
+        raise TitansError(f"the workers failed: {reason}") from failure
     if isinstance(outcome, TitansError):
         # raised here, so that a run fails with the same error with one worker or several
         raise outcome
@@ -133,7 +126,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Any:
 
 
 def _in_thread(call: Callable[[], Any]) -> Any:
-    """Call in a daemon thread, where Train installs no signal handlers."""
+    """Call in a daemon thread."""
     future: Future[Any] = Future()
 
     def run() -> None:
@@ -167,7 +160,7 @@ class Worker:
 
     def __init__(self, spec: RunSpec, device: torch.device | str = "cpu"):
         self.spec, self.cfg, self.device = spec, spec.config, device
-        self.objective = spec.objective
+        self.objective = build_objective(spec.config)
         self.data = self.objective.reopen(spec.root, spec.data)
         # a cell may have waited for hours since it was named
         named = run_name(self.cfg, spec.data, spec.resources.hashed_workers)

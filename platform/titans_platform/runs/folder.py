@@ -281,20 +281,22 @@ class RunFolder:
         """Return the commit that began the run, or None before it has begun."""
         return self.record().get("commit")
 
-    def begin(self, commit: str) -> bool:
-        """Prepare for an attempt. Returns whether the run starts over because another commit had begun it.
+    def begin(self, commit: str) -> None:
+        """Prepare for an attempt.
 
         All numbers of a run come from one commit, so the checkpoints and metrics of another are deleted.
         """
         self.clear_interrupt()
         fields: dict[str, Any] = {"commit": commit, "pid": os.getpid(), "host": platform.node()}
         fields["began"] = time.time()
-        if restarted := self.commit() not in (None, commit):
+        if self.commit() not in (None, commit):
             shutil.rmtree(self.path / CHECKPOINTS, ignore_errors=True)
             (self.path / METRICS).unlink(missing_ok=True)
-            fields |= {"rungs": None, "mlflow": None}
+            logged = self.record().get("mlflow")
+            # the journal deletes that run when it reaches MLflow
+            fields["mlflow"] = logged and {"tracking": logged["tracking"], "outdated": True}
+            fields["rungs"] = None
         self.update(failure=None, **fields)
-        return restarted
 
     def record_attempt(self) -> None:
         """Record the attempt that ends now."""

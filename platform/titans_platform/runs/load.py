@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from titans_core import Model
 from titans_kernels import accelerate
 from titans_platform.config import VOCABULARIES, RunConfig
-from titans_platform.data import load_tokenizer
+from titans_platform.data import NotPrepared, Tokenizer, load_tokenizer
+from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
-from titans_platform.runs.folder import CHECKPOINTS, RECORD, RESULT, TOKENIZER, Result, RunFolder
-from titans_platform.runs.spec import RunSpec, Start
+from titans_platform.provenance import commit
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, TOKENIZER, RunFolder
+from titans_platform.runs.reporter import send_left
+from titans_platform.runs.spec import Resources, RunSpec, Start
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import (
     MANIFEST,
     at_step,
+    check_weights,
     find_corruption,
     load_model,
     read_manifest,
@@ -27,9 +34,6 @@ from titans_platform.training.checkpoint import (
     step_of,
 )
 from titans_platform.training.optim import equal_rates
-
-if TYPE_CHECKING:
-    from titans_platform.data import Tokenizer
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""
@@ -53,11 +57,6 @@ def load_run(
     point = find_checkpoint(str(path_or_name), Path(root or os.environ.get("TITANS_HOME") or "titans-runs"))
     model, _, objective = load_checkpoint(point, read_config(point))
     return model.eval(), objective.tokenizer(), objective.cfg
-
-
-def load_result(run: str, root: Path) -> Result | None:
-    """Return the result of the run whose checkpoint `find_checkpoint` finds; None if it has not finished."""
-    return Result.read(find_checkpoint(run, root).parent.parent / RESULT)
 
 
 def find_checkpoint(run: str, root: Path) -> Path:
@@ -93,6 +92,54 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
         return cfg
     with within("start_from", sep=": "):
         return cfg.model_copy(update={"start_from": str(find_checkpoint(cfg.start_from, root))})
+
+
+def check_start(cfg: RunConfig) -> None:
+    """Check that the checkpoint at ``start_from`` has the weights of the run's model. Raises UsageError."""
+    if cfg.start_from is not None:
+        with torch.device("meta"):
+            model = build_objective(cfg).build_model()
+        with within("start_from", sep=": "):
+            check_weights(Path(cfg.start_from), model)
+
+
+def prepared_spec(
+    cfg: RunConfig, root: Path, resources: Resources, resume_from: str | None = None,
+    progress: Progress | None = None,
+) -> RunSpec | None:  # fmt: skip
+    """Return the spec of a run outside a study, which starts from the shorter run ``resume_from``.
+
+    ``progress`` is called while the data are prepared; None: only opened, and the spec is None if they are
+    not prepared. Raises UsageError, StorageError.
+    """
+    cfg = located(cfg, root)
+    check_start(cfg)
+    objective = build_objective(cfg)
+    if progress:
+        from titans_platform.tracking import check_store
+
+        # refused before time is spent on data
+        check_store(root)
+        send_left(root)
+        data = objective.prepare(root, progress)
+    else:
+        try:
+            data = objective.open(root)
+        except NotPrepared:
+            return objective.check_sources()
+    objective.check(data)
+    spec = spec_for(cfg, root, resources)
+    return replace(spec, start=checkpoint_of_shorter(spec, resume_from)) if resume_from else spec
+
+
+def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
+    """Build a `RunSpec` for a config whose data are prepared under ``root``; ``fields`` replace its own.
+
+    Raises UsageError if the data are not prepared.
+    """
+    data = build_objective(cfg).open(root).fingerprint
+    name = run_name(cfg, data, resources.hashed_workers)
+    return replace(RunSpec(cfg, root.resolve(), name, commit(), data, resources), **fields)
 
 
 def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ from titans_platform.errors import Interrupted, StorageError, TitansError, Usage
 from titans_platform.files import write_error, write_text
 from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
 from titans_platform.runs.spec import Rung, RunSpec, Tracking
+from titans_platform.text import flatten
 
 if TYPE_CHECKING:
     from titans_platform.tracking import RunLog, TrackingStore
@@ -44,6 +45,11 @@ DETAILED = 50
 LOSSES = frozenset({"loss", "validation_loss"})
 FINAL = ["parameters", "state_bytes", "peak_rss_bytes", "train_seconds", "eval_seconds", "final_train_loss"]
 """Fields of a result that are logged with its columns and tasks."""
+PARAMS = (
+    "model.variant", "model.memory.depth", "model.memory.chunk_size", "model.d_model", "model.n_layers",
+    "data.sequence_length", "optim.steps", "optim.global_batch_size", "optim.lr",
+)  # fmt: skip
+"""Fields of the config that are params of every run in MLflow."""
 _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
 
@@ -86,7 +92,9 @@ class Reporter:
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
-        self.folder.update(config=spec.config.model_dump(mode="json"), progress=self._progress)
+        self.folder.update(
+            config=spec.config.model_dump(mode="json"), progress=self._state | {"time": time.time()}
+        )
         if spec.start and not (self.folder.path / METRICS).exists():
             copy_metrics(spec.start.run, self.folder, spec.start.step)
         self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
@@ -184,14 +192,10 @@ class Reporter:
             # the command that started the run retries once and reports what is unsent
             log.info(left)
 
-    @property
-    def _progress(self) -> dict[str, Any]:
-        return self._state | {"time": time.time()}
-
     def _write(self) -> None:
         self._written = time.monotonic()
         try:
-            self.folder.update(progress=self._progress)
+            self.folder.update(progress=self._state | {"time": time.time()})
             self._full = False
         except StorageError as error:
             # warn once: whether a full disk stops the run is decided, and logged, at each checkpoint
@@ -216,8 +220,17 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     run.close(ended=ended)
 
 
-def end_orphaned_runs(store: TrackingStore, parent: str, root: Path) -> None:
-    """End the MLflow runs below ``parent`` whose processes died."""
+@contextmanager
+def orphans_ended(store: TrackingStore, parent: str, root: Path) -> Iterator[None]:
+    """End the MLflow runs below ``parent`` whose processes died, before the block and after it."""
+    _end_orphans(store, parent, root)
+    try:
+        yield
+    finally:
+        _end_orphans(store, parent, root)
+
+
+def _end_orphans(store: TrackingStore, parent: str, root: Path) -> None:
     for name, run_id in store.running(parent).items():
         folder = RunFolder(root, name)
         state = folder.state()
@@ -234,12 +247,17 @@ def connected(folder: RunFolder) -> RunLog:
     from titans_platform.tracking import open_store
 
     record = folder.record()
-    tracking = Tracking(**record["mlflow"]["tracking"])
+    tracking, config = Tracking(**record["mlflow"]["tracking"]), record["config"]
     store = open_store(tracking.uri)
+    if record["mlflow"].get("outdated"):
+        # it has the steps of another commit, see `RunFolder.begin`
+        store.discard_cell(folder.name)
+    params = {"row": tracking.tags.get("titans.row", tracking.title), "seed": config["seed"]}
+    fields = flatten(config)
+    params |= {field: fields[field] for field in (*PARAMS, *tracking.params) if field in fields}
     run_id = store.cell_run(
-        folder.name, tracking.title, parent=tracking.parent, params=tracking.params,
-        config=record.get("config"), tags=tracking.tags,
-    )  # fmt: skip
+        folder.name, tracking.title, parent=tracking.parent, params=params, config=config, tags=tracking.tags
+    )
     return store.run(run_id)
 
 
@@ -391,7 +409,7 @@ class Journal:
         if self._run is None:
             assert self._connect
             self._run = self._connect()
-            self.keep(run_id=self._run.run_id, ended=None)
+            self.keep(run_id=self._run.run_id, ended=None, outdated=False)
         while self._sent < (size := self._size):
             batch = list(islice(_lines(self._file, self._sent, size), _LINES))
             self._run.send([(entry["step"], entry["time"], entry["values"]) for entry, _ in batch])

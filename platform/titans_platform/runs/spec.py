@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated
 
 from pydantic import Field, field_validator
 
@@ -15,9 +15,6 @@ from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError, nearest
 from titans_platform.provenance import GPUS, Gpu, cores
 from titans_platform.runs.folder import RunFolder
-
-if TYPE_CHECKING:
-    from titans_platform.objectives import Objective
 
 DRIVER_CPU = 0.01
 """CPUs of a trial that only drives workers; Tune does not accept 0."""
@@ -88,8 +85,8 @@ class Tracking:
     """Name of the run in MLflow."""
     parent: str | None = None
     """MLflow run id of the study that the run belongs to."""
-    params: Mapping[str, Any] = field(default_factory=dict)
-    """The fields of the config that are logged as MLflow parameters."""
+    params: Collection[str] = ()
+    """Fields of the config that are logged as MLflow parameters, beside what every run logs."""
     tags: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -147,13 +144,6 @@ class RunSpec:
     def folder(self) -> RunFolder:
         """The run's folder."""
         return RunFolder(self.root, self.name)
-
-    @property
-    def objective(self) -> Objective[Any]:
-        """The run's objective, built from its config. Raises UsageError."""
-        from titans_platform.objectives import build_objective
-
-        return build_objective(self.config)
 
     @property
     def trace(self) -> Path:

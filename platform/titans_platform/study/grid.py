@@ -30,6 +30,7 @@ from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.spec import Machine, Resources, Tracking
 from titans_platform.study.search import FOUND, TRIALS, SearchState
 from titans_platform.study.spec import Column, Row, Study, pick, read_paper
+from titans_platform.text import flatten
 
 STUDIES = "studies"
 """Folder under the root with a folder for each study."""
@@ -111,6 +112,12 @@ class StudyRun:
     def columns(self) -> dict[str, Column]:
         """The columns of its table."""
         return self.study.columns_at(self.scale_name)
+
+    @property
+    def varied(self) -> tuple[str, ...]:
+        """Fields of the config that its rows and trials set."""
+        sets = [*(row.set for row in self.rows), self.search.search.space if self.search else {}]
+        return tuple(dict.fromkeys(field for fields in sets for field in flatten(fields)))
 
     @cached_property
     def results(self) -> list[tuple[Cell, Result | None]]:
@@ -274,13 +281,9 @@ def _check_rows(known: Mapping[str, Column], rows: Sequence[Row], where: str) ->
 
 
 def expand(
-    study: Study,
-    scale_name: str,
-    *,
-    rows: Sequence[str] = (),
-    seeds: Sequence[int] = (),
+    study: Study, scale_name: str, *, rows: Sequence[str] = (), seeds: Sequence[int] = (),
     overrides: Sequence[str] = (),
-) -> list[Cell]:
+) -> list[Cell]:  # fmt: skip
     """Return the cells of a scale, seed by seed, so that the table of one seed is complete first.
 
     Every row is checked, also if ``rows`` (see `chosen_rows`) leaves it out. ``seeds`` replace the

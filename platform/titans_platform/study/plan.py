@@ -16,7 +16,6 @@ from titans_platform.objectives import Data, build_objective, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.check import (
     check_resources,
-    check_start,
     machine_memory,
     needed_memory,
     seconds_per_token,
@@ -24,7 +23,7 @@ from titans_platform.runs.check import (
     training_flops,
 )
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.load import located
+from titans_platform.runs.load import check_start, located
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import concurrency
 from titans_platform.study.grid import RECORD, Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
@@ -40,14 +39,9 @@ MFU = 0.15
 
 
 def open_study(
-    name: str,
-    scale: str,
-    root: Path,
-    *,
-    rows: Sequence[str] = (),
-    seeds: Sequence[int] = (),
+    name: str, scale: str, root: Path, *, rows: Sequence[str] = (), seeds: Sequence[int] = (),
     overrides: Sequence[str] = (),
-) -> StudyRun:
+) -> StudyRun:  # fmt: skip
     """Read and check a study and expand it to cells. Cells whose data are prepared have names.
 
     If its search has finished, the best trial is a row. Raises UsageError.
@@ -221,8 +215,7 @@ def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | No
     speeds = {row: speed(config, study) for row, config in {cell.row: cell.config for cell in todo}.items()}
     if not all(speeds.values()):
         return None
-    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
-    each = [count / (speeds[row] or 1) for row, count in tokens]
+    each = [(c.config.tokens + eval_tokens(c.config) / 3) / (speeds[c.row] or 1) for c in todo]
     return wall_seconds(each, study.concurrency), f"FLOPs at an assumed MFU of {MFU:.0%}"
 
 
@@ -272,8 +265,7 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
             break
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
-    tokens = [(cell.row, cell.config.tokens + eval_tokens(cell.config) / 3) for cell in todo]
-    each = [timed.get(row, mean) * count for row, count in tokens]
+    each = [timed.get(c.row, mean) * (c.config.tokens + eval_tokens(c.config) / 3) for c in todo]
     of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
     return wall_seconds(each, study.concurrency), f"optimiser steps of {of} timed now"
 

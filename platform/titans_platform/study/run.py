@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from typing import Any
@@ -15,27 +15,22 @@ from typing import Any
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective, run_name
-from titans_platform.runs.execute import execute, last_checkpoint_step
-from titans_platform.runs.folder import Busy, Result
+from titans_platform.runs.execute import execute
+from titans_platform.runs.folder import CHECKPOINTS, Busy, Result
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
-from titans_platform.runs.reporter import end_orphaned_runs
+from titans_platform.runs.reporter import orphans_ended
 from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import check_with_data, name_cells
-from titans_platform.study.search import FOUND, number_trial, tune_sampler
-from titans_platform.study.spec import Row
-from titans_platform.text import flatten
+from titans_platform.study.search import FOUND, number_trial
+from titans_platform.study.spec import Search
+from titans_platform.training.checkpoint import last_step
 
 LOG = "ray.log"
 MAX_FAILURES = 3
 """Number of times that Tune restarts a trial whose process died without writing a new checkpoint."""
-ALWAYS = (
-    "model.variant", "model.memory.depth", "model.memory.chunk_size", "model.d_model", "model.n_layers",
-    "data.sequence_length", "optim.steps", "optim.global_batch_size", "optim.lr",
-)  # fmt: skip
-"""Fields of the config that are params of every run in MLflow."""
 
 
 def prepare(study: StudyRun, progress: Progress | None = None) -> StudyRun:
@@ -71,9 +66,8 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
         redirect_stderr(log),
     ):
         parent = store.study_run(study.label, tags, columns)
-        end_orphaned_runs(store, parent, study.root)
         try:
-            with ray_session(cpus, gpus):
+            with orphans_ended(store, parent, study.root), ray_session(cpus, gpus):
                 try:
                     yield replace(study, tracking=Tracking(store.uri, study.label, parent))
                 except KeyboardInterrupt:
@@ -83,8 +77,6 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
             # a study that is done is closed with its table; this one would stay RUNNING
             store.run(parent).close("KILLED")
             raise
-        finally:
-            end_orphaned_runs(store, parent, study.root)
 
 
 def run_search(study: StudyRun) -> StudyRun:
@@ -120,6 +112,24 @@ def run_search(study: StudyRun) -> StudyRun:
     return replace(study, cells=study.cells + new, whole=study.whole + new)
 
 
+def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:
+    """Optuna's tree-structured Parzen estimator; the known trials are replayed to it first."""
+    import optuna
+    from optuna.distributions import CategoricalDistribution, FloatDistribution
+    from ray.tune.search.optuna import OptunaSearch
+
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    # a resumed sampler must not propose again what it proposed the first time
+    seed, startup = search.seed + len(known), min(8, search.trials)
+    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
+    space = {
+        key: CategoricalDistribution(of.choices) if of.choices else FloatDistribution(*of.ends(), log=of.log)
+        for key, of in search.space.items()
+    }
+    points = [dict(params) for params in known[: search.trials] if params.keys() == space.keys()]
+    return OptunaSearch(space, metric="value", mode=mode, sampler=sampler, points_to_evaluate=points)
+
+
 def run_cells(study: StudyRun) -> None:
     """Run the missing cells in a `session`.
 
@@ -133,12 +143,12 @@ def run_cells(study: StudyRun) -> None:
             cell.folder(study.root).update(failure=None)
         if cell in study.stale:
             cell.folder(study.root).set_aside()
-    left = [spec_of(study, cell, f"{cell.row} · seed {cell.seed}", study.rows) for cell in study.todo]
+    left = [spec_of(study, cell, f"{cell.row} · seed {cell.seed}") for cell in study.todo]
     while left:
-        kept = {spec.name: last_checkpoint_step(spec) for spec in left}
+        kept = {spec.name: last_step(spec.folder.path / CHECKPOINTS) for spec in left}
         results = _run_trials(study, _run_cell, {"spec": tune.grid_search(left)})
         died = [result.config["spec"] for result in results if result.error is not None]
-        left = [spec for spec in died if last_checkpoint_step(spec) > kept[spec.name]]
+        left = [spec for spec in died if last_step(spec.folder.path / CHECKPOINTS) > kept[spec.name]]
         for spec in died:
             if spec not in left:
                 # a process that dies cannot record it itself
@@ -180,9 +190,7 @@ def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> Ru
     config = located(study.trial_config(params), study.root)
     name = run_name(config, fingerprint, study.resources.hashed_workers)
     title = f"trial {number_trial(study.path, name, params)}"
-    # the fields that the search varies are columns in MLflow
-    varied = study.trial_row(next(iter(study.search.search.corners())))
-    return spec_of(study, Cell(title, config.seed, config, name, fingerprint), title, [varied])
+    return spec_of(study, Cell(title, config.seed, config, name, fingerprint), title)
 
 
 def _measure(spec: RunSpec, rung: Rung) -> float | None:
@@ -244,20 +252,12 @@ def _run_trials(
     return results
 
 
-def spec_of(study: StudyRun, cell: Cell, title: str, rows: Iterable[Row]) -> RunSpec:
-    """Return the spec of a named cell's run, logged as ``title`` with the fields that ``rows`` change."""
+def spec_of(study: StudyRun, cell: Cell, title: str) -> RunSpec:
+    """Return the spec of a named cell's run, logged as ``title``."""
     assert cell.name is not None
     assert study.tracking
     tags = {"titans.row": cell.row, "titans.seed": str(cell.seed), "titans.scale": study.scale_name}
-    tracking = replace(study.tracking, title=title, params=params(cell, rows), tags=tags)
+    tracking = replace(study.tracking, title=title, params=study.varied, tags=tags)
     labels = {"study": study.study.name, "row": cell.row}
     run = cell.config, study.root, cell.name, study.commit, cell.data
     return RunSpec(*run, study.resources, tracking, labels)
-
-
-def params(cell: Cell, rows: Iterable[Row]) -> dict[str, Any]:
-    """Return the params of a cell's run in MLflow: row, seed, the fields ``ALWAYS`` and what ``rows`` set."""
-    config = flatten(cell.config.model_dump(mode="json"))
-    fields = dict.fromkeys([*ALWAYS, *(field for row in rows for field in flatten(row.set))])
-    named = {field: config[field] for field in fields if field in config}
-    return {"row": cell.row, "seed": cell.seed} | named

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -114,14 +114,10 @@ class SearchState:
         """Return the state as a JSON value; ``set`` is the best configuration for a command line."""
         best = self.best
         return {
-            "line": self.line,
-            "over": self.over,
-            "trials": [asdict(trial) for trial in self.trials],
-            "tokens": self.tokens,
-            "tokens_of_grid": self.tokens_of_grid,
-            "best": asdict(best) if best else None,
-            "set": set_line(best.params) if best else None,
-        }
+            "line": self.line, "over": self.over, "trials": [asdict(trial) for trial in self.trials],
+            "tokens": self.tokens, "tokens_of_grid": self.tokens_of_grid,
+            "best": asdict(best) if best else None, "set": set_line(best.params) if best else None,
+        }  # fmt: skip
 
 
 def search_lines(record: Mapping[str, Any] | None) -> list[str]:
@@ -148,21 +144,3 @@ def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
         number = len(list(trials.glob("*.json")))
         write_json(path, {"cell": name, "number": number, "began": time.time(), "params": params})
     return number
-
-
-def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:
-    """Optuna's tree-structured Parzen estimator; the known trials are replayed to it first."""
-    import optuna
-    from optuna.distributions import CategoricalDistribution, FloatDistribution
-    from ray.tune.search.optuna import OptunaSearch
-
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    # a resumed sampler must not propose again what it proposed the first time
-    seed, startup = search.seed + len(known), min(8, search.trials)
-    sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
-    space = {
-        key: CategoricalDistribution(of.choices) if of.choices else FloatDistribution(*of.ends(), log=of.log)
-        for key, of in search.space.items()
-    }
-    points = [dict(params) for params in known[: search.trials] if params.keys() == space.keys()]
-    return OptunaSearch(space, metric="value", mode=mode, sampler=sampler, points_to_evaluate=points)

@@ -7,7 +7,6 @@ study that is ``like`` another overrides that study's file: mappings key by key,
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -23,8 +22,6 @@ from titans_platform.loading import nearest, overlay, read_yaml, validate
 from titans_platform.runs.spec import Machine, Resources
 
 Fragment = dict[str, JsonValue]
-MAX_CORNERS = 512
-"""Corners of a search space that are checked; in a larger one each parameter's ends, one at a time."""
 
 
 class Axis(Frozen):
@@ -52,15 +49,9 @@ class Axis(Frozen):
     def steps(self) -> list[tuple[JsonValue, Fragment]]:
         """Return each value with the fields it sets; a point named by a number has that number as value."""
         if self.points:
-            return [(_number(name), fields) for name, fields in self.points.items()]
+            whole = {name: name.removeprefix("-").isdecimal() for name in self.points}
+            return [(int(name) if whole[name] else name, fields) for name, fields in self.points.items()]
         return [(value, {self.field: value}) for value in self.values]
-
-
-def _number(name: str) -> JsonValue:
-    try:
-        return int(name)
-    except ValueError:
-        return name
 
 
 class Parameter(Frozen):
@@ -118,11 +109,8 @@ class Search(Frozen):
         return [rung for rung in rungs if rung < steps] + [steps]
 
     def corners(self) -> Iterator[dict[str, Any]]:
-        """Parameters at the corners of the space, which together have every boundary value."""
+        """Parameters at each boundary of the space, the others at their first one."""
         ends = {key: parameter.ends() for key, parameter in self.space.items()}
-        if math.prod(map(len, ends.values())) <= MAX_CORNERS:
-            yield from (dict(zip(ends, point, strict=True)) for point in product(*ends.values()))
-            return
         first = {key: values[0] for key, values in ends.items()}
         yield from (first | {key: value} for key, values in ends.items() for value in values)
 
@@ -367,12 +355,9 @@ class Paper(Frozen):
     @property
     def items(self) -> dict[str, Printed]:
         """Tables, then figures, by display name: ``Table 1``."""
-        return {spoken(key): item for key, item in (self.tables | self.figures).items()}
-
-
-def spoken(key: str) -> str:
-    """Return the display name of a key: ``table_1`` is ``Table 1``."""
-    return key.replace("_", " ").capitalize()
+        return {
+            key.replace("_", " ").capitalize(): item for key, item in (self.tables | self.figures).items()
+        }
 
 
 @cache

@@ -152,28 +152,23 @@ class Reasoning(GeneratedTask):
 
         return fill(build, length, tokenizer)
 
-    @property
-    def _answers_wanted(self) -> int:
-        """Number of distinct answers that questions at the end of a story should have."""
-        options = self.options
-        return {
-            "one_fact": min(options.people, options.places), "two_facts": min(3, options.things),
-            "three_facts": 4, "yes_no": 2, "counting": min(options.people, options.max_count + 1),
-        }[options.kind]  # fmt: skip
-
     def _open_story(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Story | None:
         """Return the first story with enough distinct answers at its end, or the best of ATTEMPTS stories.
 
         Returns:
             None if no story has a question at its end.
         """
-        most, best = 0, None
+        most, best, options = 0, None, self.options
+        wanted = {
+            "one_fact": min(options.people, options.places), "two_facts": min(3, options.things),
+            "three_facts": 4, "yes_no": 2, "counting": min(options.people, options.max_count + 1),
+        }[options.kind]  # fmt: skip
         for _ in range(ATTEMPTS):
             story, world = self._story(rng, length, tokenizer)
             answers = len({question.answer for question in self._candidates(world)})
             if answers > most:
                 most, best = answers, story
-            if answers >= self._answers_wanted:
+            if answers >= wanted:
                 break
         return best
 

@@ -115,11 +115,6 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
     return query[0] if query else "", bound
 
 
-def newest_value(before: str) -> list[str]:
-    """Return the last value in the text."""
-    return list(key_and_pairs(before)[1].values())[-1:]
-
-
 class Associative(GeneratedTask):
     """Blocks of pairs, each followed by questions; subclasses define the blocks."""
 
@@ -140,11 +135,11 @@ class Associative(GeneratedTask):
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
         """Guesses that bind no value to a key."""
-        return {"any value of the newest block": self._values_of_block, "the newest value": newest_value}
-
-    def _values_of_block(self, before: str) -> list[str]:
-        """Return the most frequent values of the keys that were bound last."""
-        return commonest([*key_and_pairs(before)[1].values()][-self.bound :])
+        values = lambda before: [*key_and_pairs(before)[1].values()]  # noqa: E731
+        return {
+            "any value of the newest block": lambda before: commonest(values(before)[-self.bound :]),
+            "the newest value": lambda before: values(before)[-1:],
+        }
 
     def ask(self, rng: random.Random, keys: list[str]) -> list[str]:
         """Draw the queried keys independently."""

@@ -187,18 +187,12 @@ def _place_guesses(one: str, all_of: str, places: Callable[[ParsedStory], list[s
     }
 
 
-def _of_people(story: ParsedStory) -> list[str]:
-    return list(story.world.place_of.values())
-
-
-def _of_things(story: ParsedStory) -> list[str]:
-    return [visits[-1] for visits in story.world.visits.values()]
-
-
 HEURISTICS: dict[Kind, dict[str, Guess]] = {
-    "one_fact": _place_guesses("a person's", "the people's", _of_people),
+    "one_fact": _place_guesses("a person's", "the people's", lambda told: [*told.world.place_of.values()]),
     "two_facts": {
-        **_place_guesses("a thing's", "the things'", _of_things),
+        **_place_guesses(
+            "a thing's", "the things'", lambda told: [visits[-1] for visits in told.world.visits.values()]
+        ),
         "the place named before the thing": lambda told: _place_before(told, told.subject),
     },
     "three_facts": {

@@ -63,14 +63,9 @@ class Saver:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        trainer: Trainer,
-        *,
-        keep: int = 2,
-        pinned: int | None = None,
+        self, folder: Path, trainer: Trainer, *, keep: int = 2, pinned: int | None = None,
         patience: float = PATIENCE,
-    ):
+    ):  # fmt: skip
         self.folder, self.trainer, self.keep = folder, trainer, keep
         self.pinned, self.patience = pinned, patience
         self.waited = 0.0
@@ -374,6 +369,11 @@ def _cause(error: CheckpointException) -> BaseException:
 def saved(folder: Path) -> list[Path]:
     """List the checkpoints in a folder, newest first, intact or not. Raises StorageError."""
     return retry_transient(lambda: sorted(folder.glob("step-*"), reverse=True))
+
+
+def last_step(folder: Path) -> int:
+    """Return the step of the newest checkpoint in a folder, intact or not; 0 if there is none."""
+    return next(map(step_of, saved(folder)), 0)
 
 
 def step_of(path: Path) -> int:

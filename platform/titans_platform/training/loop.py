@@ -144,16 +144,9 @@ class Trainer:
     """
 
     def __init__(
-        self,
-        model: Model,
-        cfg: OptimConfig,
-        stream: Stream,
-        device: torch.device | str = "cpu",
-        objective: Loss | None = None,
-        *,
-        sequence_length: int,
-        seed: int = 0,
-    ):
+        self, model: Model, cfg: OptimConfig, stream: Stream, device: torch.device | str = "cpu",
+        objective: Loss | None = None, *, sequence_length: int, seed: int = 0,
+    ):  # fmt: skip
         self.device = torch.device(device)
         self.world_size, self.shard = world_size(), data_shard(cfg)
         self._limits = healthy_limits(model)

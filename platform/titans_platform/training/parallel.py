@@ -48,7 +48,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     DTensors, so the optimiser must be created after this call. sequence: as ddp, with all rows in every
     worker and a part of each row. Parameters and gradients are float32 in all of them.
 
-    Raises UsageError if the workers do not divide into groups, or the rows of a batch among the workers.
+    Raises UsageError if the workers do not divide into groups.
     """
     accelerate(model.to(device))
     blocks = [module for module in model.modules() if isinstance(module, Block)]
@@ -69,12 +69,6 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
         # only the first worker starts from M_0
         divided = SequenceParallel(cast(LanguageModel, model))
         return DistributedDataParallel(divided, find_unused_parameters=True)
-    if cfg.global_batch_size % world_size():
-        # each forward pass gathers parameters from all workers, so all must run the same number of them
-        raise UsageError(
-            f"optim.global_batch_size: {cfg.global_batch_size} rows do not divide among {world_size()} "
-            f"workers, which optim.parallel {cfg.parallel} needs; give a multiple"
-        )
     # these imports take seconds, and neither a single worker nor DDP needs them
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
