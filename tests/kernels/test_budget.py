@@ -102,7 +102,7 @@ def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, lim
 @pytest.mark.parametrize(("shape", "chunk_size", "borders", "held", "tile"), [
     (*CASES[1], 0, 512), (*CASES[1], 3, 512), ((1, 70, 2, 18), 48, None, 3, 512),
     ((1, 130, 1, 8), 128, None, 0, 512), (*CASES[4], 0, 512), ((1, 40, 2, 18), 32, [0, 1, 1, 36, 40], 0, 512),
-    ((1, 40, 2, 40), 32, [0, 1, 1, 36, 40], 0, 64),  # keys of three tiles, as those of one wide memory
+    ((1, 40, 2, 40), 32, [0, 1, 1, 36, 40], 0, 64),  # keys of three tiles
 ])  # fmt: skip
 def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held, tile, monkeypatch):
     monkeypatch.setattr(kernels, "TILE_BYTES", tile)

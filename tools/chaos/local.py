@@ -11,10 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tests.runs.test_journal import Server
 from tests.small import RUN
 from titans_platform.runs.folder import RunFolder
 from tools.chaos.attempt import FULL, SAMPLES, attempt
+from tools.chaos.server import Server
 
 STEPS, EVERY, BATCH = 60, 5, 4
 FAULTS = ("driver killed", "SIGTERM", "disk full", "MLflow away")

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -12,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_journal import Server
 from titans_platform.data import prepare
 from titans_platform.runs import reporter
 from titans_platform.runs.execute import execute
@@ -60,7 +60,9 @@ def test_a_server_that_is_killed_and_comes_back_has_every_point_once(tiny_run, t
     monkeypatch.setattr(reporter, "SEND_EVERY", 0.05)
     monkeypatch.setattr(reporter, "END_SECONDS", 1.0)
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
-    port, on_step = Server().port, Reporter.on_step
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port, on_step = free.getsockname()[1], Reporter.on_step
     steps = tiny_run.optim.steps
     assert steps > AWAY_AFTER
     prepare(tiny_run.data, tmp_path)

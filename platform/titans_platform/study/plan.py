@@ -233,8 +233,8 @@ def speed(config: RunConfig, study: StudyRun) -> float | None:
 def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
     """Return estimates of a cell of each row on the study's GPUs, by the keys of ``--dry-run --json``.
 
-    The memory of one GPU, the state of a sequence, tokens a second, hours, GPU hours, and dollars at ``price``
-    a GPU hour.
+    The memory of one GPU, the state of a sequence, tokens a second, hours, GPU hours, and dollars at
+    ``price`` a GPU hour.
     """
     rows = []
     if study.machine is None or study.machine.gpu is None:

@@ -215,5 +215,5 @@ def backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) 
 def _features(k: Tensor) -> dict[str, int]:
     """Widths of a tile of a key and number of tiles."""
     D, most = k.shape[-1], TILE_BYTES // k.element_size()
-    W = max(16, triton.next_power_of_2(D) if D <= most else most // 2)
+    W = max(16, triton.next_power_of_2(D) if most >= D else most // 2)
     return {"W": W, "TILES": triton.cdiv(D, W)}

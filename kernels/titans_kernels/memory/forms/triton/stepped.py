@@ -284,7 +284,7 @@ class _Stages:
         )  # fmt: skip
 
     def begin(self, state: Tensor, states: Tensor, *, back: bool) -> None:
-        """Copy ``state`` [N, H, size] to that of each document's first chunk, or of its last."""
+        """Copy ``state`` [N, H, size] to the copy of each document's first chunk, or of its last one."""
         s = self.shape
         launch(
             _begin, (self.programs, COPIES), state, states, *s.documents, s.H, SIZE=s.size, b=s.b, BACK=back,
