@@ -1,4 +1,4 @@
-"""A fake MLflow server that goes away, for runs that go on without it."""
+"""A fake MLflow server that goes away and drops answers, for runs that go on without it."""
 
 import json
 import socket
@@ -9,11 +9,12 @@ from urllib.parse import parse_qs, urlsplit
 
 
 class Server:
-    """A fake of the MLflow REST endpoints a run needs; can be down."""
+    """A fake of the MLflow REST endpoints a run needs; can be down, or drop its responses."""
 
     def __init__(self) -> None:
         self.points: list[tuple[str, int, float]] = []
         self.runs: list[dict[str, Any]] = []
+        self.lose = 0
         self.server: ThreadingHTTPServer | None = None
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -32,6 +33,10 @@ class Server:
                 query = {k: v[0] for k, v in parse_qs(urlsplit(self.path).query).items()}
                 name = urlsplit(self.path).path.removeprefix("/api/2.0/mlflow/")
                 content = json.dumps(outer.handle(name, json.loads(body or b"{}") | query)).encode()
+                if outer.lose and name == "runs/log-batch":
+                    outer.lose -= 1
+                    self.connection.close()
+                    return
                 self.send_response(200)
                 self.send_header("Content-Length", str(len(content)))
                 self.send_header("Content-Type", "application/json")
@@ -74,3 +79,6 @@ class Server:
         if name == "runs/log-batch":
             self.points += [(m["key"], m.get("step", 0), m["value"]) for m in body.get("metrics", [])]
         return {}
+
+    def steps(self, key: str = "loss") -> list[int]:
+        return [step for name, step, _ in self.points if name == key]
