@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pyarrow as pa
+import pyarrow.json
 import pyarrow.parquet as pq
 
 from titans_kernels import Registry
@@ -69,8 +70,14 @@ def _read_text(file: Any, field: str) -> Iterator[str]:
 
 def _read_lines(file: Any, field: str) -> Iterator[Any]:
     for line in filter(bytes.strip, file):
-        # an integer of any length
-        yield json.loads(line, parse_int=float)
+        try:
+            # an integer of any length
+            yield json.loads(line, parse_int=float)
+        except RecursionError:
+            # an unused field is nested more deeply than Python's parser goes
+            schema = pa.schema({field: pa.string()})
+            only = pyarrow.json.ParseOptions(schema, unexpected_field_behavior="ignore")
+            yield from pyarrow.json.read_json(io.BytesIO(line), parse_options=only).to_pylist()
 
 
 def _read_json(file: Any, field: str) -> Iterator[Any]:

@@ -7,6 +7,7 @@ study that is ``like`` another overrides that study's file: mappings key by key,
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import product
@@ -22,6 +23,8 @@ from titans_platform.loading import nearest, overlay, read_yaml, validate
 from titans_platform.runs.spec import Machine, Resources
 
 Fragment = dict[str, JsonValue]
+MAX_CORNERS = 512
+"""Corners of a search space that are all checked."""
 
 
 class Axis(Frozen):
@@ -109,8 +112,11 @@ class Search(Frozen):
         return [rung for rung in rungs if rung < steps] + [steps]
 
     def corners(self) -> Iterator[dict[str, Any]]:
-        """Parameters at each boundary of the space, the others at their first one."""
+        """Parameters at the corners of the space, of a large one at each boundary alone."""
         ends = {key: parameter.ends() for key, parameter in self.space.items()}
+        if math.prod(map(len, ends.values())) <= MAX_CORNERS:
+            yield from (dict(zip(ends, point, strict=True)) for point in product(*ends.values()))
+            return
         first = {key: values[0] for key, values in ends.items()}
         yield from (first | {key: value} for key, values in ends.items() for value in values)
 
