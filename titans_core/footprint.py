@@ -146,6 +146,8 @@ def recalled_bytes(config: ModelConfig, tokens: int, gpu_bytes: int = H100) -> i
     from titans_kernels.memory.forms.triton.op import KEPT_OF
 
     c, width = config.memory, config.d_model // config.memory.heads
+    if c.chunk_size == 1:  # other kernels, of a block of tokens
+        return 0
     layers = pairwise([width, *[c.expansion * width] * (c.depth - 1), width])
     states = -(-tokens // c.chunk_size) * c.heads * sum(2 * D * F for D, F in layers) * 2
     return 2 * states if states > gpu_bytes // KEPT_OF else 0

@@ -189,7 +189,7 @@ def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     shipped = "titans_platform/_shipped"
     for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
         assert name in files
-    assert files[f"{shipped}/constraints.txt"] == packaging.constraints()
+    assert files[f"{shipped}/constraints.txt"] == (packaging.checkout() / "constraints.txt").read_bytes()
     # where there is no checkout, what was sent is all there is
     code = "import titans_platform as t; print(t.__file__); "
     code += "from titans_platform.clusters import packaging as p; "
