@@ -13,7 +13,7 @@ import lzma
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -84,6 +84,16 @@ OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd,
 }  # fmt: skip
 """Openers of compressed files, by suffix; each takes a path or an open file, and "rb"."""
+
+
+@contextmanager
+def opened(name: str) -> Iterator[Any]:
+    """Open a file, of this machine or at a URL, decompressed as its suffix says."""
+    import fsspec
+
+    suffix, opener = Path(name).suffix.lower(), fsspec.open if "://" in name else open
+    with opener(name, "rb") as raw, OPENERS.get(suffix, lambda file, _: nullcontext(file))(raw, "rb") as file:
+        yield file
 
 
 def hash_of(path: Path) -> str:

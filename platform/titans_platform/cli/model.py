@@ -220,7 +220,7 @@ def inspect(
 
 def _read_text(option: str, file: str) -> str:
     """Read the text of a file, of stdin for `-`. Raises UsageError."""
-    from titans_platform.data.sources import opened
+    from titans_platform.files import opened
 
     try:
         with nullcontext(sys.stdin.buffer) if file == "-" else opened(file) as stream:

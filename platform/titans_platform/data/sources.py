@@ -14,7 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, hash_of, read_json, write_json
+from titans_platform.files import OPENERS, hash_of, opened, read_json, write_json
 from titans_platform.text import plain
 
 log = logging.getLogger(__name__)
@@ -52,16 +52,6 @@ WITHOUT_TEXT = 1000
 """Records without the text field, from the first on, after which a source is refused."""
 ROWS = 256
 """Rows of a Parquet file that are read at once."""
-
-
-@contextmanager
-def opened(name: str) -> Iterator[Any]:
-    """Open a file, of this machine or at a URL, decompressed as its suffix says."""
-    import fsspec
-
-    suffix, opener = Path(name).suffix.lower(), fsspec.open if "://" in name else open
-    with opener(name, "rb") as raw, OPENERS.get(suffix, lambda file, _: nullcontext(file))(raw, "rb") as file:
-        yield file
 
 
 def _read_text(file: Any, field: str) -> Iterator[str]:
