@@ -20,6 +20,7 @@ ROTARY = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "initialize
 FAMILIES = {"llama": ROTARY, "qwen2": ROTARY, "qwen3": ROTARY | {"head_dim": 16}, "gpt2": SIZES}
 KINDS = ("delta", "titans")
 WINDOW, SINKS, LENGTH = 16, 3, 61
+SHAPES = (3, 8, 6), (1, 5, 6), (1, 5, 6)
 SHORT = {"window": WINDOW, "sinks": SINKS, "chunk": 8}
 
 each_family = pytest.mark.parametrize("family", FAMILIES)
@@ -146,6 +147,17 @@ def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
     loaded.memories()["0"].mix.bias.data += 1
     with pytest.raises(ValueError, match="written by another model"):
         load_memory(tmp_path / "text.memory", loaded)
+
+
+def test_gradients_of_attention_and_of_its_levels_are_those_of_finite_differences():
+    q, k, v = (torch.randn(1, 2, n, *of, dtype=torch.float64, requires_grad=True) for n, *of in SHAPES)
+    sees = torch.rand(3, 4, 5) < 0.5
+    sees[0] = sees[1, 2] = False  # a block and a query that see nothing: levels below all others
+    seen = torch.cat([sees, sees], 1).flatten(0, 1)
+    outputs = lambda *of: [  # noqa: E731
+        x.flatten(2, 3)[:, :, seen.any(-1)] for x in attention._Attention.apply(*of, sees)
+    ]
+    assert torch.autograd.gradcheck(outputs, (q, k, v))
 
 
 @each_kind

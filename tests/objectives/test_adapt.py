@@ -151,7 +151,11 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
     teacher = source(batch.tokens[:, :-1]).logits[:, 18:].log_softmax(-1)
     student = model.adapted(batch.tokens[:, :-1]).logits[:, 18:].log_softmax(-1)
     expected = (teacher.exp() * (teacher - student)).sum(-1).mean(1)
-    torch.testing.assert_close(own.losses(model, batch), expected, atol=1e-6, rtol=1e-4)
+    losses, parameters = own.losses(model, batch), list(model.parameters())
+    torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-4)
+    counts = torch.tensor([1.0, -2.0])
+    gradients = (torch.autograd.grad((counts * x).sum(), parameters) for x in (losses, expected))
+    torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-3)
 
 
 @pytest.mark.parametrize(("options", "message"), [

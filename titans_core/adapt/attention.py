@@ -13,12 +13,16 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from titans_core.adapt.families import Family
 from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
 from titans_kernels import without_autocast
+
+UNSEEN = -1e30
+"""Score of a key that a query does not see, so that a softmax over such keys alone is finite."""
 
 Far = Literal["memory", "window", "full", "transfer"]
 """Stands for the tokens beyond the window: the memory; nothing; themselves, as in the source (no state is
@@ -144,7 +148,7 @@ class WindowAttention(nn.Module):
         n, at = -(-T // c), torch.arange(start, start + T, device=device)
         sinks_k, sinks_v = (torch.cat(pair, 1)[:, :S] for pair in ((before.sinks_k, k), (before.sinks_v, v)))
         sinks = torch.arange(sinks_k.shape[1], device=device)
-        sinks_k = rotate(sinks_k, rotary, sinks).permute(0, 2, 3, 1)[:, :, None]  # [B, G, 1, E, S]
+        sinks_k = rotate(sinks_k, rotary, sinks).transpose(1, 2)[:, :, None]  # [B, G, 1, S, E]
         sinks_v = sinks_v.transpose(1, 2)[:, :, None]
 
         def queries(x: Tensor) -> Tensor:
@@ -153,35 +157,37 @@ class WindowAttention(nn.Module):
             return x.permute(0, 3, 1, 4, 2, 5).reshape(B, G, n, -1, E)
 
         def blocks(x: Tensor) -> Tensor:
-            """[B, G, n, E, W + c]."""
+            """[B, G, n, W + c, E]."""
             x = F.pad(x, (0, 0, 0, 0, W - h, n * c - T))
-            return x.unfold(1, W + c, c).permute(0, 2, 1, 3, 4)
+            return x.unfold(1, W + c, c).permute(0, 2, 1, 4, 3).contiguous()
 
         keys = blocks(
             rotate(torch.cat([before.k, k], 1), rotary, torch.arange(start - h, start + T, device=device))
         )
         q = q * self.scaling
-        near = queries(rotate(q, rotary, at)) @ keys
-        far = queries(rotate(q, rotary, at.clamp(max=S + W - 1))) @ sinks_k
         query, key = torch.arange(c, device=device)[:, None], torch.arange(W + c, device=device)
         block = c * torch.arange(n, device=device)[:, None, None]
-        sees_near = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
-        sees_sink = sinks <= start + block + query - W
-        sees = torch.cat([sees_near, sees_sink], -1)
-        scores = torch.cat([near, far], -1).unflatten(3, (-1, c)).float()  # [B, G, n, R, c, ..]
-        scores = scores.masked_fill(~sees[:, None], -torch.inf)
-        p = scores.softmax(-1)
-        # the log sum of exponentials, as max p = exp(max score) / sum
-        level = scores.amax(-1) - p.amax(-1).log() - sees.sum(-1)[:, None].log()
-        p = p.to(v.dtype).flatten(3, 4)
-        y = p[..., : W + c] @ blocks(torch.cat([before.v, v], 1)).mT + p[..., W + c :] @ sinks_v
+        sees = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
+        y, level = _Attention.apply(
+            queries(rotate(q, rotary, at)), keys, blocks(torch.cat([before.v, v], 1)), sees
+        )
+        count = sees.sum(-1)
+        if S:
+            near, near_level, sees = y, level, sinks <= start + block + query - W
+            far = queries(rotate(q, rotary, at.clamp(max=S + W - 1)))
+            y, level = _Attention.apply(far, sinks_k, sinks_v, sees)
+            both = torch.logaddexp(near_level, level)
+            y = near * (near_level - both).exp()[..., None] + y * (level - both).exp()[..., None]
+            level, count = both, count + sees.sum(-1)
 
         def tokens(x: Tensor) -> Tensor:
-            """[B, G, n, R, c, ..] to [B, T, H, ..]."""
+            """[B, G, n, R c, ..] to [B, T, H, ..]."""
+            x = x.unflatten(3, (-1, c))
             order = (0, 2, 4, 1, 3, *range(5, x.ndim))
             return x.permute(order).flatten(1, 2).flatten(2, 3)[:, :T]
 
-        return tokens(y.unflatten(3, (-1, c))), tokens(level)
+        level = level.unflatten(3, (-1, c)) - count[:, None].log()
+        return tokens(y.to(v.dtype)), tokens(level.flatten(3, 4))
 
     def _with_memory(
         self,
@@ -211,6 +217,45 @@ class WindowAttention(nn.Module):
         window = y[:, lead:].float()
         mixed = (window + share * (read - window)).to(y.dtype)
         return torch.cat([y[:, :lead], mixed], 1), after, gates
+
+
+class _Attention(torch.autograd.Function):
+    """Softmax attention and the log sum of exponentials of its scores, which no kernel of torch differentiates.
+
+    With p = softmax(q k^T) and y = p v, the gradient of the scores is p (dy v^T - (dy . y) + dlevel): two
+    passes over the scores in place of autograd's nine.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+        """Return y [B, G, n, R c, E] and levels [B, G, n, R c], at least in float32.
+
+        Args:
+            ctx: of autograd.
+            q: scaled queries [B, G, n, R c, E].
+            k: keys [B, G, n or 1, K, E], and values ``v``.
+            sees: [n, c, K]. A query that sees no key has a level below any other.
+        """
+        scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32))
+        scores.unflatten(3, (-1, sees.shape[1])).masked_fill_(~sees[:, None], UNSEEN)
+        p = scores.softmax(-1)
+        level = scores.amax(-1) - p.amax(-1).log()  # the largest p is exp(largest score - level)
+        p = p.to(v.dtype)
+        y = p @ v
+        ctx.save_for_backward(q, k, v, y, p)
+        return y, level
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradients of q, k and v from those of y and the levels."""
+        q, k, v, y, p = ctx.saved_tensors
+        dy, dlevel = gradients
+        ds = (dy @ v.mT).to(dlevel.dtype)
+        ds -= ((dy.to(ds.dtype) * y).sum(-1) - dlevel)[..., None]
+        ds = ds.mul_(p).to(q.dtype)
+        dk, dv = (x.sum_to_size(k.shape) for x in (ds.mT @ q, p.mT @ dy))
+        return ds @ k, dk, dv, None
 
 
 def _differentiated(loss_B: Tensor, module: nn.Module) -> Tensor:

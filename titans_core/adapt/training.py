@@ -15,8 +15,8 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 from titans_core.adapt.attention import Far, Pass
 from titans_core.backbone import Model
@@ -91,28 +91,47 @@ class Memories(Model):
         if stage == "tune":
             with torch.no_grad():
                 taught = features("full")
-            # logits again in the backward pass: all of them would be the largest tensor
             parts = zip(features("memory"), taught, strict=True)
-            return torch.cat(
-                [cast(Tensor, checkpoint(self._divergence, *part, use_reentrant=False)) for part in parts], 1
-            ).mean(1)
+            return torch.cat([_Divergence.apply(*part, own.lm_head) for part in parts], 1).mean(1)
         targets = tokens_BT[:, 1 + beyond :].split(HEAD_TOKENS, 1)
         logits = (own.lm_head(part).mT.float() for part in features(cast(Far, stage)))
         return torch.cat(
             [F.cross_entropy(*pair, reduction="none") for pair in zip(logits, targets, strict=True)], 1
         )
 
-    def _divergence(self, student_BTD: Tensor, teacher_BTD: Tensor) -> Tensor:
-        """[B, T] nats from the teacher's distribution to the student's."""
-        student, teacher = (
-            self.adapted.lm_head(x).float().log_softmax(-1) for x in (student_BTD, teacher_BTD)
-        )
-        return F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1)
-
     def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Weights of the adapted model that are new, and what is added to the source's, by their names."""
         state = self.adapted.state_dict()
         return {name: x for name, x in state.items() if ".memory." in name}, lora_deltas(self.adapted)
+
+
+class _Divergence(torch.autograd.Function):
+    """[B, T] nats from the teacher's distribution to the student's, of inputs [B, T, D] of a frozen head.
+
+    The gradient of the logits is (student - teacher), the probabilities, and is taken to the inputs at once:
+    logits of all tokens would be the largest tensor, and to find them again costs two products more.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, student_BTD: Tensor, teacher_BTD: Tensor, head: nn.Module) -> Tensor:
+        """Return the divergences [B, T] in float32."""
+        teacher = head(teacher_BTD).float().log_softmax(-1)
+        with torch.enable_grad():
+            x_BTD = student_BTD.detach().requires_grad_()
+            logits = head(x_BTD)
+        student = logits.detach().float().log_softmax(-1)
+        p = teacher.exp()
+        nats = torch.linalg.vecdot(p, teacher.sub_(student))
+        (dx_BTD,) = torch.autograd.grad(logits, x_BTD, student.exp_().sub_(p).to(logits.dtype))
+        ctx.save_for_backward(dx_BTD)
+        return nats
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Gradient of the student's inputs."""
+        (dx_BTD,) = ctx.saved_tensors
+        return (gradients[0][..., None] * dx_BTD).to(dx_BTD.dtype), None, None
 
 
 def add_lora(model: Any, rank: int) -> nn.ModuleDict:
