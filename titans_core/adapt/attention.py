@@ -144,7 +144,7 @@ class WindowAttention(nn.Module):
         """[B, T, H, E], attention to window and sinks, and [B, T, H], the log mean exp of its scores."""
         (B, T, H, E), G, W, S = q.shape, k.shape[2], self.options.window, self.options.sinks
         h, start, device = before.k.shape[1], min(position, S + W), q.device
-        c = min(W, T)
+        c = min(max(W // 4, 16), T)  # of W + c keys a query sees W
         n, at = -(-T // c), torch.arange(start, start + T, device=device)
         sinks_k, sinks_v = (torch.cat(pair, 1)[:, :S] for pair in ((before.sinks_k, k), (before.sinks_v, v)))
         sinks = torch.arange(sinks_k.shape[1], device=device)
@@ -220,7 +220,7 @@ class WindowAttention(nn.Module):
 
 
 class _Attention(torch.autograd.Function):
-    """Softmax attention and the log sum of exponentials of its scores, which no kernel of torch differentiates.
+    """Softmax attention and the log sum of exponentials of its scores, whose gradients torch does not take.
 
     With p = softmax(q k^T) and y = p v, the gradient of the scores is p (dy v^T - (dy . y) + dlevel): two
     passes over the scores in place of autograd's nine.
