@@ -1,33 +1,39 @@
 """Measure an adapted model on held-out texts: `python experiments/adapt/measure.py MODEL TEXTS.jsonl.xz`.
 
-Prints the losses beyond the window with full attention, the window alone and the memory, the share of the
-context's worth that the memory brings back, and how often a fact told early is given back.
+Prints the losses of tokens by position with full attention, the window alone, a window as many bytes larger
+as the memory has, and the memory; the share of the context's worth that the memory brings back; and how often
+a fact told early is given back.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import lzma
 import math
 import random
 from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from torch.nn import functional as F
 
-from titans_core.adapt import Memories
+import titans_core.adapt  # noqa: F401 - registers its models
 from titans_core.adapt.attention import Pass
 
-MODES = ("full", "window", "memory")
 NAMES = ("Karen", "Leo", "Maria", "Nils", "Olga", "Peter", "Rosa", "Simon", "Tilda", "Victor")
 WORDS = (
     "copper", "violet", "harbour", "lantern", "walnut", "falcon", "marble", "cinnamon", "thunder", "orchard",
     "velvet", "compass", "meadow", "granite", "saffron", "willow", "anchor", "ember", "pelican", "quartz",
 )  # fmt: skip
 KINDS = ("password", "favourite word", "code name", "secret word")
+FACTS = ("told", "paraphrased", "corrected", "one of three")
+BEYOND = 512
+"""Tokens of a row that the share does not count."""
 
 
 def rows(texts: Sequence[list[int]], count: int, length: int, rng: random.Random) -> list[torch.Tensor]:
@@ -48,60 +54,150 @@ def share(means: list[list[float]]) -> tuple[float, float]:
     return value, math.sqrt(sum(errors) / max(1, len(means) - 1) / len(means)) / abs(window - full)
 
 
-def context(model: Memories, drawn: list[torch.Tensor], edges: Sequence[int]) -> None:
-    """Print losses and shares by position; each row at once, so that an interrupted run has some."""
-    first = model.adapted.options.window + model.adapted.options.sinks
-    losses: list[list[torch.Tensor]] = []
+def set_window(model: Any, window: int) -> None:
+    """Change the number of tokens that attention sees, in all layers."""
+    for layer in model.layers():
+        attention = getattr(layer, model.family.attention)
+        attention.options = attention.options.model_copy(update={"window": window})
+
+
+def larger_window(model: Any) -> int:
+    """Return the tokens of a window that has also the bytes of the memories, as keys and values."""
+    window, length = model.options.window, 64 * model.options.window
+    held = model.state_bytes(length)
+    set_window(model, 2 * window)
+    each = (model.state_bytes(length) - held) / window
+    set_window(model, window)
+    start = [memory.start(1, torch.zeros(1)).state.weights for memory in model.memories().values()]
+    return window + round(sum(x.nbytes for weights in start for x in weights) / each)
+
+
+def losses(model: Any, row: torch.Tensor, far: Any) -> torch.Tensor:
+    """[T] nats of each token of a row [1, T + 1] but the first."""
+    features = model.encode(model.get_input_embeddings()(row[:, :-1]), Pass(far=far))[0].split(256)
+    parts = zip(features, row[0, 1:].split(256), strict=True)
+    return torch.cat([F.cross_entropy(model.lm_head(x), y, reduction="none").double() for x, y in parts])
+
+
+def context(model: Any, source: Any, drawn: list[torch.Tensor], name: str) -> list[dict[str, Any]]:
+    """Print losses and shares by position; each row at once, so that an interrupted run has some.
+
+    Args:
+        model: adapted.
+        source: adapted with the source's weights, which are not ``model``'s if LoRA changed them.
+        drawn: rows of equal lengths.
+        name: of the model, in the records.
+
+    Returns:
+        A record for each range of positions.
+    """
+    near, length = model.options.window + model.options.sinks, drawn[0].shape[1] - 1
+    edges = [0, near, BEYOND]
+    while edges[-1] < length:
+        edges.append(2 * edges[-1])
+    seen: dict[str, list[torch.Tensor]] = {}
+    records: list[dict[str, Any]] = []
+    larger = larger_window(source)
     for row in drawn:
-        row = row.to(model.adapted.device)
-        losses.append([model(row, mode)[0].double() for mode in MODES])
-        for start, end in [*pairwise(edges), (edges[1], edges[-1])]:
-            means = [[float(x[start - first : end - first].mean()) for x in of] for of in losses]
-            value, error = share(means) if len(means) > 1 else (math.nan, math.nan)
-            mean = [sum(column) / len(means) for column in zip(*means, strict=True)]
-            gains = torch.tensor([w - m for _, w, m in means])
+        row = row.to(model.device)
+        for mode, own, far, window in (
+            ("full", source, "full", None), ("window", source, "window", None),
+            (f"window of {larger}", source, "window", larger), ("memory", model, "memory", None),
+            *([("window, trained", model, "window", None)] if model is not source else []),
+        ):  # fmt: skip
+            set_window(own, window or own.options.window)
+            seen.setdefault(mode, []).append(losses(own, row, far))
+            set_window(own, own.options.window)
+        records = []
+        for start, end in [*pairwise(edges), (BEYOND, length)]:
+            means = {mode: [float(x[start:end].mean()) for x in of] for mode, of in seen.items()}
+            three = list(zip(means["full"], means["window"], means["memory"], strict=True))
+            shown = {mode: sum(of) / len(of) for mode, of in means.items()}
+            value, error = share([list(of) for of in three]) if len(three) > 1 and start else (math.nan,) * 2
+            gains = torch.tensor([w - m for _, w, m in three])
             spread = float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else math.nan
             print(
-                f"{len(means)} rows, tokens {start} to {end}: "
-                + ", ".join(f"{mode} {x:.4f}" for mode, x in zip(MODES, mean, strict=True))
+                f"{len(three)} rows, tokens {start} to {end}: "
+                + ", ".join(f"{mode} {x:.4f}" for mode, x in shown.items())
                 + f"; share {value:.3f} s.e. {error:.3f}; gain {float(gains.mean()):.4f} s.e. {spread:.4f}",
                 flush=True,
             )
+            record = {"model": name, "rows": len(three), "start": start, "end": end}
+            record |= {mode: f"{x:.5f}" for mode, x in ({"window, trained": shown["window"]} | shown).items()}
+            records.append(record | {"share": f"{value:.4f}", "share_error": f"{error:.4f}"})
+    return records
 
 
-def facts(model: Memories, tokenizer: Any, texts: Sequence[list[int]], count: int, length: int) -> None:
-    """Print how often a word told in the first 128 of ``length`` tokens is the likeliest of 20 at the end."""
-    rng, own, right = random.Random(11), model.adapted, {}
+def fact(kind: str, rng: random.Random) -> tuple[str, str, str]:
+    """Draw what is told, what is asked, and the word that is right."""
+    names, of, words = rng.sample(NAMES, 3), rng.choice(KINDS), rng.sample(WORDS, 3)
+    name, word = names[0], words[0]
+    told, asked = f'Please remember this: {name}\'s {of} is "{word}".', f"Now, {name}'s {of} is \""
+    if kind == "paraphrased":
+        asked = f'The {of} that {name} chose was "'
+    elif kind == "corrected":
+        told = f'{name}\'s {of} is "{words[1]}". No, that was wrong: {name}\'s {of} is "{word}".'
+    elif kind == "one of three":
+        told = " ".join(f'{name}\'s {of} is "{word}".' for name, word in zip(names, words, strict=True))
+        name, word = rng.choice(list(zip(names, words, strict=True)))
+        asked = f"Now, {name}'s {of} is \""
+    return f"\n\n{told}\n\n", f"\n\n{asked}", word
+
+
+def facts(
+    model: Any, source: Any, tokenizer: Any, texts: Sequence[list[int]], count: int, length: int, name: str
+) -> list[dict[str, Any]]:
+    """Print how often a word told in the first 128 of ``length`` tokens is the likeliest of 20 at the end.
+
+    Args as in `context`; ``count`` of each kind. Returns a record for each kind.
+    """
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     after = len(encode('x "'))
-    likely = torch.tensor(sorted({encode(f'x "{word}')[after] for word in WORDS}), device=own.device)
-    for i in range(count):
-        name, kind, word = rng.choice(NAMES), rng.choice(KINDS), rng.choice(WORDS)
-        told = encode(f'\n\nPlease remember this: {name}\'s {kind} is "{word}".\n\n')
-        asked, answer = encode(f"\n\nNow, {name}'s {kind} is \""), encode(f'x "{word}')[after]
-        row, at = rows(texts, 1, length, rng)[0][0, :length].tolist(), rng.randrange(8, 128 - len(told))
-        row[at : at + len(told)] = told
-        row[-len(asked) :] = asked
-        state, emptied = own.read(row[: len(row) - len(asked) + 1]).state, []
-        for block, layer in zip(state.blocks, own.layers(), strict=True):
-            memory = getattr(layer, own.family.attention).memory
-            emptied.append(block._replace(memory=memory and memory.start(1, block.k)))
-        for mode in (*MODES, "emptied"):
-            if mode in ("full", "window"):
-                x, call = torch.tensor([row], device=own.device), Pass(far=mode)
-            else:
-                blocks = tuple(emptied) if mode == "emptied" else state.blocks
-                x, call = torch.tensor([asked], device=own.device), Pass(state.position, blocks)
-            logits = own.lm_head(own.encode(own.get_input_embeddings()(x), call)[:, -1])[0]
-            hit = bool(likely[logits[likely].argmax()] == answer)
-            right.setdefault(mode, []).append((hit, float(logits.log_softmax(-1)[answer])))
-        shown = (
-            f"{mode} {sum(h for h, _ in of)}/{len(of)} (log p {sum(p for _, p in of) / len(of):.2f})"
-            for mode, of in right.items()
-        )
+    likely = torch.tensor(sorted({encode(f'x "{word}')[after] for word in WORDS}), device=model.device)
+    records = []
+    for kind in FACTS:
+        rng, right = random.Random(f"11 {kind}"), {}
+        for _ in range(count):
+            told, asked, word = fact(kind, rng)
+            told, asked, answer = encode(told), encode(asked), encode(f'x "{word}')[after]
+            row, at = rows(texts, 1, length, rng)[0][0, :length].tolist(), rng.randrange(8, 128 - len(told))
+            row[at : at + len(told)] = told
+            row[-len(asked) :] = asked
+            state, emptied = model.read(row[: len(row) - len(asked) + 1]).state, []
+            for block, layer in zip(state.blocks, model.layers(), strict=True):
+                memory = getattr(layer, model.family.attention).memory
+                emptied.append(block._replace(memory=memory and memory.start(1, block.k)))
+            for mode in ("full", "window", "memory", "emptied"):
+                if mode in ("full", "window"):
+                    own, x, call = source, torch.tensor([row], device=model.device), Pass(far=mode)
+                else:
+                    blocks = tuple(emptied) if mode == "emptied" else state.blocks
+                    own, call = model, Pass(state.position, blocks)
+                    x = torch.tensor([asked], device=model.device)
+                logits = own.lm_head(own.encode(own.get_input_embeddings()(x), call)[:, -1])[0]
+                hit = bool(likely[logits[likely].argmax()] == answer)
+                right.setdefault(mode, []).append((hit, float(logits.log_softmax(-1)[answer])))
+        scores = {mode: (sum(h for h, _ in of), sum(p for _, p in of) / count) for mode, of in right.items()}
+        shown = (f"{mode} {hits}/{count} (log p {p:.2f})" for mode, (hits, p) in scores.items())
         print(
-            f"{i + 1} facts at {length} tokens, chance {1 / len(likely):.0%}: {', '.join(shown)}", flush=True
+            f"{count} facts, {kind}, {length} tokens, chance {1 / len(likely):.0%}: {', '.join(shown)}",
+            flush=True,
         )
+        record = {"model": name, "facts": kind, "count": count}
+        for mode, (hits, p) in scores.items():
+            record |= {mode: hits, f"{mode} log p": f"{p:.3f}"}
+        records.append(record)
+    return records
+
+
+def append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Add records to a CSV file, with a header if it is new."""
+    new = not path.exists()
+    with path.open("a", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(records)
 
 
 def main() -> None:
@@ -110,23 +206,32 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("texts")
     parser.add_argument("--rows", type=int, default=16)
-    parser.add_argument("--facts", type=int, default=20)
+    parser.add_argument("--facts", type=int, default=20, help="of each kind")
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--name", help="of the model in the records  [default: its folder]")
+    parser.add_argument("--csv", type=Path, help="folder whose context.csv and facts.csv get the records")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    model = Memories(transformers.AutoModelForCausalLM.from_pretrained(given.model)).eval().to(given.device)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    model = source = load(given.model).eval().to(given.device)
+    if (base := Path(given.model) / "base").is_dir():  # of `titans adapt --lora`: the source's weights
+        source = load(base).eval().to(given.device)
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     with lzma.open(given.texts, "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["text"][20_000:220_000] for line in file]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     encoded = [text for text in encoded if len(text) > given.length + 1]
-    near = model.adapted.options.window + model.adapted.options.sinks
+    name, records = given.name or Path(given.model).name, {}
     with torch.inference_mode():
-        drawn = rows(encoded, given.rows, given.length, random.Random(7))
-        context(model, drawn, [near, *(given.length // n for n in (4, 2, 1))])
-        facts(model, tokenizer, encoded, given.facts, given.length // 2)
+        if given.rows:
+            drawn = rows(encoded, given.rows, given.length, random.Random(7))
+            records["context"] = context(model, source, drawn, name)
+        if given.facts:
+            records["facts"] = facts(model, source, tokenizer, encoded, given.facts, 1024, name)
+    for kind, of in records.items() if given.csv else ():
+        append(given.csv / f"{kind}.csv", of)
 
 
 if __name__ == "__main__":
