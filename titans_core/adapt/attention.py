@@ -248,7 +248,7 @@ class _Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Gradients of q, k and v from those of y and the levels."""
+        """From the gradients of y and the levels to the gradients of q, k and v."""
         q, k, v, y, p = ctx.saved_tensors
         dy, dlevel = gradients
         ds = (dy @ v.mT).to(dlevel.dtype)
