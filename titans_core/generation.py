@@ -100,7 +100,7 @@ class Writing:
         model: see `Model`; a `LanguageModel`, or anything wrapped around one.
         prompts: tokens of each row, B lists of any lengths.
         max_new_tokens: most tokens to generate for a row.
-        start: the sequence that every prompt continues.
+        start: the sequence that every prompt continues, or the state of B rows.
         sampling: how tokens are sampled.
         stop: tokens that end a row; they are not returned.
         device: the model's device.
@@ -115,14 +115,15 @@ class Writing:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         *,
-        start: Reading = EMPTY_READING,
+        start: Reading | ModelState = EMPTY_READING,
         sampling: Sampling = GREEDY,
         stop: Sequence[int] = (),
         device: torch.device | str = "cpu",
     ):
         if max_new_tokens < 1:
             raise ValueError(f"max_new_tokens: {max_new_tokens} is less than 1")
-        rows = [[*start.ahead, *prompt] for prompt in prompts]
+        ahead = start.ahead if isinstance(start, Reading) else ()
+        rows = [[*ahead, *prompt] for prompt in prompts]
         if empty := [i for i, row in enumerate(rows) if not row]:
             raise ValueError(f"prompts: row {empty[0]} is empty; it needs at least one token")
         self.model, self.sampling, self.stop, self.device = model, sampling, frozenset(stop), device
@@ -130,7 +131,9 @@ class Writing:
         """The sequence of each finished row, to continue from; None while it runs."""
         seeded = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(rows))]
         self._rows = [_Row(i, row, max_new_tokens, seeded[i]) for i, row in enumerate(rows)]
-        self._state = start.state and start.state.take([0] * len(rows))
+        self._state = start
+        if isinstance(start, Reading):
+            self._state = start.state and start.state.take([0] * len(rows))
         self._position = 0
 
     def __iter__(self) -> Iterator[Written]:

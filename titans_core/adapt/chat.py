@@ -68,8 +68,8 @@ class Chat:
         written = turn_text(self.tokenizer, text, first)
         special = first and not self.tokenizer.chat_template
         tokens = self.tokenizer(written, add_special_tokens=special)["input_ids"]
-        reply = self.sessions.reply(session, tokens, most, sampling=sampling, stop=sorted(stop))
-        return decoded(self.tokenizer, reply)
+        reply = self.sessions.replies({session: tokens}, most, sampling=sampling, stop=sorted(stop))
+        return decoded(self.tokenizer, (token for _, token in reply))
 
 
 def turn_text(tokenizer: Any, text: str, first: bool) -> str:

@@ -63,6 +63,8 @@ class MemoryCarry(NamedTuple):
     """A memory after any token."""
 
     state: AnyState
+    far_B: Tensor
+    """Tokens that have left the window, by row."""
     steps: tuple[Tensor, ...] = ()
     """titans: effective steps of the open chunk's tokens, [B, M, p]."""
 
@@ -113,7 +115,8 @@ class AttentionMemory(nn.Module):
             like.new_zeros(rows, self.count, *pair, dtype=torch.float32) for pair in pairwise(self.widths)
         )
         momentum = tuple(torch.zeros_like(W) for W in weights) if self.deep else zero_momentum(weights)
-        return MemoryCarry(DecodeState.of(MemoryState(weights, momentum)))
+        far_B = like.new_zeros(rows, dtype=torch.long)
+        return MemoryCarry(DecodeState.of(MemoryState(weights, momentum)), far_B)
 
     def gates(self, x_BTD: Tensor) -> Tensor:
         """Logits of the writing gates of tokens, [B, T, A]."""
@@ -137,7 +140,8 @@ class AttentionMemory(nn.Module):
                 q, k, v, alpha, torch.zeros_like(alpha), theta / 2, state, chunk_size=1,
                 extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
             )  # fmt: skip
-            carry = MemoryCarry(after._replace(momentum=zero_momentum(after.weights)))
+            state = after._replace(momentum=zero_momentum(after.weights))
+            carry = MemoryCarry(state, carry.far_B + k.shape[1])
         y = _mapped(y.float(), self.out_MEE).unflatten(2, (self.heads, -1)).sum(3)
         return y, carry
 
@@ -154,21 +158,21 @@ class AttentionMemory(nn.Module):
         steps = torch.cat([*carry.steps, new.transpose(1, 2)], 2)
         # a copy: a view would keep the steps of all tokens
         kept = (steps[..., steps.shape[-1] - after.position :].clone(),) if after.position else ()
-        return y, MemoryCarry(after, kept)
+        return y, MemoryCarry(after, carry.far_B + k.shape[1], kept)
 
-    def share(self, x_BTD: Tensor, q_BTHE: Tensor, level_BTH: Tensor, far_T: Tensor) -> Tensor:
+    def share(self, x_BTD: Tensor, q_BTHE: Tensor, level_BTH: Tensor, far_BT: Tensor) -> Tensor:
         """[B, T, H, 1], the share of the far tokens in the softmax.
 
         Args:
             x_BTD: the layer's normalised input.
             q_BTHE: queries before positions.
             level_BTH: log mean exp of the scores within the window.
-            far_T: far tokens before each query, at least 1.
+            far_BT: far tokens before each query, at least 1.
         """
         # of n far tokens to 4 windows more: grows with n at first, and ends at 0
-        growth_T = (far_T / (far_T + 4 * self.options.window)).log()
+        growth_BT = (far_BT / (far_BT + 4 * self.options.window)).log()
         logit = _float(self.mix, x_BTD) + (q_BTHE.float() * self.mix_query_HE.float()).sum(-1)
-        far_BTH = self.count_H.float() * growth_T[:, None] - self.level_H.float() * level_BTH
+        far_BTH = self.count_H.float() * growth_BT[..., None] - self.level_H.float() * level_BTH
         return (logit + GATE_RATE * far_BTH).sigmoid()[..., None]
 
 

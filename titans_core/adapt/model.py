@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -33,6 +34,7 @@ from transformers.utils.generic import can_return_tuple  # pyright: ignore[repor
 from titans_core.adapt.attention import Pass, WindowAttention
 from titans_core.adapt.families import FAMILIES, Family, find_family
 from titans_core.adapt.memory import AttentionMemory, MemoryOptions
+from titans_core.adapt.sessions import Sessions
 from titans_core.generation import EMPTY_READING, Reading, Writing, read
 from titans_core.memory_file import hash_of
 from titans_core.ragged import (
@@ -165,6 +167,19 @@ class Adapted(RefusesUnknown):
     def stream(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, **options: Any) -> Writing:
         """Stream tokens as they are generated, as `LanguageModel.stream`; prompts may differ in length."""
         return Writing(self._next, prompts, max_new_tokens, device=cast(Any, self).device, **options)
+
+    def sessions(self, folder: str | Path) -> Sessions:
+        """Return the sessions in a folder."""
+        return Sessions(self, Path(folder))
+
+    def same_place(self, state: ModelState) -> Any:
+        """Return equal values for states that one batch can continue, whose rows may differ in length.
+
+        Beyond window and sinks no position grows with the text, except in a table of positions.
+        """
+        near = self.options.window + self.options.sinks
+        position = min(state.position, near) if self.family.rotary else state.position
+        return position, [x.shape[1:] if isinstance(x, Tensor) else x for x in tree_leaves(state.blocks)]
 
     def _next(self, tokens_BT: Tensor, state: ModelState | None, last: bool = True) -> SimpleNamespace:
         """Logits after the last token, and the state."""

@@ -1,6 +1,6 @@
 """Sessions of an adapted model: named texts whose memory is kept between calls, a memory file for each turn.
 
-sessions = Sessions(model, folder)
+sessions = model.sessions(folder)
 sessions.add("anna", tokens)  # reads on from the last turn
 sessions.fork("anna", "bert", turn=1)
 sessions.rollback("anna", 0)  # before the first turn
@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from safetensors import safe_open
 
 from titans_core.generation import Reading
 from titans_core.memory_file import load_memory, save_memory
+from titans_core.state import ModelState
 
 
 class Turn(NamedTuple):
@@ -68,19 +70,36 @@ class Sessions:
         """Read at least one token after the last turn, and keep the state after all but the last of them."""
         return self._keep(name, self.model.read(tokens, self.reading(name)))
 
-    def reply(self, name: str, tokens: Sequence[int], most: int, **options: Any) -> Iterator[int]:
-        """Read tokens and generate at most ``most``, one by one; both are a turn, kept after the last.
+    def replies(
+        self, asked: Mapping[str, Sequence[int]], most: int, **options: Any
+    ) -> Iterator[tuple[str, int]]:
+        """Read tokens in several sessions and generate at most ``most`` in each; both are a turn of it.
+
+        Sessions beyond the window are decoded in one batch, however much each has read; with a deep memory
+        those whose open chunks are equally long.
 
         Args:
-            name: of the session.
-            tokens: read after the last turn.
-            most: new tokens.
+            asked: tokens to read after the last turn, by session.
+            most: new tokens of a session.
             options: ``sampling`` and ``stop`` of `titans_core.generation.Writing`.
+
+        Yields:
+            A session and a new token of it.
         """
-        writing = self.model.stream([tokens], most, start=self.reading(name), **options)
-        for _, token in writing:
-            yield token
-        self._keep(name, writing.readings[0])
+        readings = {name: self.reading(name) for name in asked}
+        place = lambda name: repr((state := readings[name].state) and self.model.same_place(state))  # noqa: E731
+        for _, group in groupby(sorted(asked, key=place), place):
+            names = list(group)
+            states = [state for name in names if (state := readings[name].state)]
+            prompts = [[*readings[name].ahead, *asked[name]] for name in names]
+            start = {"start": ModelState.cat(states)} if states else {}
+            writing = self.model.stream(prompts, most, **start, **options)
+            for row, token in writing:
+                yield names[row], token
+            for name, after in zip(names, writing.readings, strict=True):
+                more = after.state.position - (states[0].position if states else 0)
+                before = readings[name].tokens - len(readings[name].ahead)
+                self._keep(name, after._replace(state=after.state._replace(position=before + more)))
 
     def _keep(self, name: str, reading: Reading) -> Turn:
         save_memory(self._file(name, len(self.turns(name)) + 1), reading, self.model)
