@@ -146,8 +146,10 @@ def write_error(path: Path, error: OSError) -> TitansError:
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG):
         return UsageError(f"{path.parent} cannot be written ({reason}); give another name or --root")
-    kind = StorageError if is_transient(error) else NotWritable
-    return kind(f"{path}: cannot be written: {reason}; free space there, or give another --root")
+    kind, fix = NotWritable, "change its permissions"
+    if is_transient(error):
+        kind, fix = StorageError, "free space there"
+    return kind(f"{path}: cannot be written: {reason}; {fix}, or give another --root")
 
 
 def is_locked(path: Path) -> bool:
