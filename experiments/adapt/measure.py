@@ -98,11 +98,12 @@ def context(model: Any, source: Any, drawn: list[torch.Tensor], name: str) -> li
     seen: dict[str, list[torch.Tensor]] = {}
     records: list[dict[str, Any]] = []
     larger = larger_window(source)
+    print(f"larger window: {larger} tokens, by the bytes of the memories")
     for row in drawn:
         row = row.to(model.device)
         for mode, own, far, window in (
             ("full", source, "full", None), ("window", source, "window", None),
-            (f"window of {larger}", source, "window", larger), ("memory", model, "memory", None),
+            ("larger window", source, "window", larger), ("memory", model, "memory", None),
             *([("window, trained", model, "window", None)] if model is not source else []),
         ):  # fmt: skip
             set_window(own, window or own.options.window)
@@ -122,7 +123,7 @@ def context(model: Any, source: Any, drawn: list[torch.Tensor], name: str) -> li
                 + f"; share {value:.3f} s.e. {error:.3f}; gain {float(gains.mean()):.4f} s.e. {spread:.4f}",
                 flush=True,
             )
-            record = {"model": name, "rows": len(three), "start": start, "end": end}
+            record = {"model": name, "rows": len(three), "start": start, "end": end, "larger": larger}
             record |= {mode: f"{x:.5f}" for mode, x in ({"window, trained": shown["window"]} | shown).items()}
             records.append(record | {"share": f"{value:.4f}", "share_error": f"{error:.4f}"})
     return records
