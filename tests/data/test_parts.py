@@ -6,7 +6,6 @@ import pickle
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,8 +19,8 @@ from titans_platform.provenance import cores
 FILES, DOCUMENTS = 6, 30
 
 
-def config(source: dict, **fields) -> DataConfig:
-    value = {"sources": [{"validation_fraction": 0.1} | source], "sequence_length": 16} | fields
+def config(source: dict) -> DataConfig:
+    value = {"sources": [{"validation_fraction": 0.1} | source], "sequence_length": 16}
     return DataConfig.model_validate_json(json.dumps(value))
 
 
@@ -164,27 +163,14 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     assert pinned.sources[0].manifest.revision == "v1"
 
 
-@pytest.fixture
-def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
-    """Five shards, of which one changed without a change of size or time."""
+def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
     data = config({"kind": "corpus", "max_tokens": 5000, "validation_fraction": 0})
     shard = prepare(data, tmp_path).sources[0].files / "train-00002.arrow"
-    return data, shard
-
-
-def spoil(shard: Path) -> None:
-    import os
-
     stat, content = shard.stat(), bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(damaged, tmp_path):
-    data, shard = damaged
-    spoil(shard)
     open_prepared(data, tmp_path)
     with pytest.raises(UsageError, match=r"train-00002\.arrow: corrupted shard"):
         open_prepared(data, tmp_path, verify=True)

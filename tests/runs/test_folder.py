@@ -207,11 +207,7 @@ def lock(root: Path) -> None:
         pass
 
 
-def database(root: Path) -> None:
-    open_store(f"sqlite:///{root}/mlflow.db")
-
-
-@pytest.mark.parametrize("write", [lock, database])
+@pytest.mark.parametrize("write", [lock, lambda root: open_store(f"sqlite:///{root}/mlflow.db")])
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number):
     kind = StorageError if number == errno.ENOSPC else NotWritable
