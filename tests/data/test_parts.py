@@ -1,6 +1,5 @@
 """Large sources in parts: the same shards for any runner, and finished parts are kept."""
 
-import json
 import os
 import pickle
 import sys
@@ -11,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import titans_platform.config
+from tests.data import small
 from titans_platform.config import DataConfig, SourceConfig
 from titans_platform.data import PreparedData, by_processes, open_prepared, parts, prepare, shards, sources
 from titans_platform.errors import StorageError, UsageError
@@ -20,8 +20,7 @@ FILES, DOCUMENTS = 6, 30
 
 
 def config(source: dict) -> DataConfig:
-    value = {"sources": [{"validation_fraction": 0.1} | source], "sequence_length": 16}
-    return DataConfig.model_validate_json(json.dumps(value))
+    return small.config({"validation_fraction": 0.1} | source, length=16)
 
 
 @pytest.fixture
@@ -29,8 +28,8 @@ def texts(tmp_path, monkeypatch) -> dict:
     """Six files, each a part."""
     (tmp_path / "texts").mkdir()
     for i in range(FILES):
-        lines = [json.dumps({"text": f"document {j} of file {i}"}) for j in range(DOCUMENTS)]
-        (tmp_path / "texts" / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+        texts = (f"document {j} of file {i}" for j in range(DOCUMENTS))
+        small.documents(tmp_path / "texts" / f"{i}.jsonl", *texts)
     monkeypatch.setattr(sources, "PART_BYTES", 500)
     monkeypatch.setattr(sources, "PART_TOKENS", 1)
     return {"kind": "files", "path": str(tmp_path / "texts")}
