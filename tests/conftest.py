@@ -96,6 +96,14 @@ def tiny_yaml(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def book(tmp_path: Path) -> Path:
+    """A text of 12 KB."""
+    path = tmp_path / "book.txt"
+    path.write_text("a line of a book, not a long one; and then the next of them\n" * 200)
+    return path
+
+
+@pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a line of the command line that must be refused, and returns what it says: one line."""
 

@@ -45,6 +45,14 @@ def trained(root: Path, **fields: Any) -> Path:
     return spec.folder.path
 
 
+def texts(folder: Path, *contents: str, **fields: Any) -> dict[str, Any]:
+    """A source of a new folder with a file for each text; ``fields`` are its other fields."""
+    folder.mkdir()
+    for i, content in enumerate(contents):
+        (folder / f"{i:02d}.txt").write_text(content)
+    return {"kind": "files", "path": str(folder)} | fields
+
+
 def documented(path: str) -> str:
     """The Python that docs/extending.md gives for a file."""
     page = (Path(__file__).parents[1] / "docs/extending.md").read_text("utf-8")

@@ -1,6 +1,5 @@
 """`titans audit` and the tests that somebody's own repository makes of the checks."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -47,26 +46,21 @@ test_found = checks(lambda: adapted(ahead=True), length=24, only=CAUSAL)
 '''
 
 
-def call(*arguments: str) -> int:
-    return run(["audit", *arguments])
-
-
-def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys):
-    assert call(f"{LAYERS}:Blocks", *QUICK) == 0
+def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys, answer):
+    assert run(["audit", f"{LAYERS}:Blocks", *QUICK]) == 0
     out, _ = capsys.readouterr()
     assert max(map(len, out.splitlines())) <= 80
     assert "causal_gradient" in out
     assert "2 of 2 checks pass, 1 do not apply" in out
-    assert call(f"{LAYERS}:Blocks", *QUICK, "--json") == 0
-    result = json.loads(capsys.readouterr().out)
+    result = answer("audit", f"{LAYERS}:Blocks", *QUICK)
     assert [r["check"] for r in result["results"]] == ["causal_gradient", "repeatable", "pieces"]
     assert result["passed"]
     assert result["precision"] == "float64"
-    assert call("experiments.audit.planted:ConvolutionOneAhead", *QUICK) == 1
+    assert run(["audit", "experiments.audit.planted:ConvolutionOneAhead", *QUICK]) == 1
     out = " ".join(capsys.readouterr().out.split())
     assert "fail 2 tokens, output 0, input 1" in out
-    assert call(f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta", "--json") == 0
-    assert {r["verdict"] for r in json.loads(capsys.readouterr().out)["results"]} == {"pass"}
+    delta = answer("audit", f"{LAYERS}:Delta", *QUICK, "--adapter", f"{LAYERS}:delta")
+    assert {r["verdict"] for r in delta["results"]} == {"pass"}
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

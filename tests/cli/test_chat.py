@@ -10,8 +10,6 @@ transformers = pytest.importorskip("transformers")
 adapt = pytest.importorskip("titans_core.adapt")
 chat = pytest.importorskip("titans_core.adapt.chat")
 
-CHATML = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}<assistant>"
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -54,11 +52,11 @@ def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, cap
 def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert chat.turn_text(tokenizer, "Hi", True) == chat.turn_text(tokenizer, "Hi", False) == "Hi"
-    tokenizer.chat_template = CHATML
-    said = [
-        {"role": role, "content": text}
-        for role, text in (("user", "Hi"), ("assistant", "Ho"), ("user", "No"))
-    ]
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}<assistant>"
+    )
+    turns = ("user", "Hi"), ("assistant", "Ho"), ("user", "No")
+    said = [{"role": role, "content": text} for role, text in turns]
     turns = chat.turn_text(tokenizer, "Hi", True), chat.turn_text(tokenizer, "No", False)
     assert "Ho".join(turns) == tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
     assert "".join(chat.decoded(tokenizer, "né€😀".encode())) == "né€😀"

@@ -93,15 +93,6 @@ def test_timing_a_step_is_bounded(tiny_run, monkeypatch):
     assert check.seconds_per_token(tiny_run) is None
 
 
-def test_what_can_run_is_shown_and_leaves_nothing(tiny_yaml, tmp_path, capsys):
-    root = tmp_path / "runs"
-    assert cli.run(["train", str(tiny_yaml), "--root", str(root), "--dry-run"]) == 0
-    shown = capsys.readouterr().out
-    assert "tokens to train on               2,560" in shown
-    assert "_" not in shown
-    assert not root.exists()
-
-
 @pytest.mark.parametrize("name", ["../../evil", "a/b", "", "..", "two words"])
 def test_a_study_s_name_is_a_word(tmp_path, refused, name):
     study = {"name": name, "columns": {"x": {"title": "X"}}, "scales": {"small": {}}, "rows": [{"name": "a"}]}
@@ -112,10 +103,13 @@ def test_a_study_s_name_is_a_word(tmp_path, refused, name):
 
 
 @pytest.mark.parametrize("there", [0, 1])
-def test_a_gpu_that_is_left_unused_is_named(tiny_yaml, tmp_path, capsys, monkeypatch, there):
+def test_what_can_run_and_a_gpu_left_unused_are_shown(tiny_yaml, tmp_path, capsys, monkeypatch, there):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: there)
     for asked in ([], ["--gpus", "0.5"]):
         code = cli.run(["train", str(tiny_yaml), "--root", str(tmp_path / "runs"), "--dry-run", *asked])
-        named = "--gpus 1" in capsys.readouterr().out
-        assert named == (there == 1 and not asked)
+        shown = capsys.readouterr().out
+        assert ("--gpus 1" in shown) == (there == 1 and not asked)
         assert code == (2 if asked and not there else 0)
+        assert code or "tokens to train on               2,560" in shown
+        assert "_" not in shown
+        assert not (tmp_path / "runs").exists()

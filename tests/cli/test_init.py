@@ -16,13 +16,6 @@ from tools.config_reference import reference_page
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
-@pytest.fixture
-def book(tmp_path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("a line of a book, not a long one\n" * 2000)
-    return path
-
-
 def test_file_is_a_run_that_train_accepts_also_without_a_text(book, tmp_path, capsys, answer):
     path = tmp_path / "run.yaml"
     assert run(["init", str(path), "--data", str(book), "--preset", "smoke"]) == 0

@@ -28,27 +28,22 @@ def titans(root: Path, *words: str) -> int:
     return cli.run([*words, "--root", str(root)])
 
 
-def listed(root: Path, capsys, *words: str) -> list[dict]:
-    assert titans(root, "runs", "list", "--json", *words) == 0
-    return json.loads(capsys.readouterr().out)
-
-
-def test_runs_are_listed_and_filtered_by_state_and_study(root, capsys):
+def test_runs_are_listed_and_filtered_by_state_and_study(root, capsys, answer):
     (cell,) = (root / "cells").iterdir()
     study = root / "studies" / "tiny-small"
     study.mkdir(parents=True)
     (study / "cells.json").write_text(json.dumps({"cells": [{"cell": cell.name}]}))
-    (run,) = listed(root, capsys)
+    (run,) = answer("runs", "list", "--root", root)
     assert (run["name"], run["state"], run["variant"], run["steps"]) == (cell.name, "done", "lmm", 20)
     assert run["studies"] == ["tiny-small"]
     assert run["bytes"] > 10_000
     for filters, count in (("--state failed", 0), ("--study tiny", 1), ("--study tin", 0)):
-        assert len(listed(root, capsys, *filters.split())) == count, filters
+        assert len(answer("runs", "list", "--root", root, *filters.split())) == count, filters
     assert titans(root, "runs", "list") == 0
     assert "MB  tiny-small" in capsys.readouterr().out
 
 
-def test_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refused):
+def test_deleted_run_is_gone_and_a_running_one_is_refused(root, answer, refused):
     (cell,) = (root / "cells").iterdir()
     assert titans(root, "runs", "delete", cell.name, "--dry-run") == 0
     assert cell.is_dir()
@@ -57,5 +52,4 @@ def test_deleted_run_is_gone_and_a_running_one_is_refused(root, capsys, refused)
     assert "zzz: no such run under" in refused("runs", "delete", "zzz", "--root", root)
     assert titans(root, "runs", "delete", cell.name[:6]) == 0
     assert not cell.exists()
-    capsys.readouterr()
-    assert listed(root, capsys) == []
+    assert answer("runs", "list", "--root", root) == []

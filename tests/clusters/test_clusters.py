@@ -11,7 +11,6 @@ import yaml
 from titans_platform.cli import run
 from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
 from titans_platform.clusters.base import JobInfo
-from titans_platform.clusters.kuberay import KubeRay
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
@@ -137,14 +136,10 @@ def pods(manifest: dict) -> list[dict]:
     return [group["template"]["spec"] for group in groups]
 
 
-def applied(cluster: KubeRay) -> list[dict]:
-    """The manifests that `up` hands to kubectl, as --dry-run shows them."""
-    return list(yaml.safe_load_all(cluster.up_steps()[0].shown.partition("<<'END'\n")[2].removesuffix("END")))
-
-
 def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     cluster = load_cluster("kuberay")
-    claim, ray = applied(cluster)
+    shown = cluster.up_steps()[0].shown
+    claim, ray = yaml.safe_load_all(shown.partition("<<'END'\n")[2].removesuffix("END"))
     assert claim["kind"] == "PersistentVolumeClaim"
     assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
     for pod in pods(ray):
@@ -161,7 +156,7 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     assert gpu["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "8"
     assert gpu["nodeSelector"]
     # the server refuses what it does not know
-    assert "apply --validate=strict" in cluster.up_steps()[0].shown
+    assert "apply --validate=strict" in shown
 
 
 @pytest.mark.parametrize(("old", "new", "line"), [

@@ -297,21 +297,11 @@ def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
             refused(*given)
 
 
-@pytest.mark.parametrize(("family", "fields", "options", "message"), [
-    ("llama", {}, {"window": 254}, "window: 257 tokens with the sinks, but the source's context has 256"),
-    ("llama", {}, {"layers": (2,)}, "layers: 2 does not exist; the source has 2"),
-    ("qwen2", {"use_sliding_window": True, "max_window_layers": 0}, {}, "layers without full attention"),
-])  # fmt: skip
-def test_conversion_that_cannot_be_is_refused(family, fields, options, message):
-    with pytest.raises(ValueError, match=message):
-        adapt.convert(source(family, **fields), adapt.MemoryOptions(**SHORT | options))
-
-
-def test_unknown_family_quantised_weights_and_long_texts_are_refused():
-    sizes = {"num_hidden_layers": 1, "hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16}
-    other = transformers.AutoModelForCausalLM.from_config(transformers.GPTNeoXConfig(**sizes, vocab_size=9))
-    with pytest.raises(ValueError, match=r"gpt_neox is not a family .*llama, qwen2, qwen3, gpt2 are"):
-        adapt.convert(other)
+def test_sliding_windows_quantised_weights_and_long_texts_are_refused():
+    """Other conversions that cannot be: tests/objectives/test_adapt.py."""
+    sliding = source("qwen2", use_sliding_window=True, max_window_layers=0)
+    with pytest.raises(ValueError, match="layers without full attention"):
+        adapt.convert(sliding, adapt.MemoryOptions(**SHORT))
     quantised = source("llama")
     quantised.config.quantization_config = {"quant_method": "gptq"}
     with pytest.raises(ValueError, match=r"quantised \(gptq\)"):

@@ -4,7 +4,6 @@ from itertools import product
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.core.small import CASES, SWITCHES, VARIANTS, config, model, storages, tokens
 from titans_core import LanguageModel
@@ -12,20 +11,14 @@ from titans_core.state import ModelState
 from titans_kernels.native import library
 
 
-def pieces(m: LanguageModel, x: Tensor, sizes: list[int]) -> Tensor:
-    state, logits = None, []
-    for part in x.split(sizes, 1):
+@pytest.mark.parametrize(("variant", "switch"), CASES)
+def test_sequence_cut_anywhere_goes_on_exactly(variant, switch):
+    m, x, state, logits = model(variant, **SWITCHES[switch]), tokens(2, 77), None, []
+    for part in x.split([5, 20, 1, 1, 30, 20], 1):
         out = m(part, state)
         state = out.state
         logits.append(out.logits)
-    return torch.cat(logits, 1)
-
-
-@pytest.mark.parametrize(("variant", "switch"), CASES)
-def test_sequence_cut_anywhere_goes_on_exactly(variant, switch):
-    m = model(variant, **SWITCHES[switch])
-    x = tokens(2, 77)
-    torch.testing.assert_close(pieces(m, x, [5, 20, 1, 1, 30, 20]), m(x).logits, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(torch.cat(logits, 1), m(x).logits, rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize(("variant", "switch"), CASES)

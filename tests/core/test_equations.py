@@ -5,35 +5,30 @@ from typing import get_args
 
 import pytest
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from tests.core.small import model, tokens
 from tests.core.test_textbook import parameters, perturbed_block
 from titans_core import MemoryConfig, NeuralMemory, textbook
-from titans_core.blocks import Block, Positions
+from titans_core.blocks import Positions
 from titans_core.layers import Gate, Gating, RotaryEmbedding, rotate
 from titans_kernels import Extension, neural_memory, write_budget
-
-
-def attention_equations(b: Block, x: Tensor, titans: bool) -> Tensor:
-    """Full causal attention with rotary positions of x [T, D], with or without the projections of 4.4."""
-    a, heads = b.attention, b.attention.heads
-    reach = torch.arange(len(x))
-    if titans:
-        return textbook.attend(parameters(a), x[:0], x, reach, reach)
-    q, k, v = ((x @ getattr(a, f"w_{n}").weight.T).view(len(x), heads, -1) for n in "qkv")
-    q, k, v = (y.transpose(0, 1) for y in (textbook.rotate(q, reach), textbook.rotate(k, reach), v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1) @ a.w_o.weight.T
 
 
 @pytest.mark.parametrize("projections", ["plain", "titans"])
 def test_transformer_block_is_attention_with_a_residual_connection(projections):
     b = perturbed_block("transformer", window=None, options={"projections": projections})
-    x = torch.randn(37, 16, dtype=torch.float64)
-    expected = x + attention_equations(b, textbook.rms(x, b.norm.weight), projections == "titans")
-    y, _ = b.mix(x[None], None, Positions(torch.arange(37)[None]))
-    torch.testing.assert_close(y[0], expected, rtol=1e-9, atol=1e-10)
+    x, a, reach = torch.randn(37, 16, dtype=torch.float64), b.attention, torch.arange(37)
+    z = textbook.rms(x, b.norm.weight)
+    if projections == "titans":
+        expected = textbook.attend(parameters(a), z[:0], z, reach, reach)
+    else:
+        q, k, v = ((z @ getattr(a, f"w_{n}").weight.T).view(37, a.heads, -1) for n in "qkv")
+        q, k, v = (y.transpose(0, 1) for y in (textbook.rotate(q, reach), textbook.rotate(k, reach), v))
+        read = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(0, 1).flatten(1)
+        expected = read @ a.w_o.weight.T
+    y, _ = b.mix(x[None], None, Positions(reach[None]))
+    torch.testing.assert_close(y[0], x + expected, rtol=1e-9, atol=1e-10)
 
 
 @pytest.mark.parametrize("gating", get_args(Gating))

@@ -205,30 +205,18 @@ def compare(
     assert served.count(ATTEND) == calls
 
 
+@pytest.mark.parametrize(("T", "packed"), [(2, False), (33, False), (40, True)])
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(("window", "persistent"), SPANS)
-def test_attention_over_any_window(served, name, window, persistent):
-    for T in (2, 33):
-        x, *prefix = leaves = inputs(T, persistent)
-
-        def run(m: Attention, x=x, prefix=prefix, leaves=leaves, T=T) -> list[Tensor]:
-            y, after = m(x, torch.arange(T)[None], None, *prefix)
-            return gradients([y, *after.keys], [*leaves, *m.parameters()])
-
-        served.clear()
-        compare(attention(window, **KINDS[name]), run, served, calls=1)
-
-
-@pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("window", "persistent"), SPANS)
-def test_attention_within_packed_documents(served, name, window, persistent):
-    x, *prefix = leaves = inputs(40, persistent)
-    documents = Documents.from_starts(torch.rand(BATCH, 40) < 0.1)
+def test_attention_over_any_window_in_rows_and_packed(served, name, window, persistent, T, packed):
+    x, *prefix = leaves = inputs(T, persistent)
+    documents = Documents.from_starts(torch.rand(BATCH, T) < 0.1) if packed else None
+    positions = documents.position_BT if documents else torch.arange(T)[None]
 
     def run(m: Attention) -> list[Tensor]:
-        y, after = m(x, documents.position_BT, None, prefix[0] if prefix else None, documents)
-        assert after is None
-        return gradients([y], [*leaves, *m.parameters()])
+        y, after = m(x, positions, None, prefix[0] if prefix else None, documents)
+        assert (after is None) == packed
+        return gradients([y, *(after.keys if after else ())], [*leaves, *m.parameters()])
 
     compare(attention(window, **KINDS[name]), run, served, calls=1)
 
@@ -294,24 +282,15 @@ class Doubled(nn.Module):
         return 2 * X
 
 
-def parametrized(layer: nn.Linear) -> nn.Linear:
-    nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
-    return layer
-
-
-def hooked(layer: nn.Linear) -> nn.Linear:
-    layer.register_forward_hook(lambda module, given, y: 1.5 * y)
-    return layer
-
-
-def replaced(layer: nn.Linear) -> nn.Linear:
-    layer.forward = lambda input, forward=layer.forward: 1.5 * forward(input)
-    return layer
-
-
-CHANGES: dict[str, Callable[[nn.Linear], nn.Module]] = {
-    "hook": hooked, "subclass": Scaled, "parametrization": parametrized, "forward": replaced,
-}  # fmt: skip
+def changed(layer: nn.Linear, change: str) -> nn.Module:
+    match change:
+        case "hook":
+            layer.register_forward_hook(lambda module, given, y: 1.5 * y)
+        case "parametrization":
+            nn.utils.parametrize.register_parametrization(layer, "weight", Doubled())
+        case "forward":
+            layer.forward = lambda input, forward=layer.forward: 1.5 * forward(input)
+    return Scaled(layer) if change == "subclass" else layer
 
 
 def layers(net: LanguageModel) -> list[str]:
@@ -320,7 +299,7 @@ def layers(net: LanguageModel) -> list[str]:
     return [name for name in names if name == "head" or name.startswith("blocks.0.")]
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", ["hook", "subclass", "parametrization", "forward"])
 @pytest.mark.parametrize(("variant", "last"), [("mac", True), ("mag", False)])
 def test_changed_layer_is_called(variant, change, last):
     """Before the exchange and after it, each changes the losses as in a plain model."""
@@ -335,7 +314,7 @@ def test_changed_layer_is_called(variant, change, last):
                 accelerate(net)
             parent, _, own = name.rpartition(".")
             torch.manual_seed(1)
-            setattr(net.get_submodule(parent), own, CHANGES[change](net.get_submodule(name)))
+            setattr(net.get_submodule(parent), own, changed(net.get_submodule(name), change))
             if fast and not last:
                 accelerate(net)
             losses.append(losses_of(net))

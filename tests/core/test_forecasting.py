@@ -42,14 +42,11 @@ def test_every_parameter_is_trained_by_a_forecast_of_the_right_shape(name, varia
     assert model.num_parameters() > 0
 
 
-MIXES = ("crossformer", "itransformer", "timesnet")
-
-
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_forecast_sees_its_own_window_and_channel_or_all_channels_that_it_mixes(name, variant):
     model, x = forecaster(name, variant).eval(), values().requires_grad_()
     model(x).prediction[1, :, 2].sum().backward()
-    own = [True] * 3 if name in MIXES else [False, False, True]
+    own = [True] * 3 if name in ("crossformer", "itransformer", "timesnet") else [False, False, True]
     assert (x.grad.abs().sum(1) > 0).tolist() == [[False] * 3, own, [False] * 3, [False] * 3]
 
 

@@ -23,21 +23,15 @@ def logits(net: LanguageModel, x: Tensor, change: Intervention = Intervention(),
         return net(x, **kwargs).logits
 
 
-def without_output(net: LanguageModel, kind: type) -> LanguageModel:
-    """The model with the output projection of its memories, or of its attention, set to zero."""
-    for module in net.modules():
-        if isinstance(module, kind):
-            torch.nn.init.zeros_(module.w_o.weight)
-    return net
-
-
 @pytest.mark.parametrize(("variant", "part", "kind"), [
     *((variant, "memory", NeuralMemory) for variant in ("lmm", *HYBRIDS)),
     *((variant, "attention", Attention) for variant in (*HYBRIDS, "transformer")),
 ])  # fmt: skip
 def test_part_that_is_off_has_a_zero_output_projection(variant, part, kind):
-    x = tokens(2, 45)
-    off, without = logits(model(variant), x, OFF[part]), without_output(model(variant), kind)
+    x, without = tokens(2, 45), model(variant)
+    for module in (m for m in without.modules() if isinstance(m, kind)):
+        torch.nn.init.zeros_(module.w_o.weight)
+    off = logits(model(variant), x, OFF[part])
     torch.testing.assert_close(off, logits(without, x), rtol=1e-9, atol=1e-12)
     assert not torch.allclose(off, logits(model(variant), x))
 
@@ -54,19 +48,16 @@ def test_decay_off_is_a_memory_without_decay(variant, gates):
     assert not torch.allclose(off, logits(net, x))
 
 
-def cut_by_hand(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
-    T = q.shape[2]
-    at = torch.arange(T)
-    near = (at[:, None] >= at) & (at[:, None] - at < window) & (at[:, None] // window == at // window)
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=near)
-
-
 @pytest.mark.parametrize("length", [5, 12, 31])
 def test_cut_attention_does_not_cross_a_border(length, monkeypatch):
     plain = {"attention": {"conv": False}, "persistent": 0}
     net, x = model("transformer", options={"projections": "titans"}, **plain), tokens(2, length)
-    cut = logits(net, x, OFF["cut"])
-    by_hand = lambda q, keys, prefix, window, *_: cut_by_hand(q, *keys, window)  # noqa: E731
+    cut, at = logits(net, x, OFF["cut"]), torch.arange(length)
+
+    def by_hand(q, keys, prefix, window, *_):
+        near = (at[:, None] >= at) & (at[:, None] - at < window) & (at[:, None] // window == at // window)
+        return F.scaled_dot_product_attention(q, *keys, attn_mask=near)
+
     monkeypatch.setattr("titans_core.attention.window_attention", by_hand)
     torch.testing.assert_close(cut, logits(net, x), rtol=1e-9, atol=1e-9)
 

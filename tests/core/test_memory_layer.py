@@ -20,9 +20,7 @@ def test_telemetry_reports_the_surprise_before_the_write(rule, chunk, forget_to)
         k, v, *_ = memory._project_tokens(x[:, t : t + 1], {})[1]
         errors.append((memory.predict(k, cache.start.weights) - v).square().sum(-1).mean())
         _, cache = memory(x[:, t : t + 1], cache)
-    counted = errors[
-        chunk == 1 :
-    ]  # a token that reads its chunk's start is read there also if it is the first
+    counted = errors[chunk == 1 :]  # a chunk's first token too is read at the chunk's start
     assert seen.summary()["surprise"] == pytest.approx(torch.stack(counted).mean().item())
     weights = list(memory.absolute_weights(cache.start.weights))
     norms = [sum(w[i].square().sum() for w in weights).sqrt() for i in range(2)]

@@ -26,18 +26,11 @@ def test_what_is_no_such_folder_is_one_line(name, content, says, tmp_path):
     assert "\n" not in str(caught.value)
 
 
-@pytest.fixture(scope="module")
-def auto():
-    transformers = pytest.importorskip("transformers")
-    import titans_core.huggingface
-
-    assert titans_core.huggingface.MODEL_TYPE == "titans"
-    return transformers.AutoModelForCausalLM
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_transformers_loads_it_with_the_same_logits_and_text(variant, auto, tmp_path):
+def test_transformers_loads_it_with_the_same_logits_and_text(variant, tmp_path):
+    auto = pytest.importorskip("transformers").AutoModelForCausalLM
+    assert pytest.importorskip("titans_core.huggingface").MODEL_TYPE == "titans"
     m, x = model(variant), tokens(2, 21) % 38  # transformers treats every pad token as padding
     save_folder(tmp_path, m, SPECIAL)
     back, loaded = load_folder(tmp_path), auto.from_pretrained(tmp_path, dtype=torch.float64)

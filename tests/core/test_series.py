@@ -10,10 +10,8 @@ CHANNELS, HORIZON = 3, 5
 
 def series_model(variant: str = "lmm", patch: int = 1, layers: int = 2) -> SeriesModel:
     torch.manual_seed(0)
-    # chunks that end within the window
-    options = {}
     config = ModelConfig(
-        variant=variant, options=options, d_model=16, n_layers=layers, persistent_tokens=2,
+        variant=variant, d_model=16, n_layers=layers, persistent_tokens=2,
         memory=MemoryConfig(**{"heads": 2, "chunk_size": 4, **BLOCKS[variant].preset_memory}),
         attention=AttentionConfig(heads=2, window=16, segment_size=8),
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """Configs of data."""
 
 import json
+from pathlib import Path
 
 from titans_platform.config import DataConfig
 
@@ -9,3 +10,9 @@ def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
     """Rows of ``length`` tokens of these sources."""
     value = {"sources": sources, "sequence_length": length} | fields
     return DataConfig.model_validate_json(json.dumps(value))
+
+
+def documents(path: Path, *texts: str, **fields) -> dict:
+    """A source of these texts, written to ``path`` as JSON lines."""
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return {"kind": "files", "path": str(path), "validation_fraction": 0.0} | fields

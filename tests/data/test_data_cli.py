@@ -1,44 +1,34 @@
 """`titans data prepare` and `titans data info`."""
 
-import json
-
 import pytest
 import yaml
 
+from tests.small import texts
 from titans_platform.cli import run
 from titans_platform.data import load_tokenizer
 
 
 @pytest.fixture
 def config_file(tmp_path):
-    (tmp_path / "texts").mkdir()
-    for i in range(10):
-        (tmp_path / "texts" / f"{i}.txt").write_text(f"document {i} " * 20)
-    source = {"kind": "files", "path": str(tmp_path / "texts"), "validation_fraction": 0.2}
+    source = texts(tmp_path / "texts", *(f"document {i} " * 20 for i in range(10)), validation_fraction=0.2)
     path = tmp_path / "run.yaml"
     path.write_text(yaml.safe_dump({"data": {"sources": [source], "sequence_length": 16}}))
     return path
 
 
-def titans(capsys, *arguments) -> tuple[int, str, str]:
-    code = run([str(argument) for argument in arguments])
+def test_prepare_then_info(config_file, tmp_path, capsys, answer):
+    where = str(config_file), "--root", str(tmp_path / "runs")
+    assert run(["data", "prepare", *where]) == 0
     out, err = capsys.readouterr()
-    return code, out, err
-
-
-def test_prepare_then_info(config_file, tmp_path, capsys):
-    root = "--root", tmp_path / "runs"
-    code, out, err = titans(capsys, "data", "prepare", config_file, *root)
-    assert code == 0
     assert "files:texts" in out
     assert err == "", "no progress where there is no terminal"
-    code, out, _ = titans(capsys, "data", "info", config_file, *root, "--json")
-    info = json.loads(out)
+    info = answer("data", "info", *where)
     source = info["sources"]["files:texts"]
     assert (source["documents"], source["tokens"]) == (10, 10 * (1 + 20 * 11))
     assert source["train_rows"] == (8 * 221 - 1) // 16
     assert source["validation_rows"] == (2 * 221 - 1) // 16
-    assert titans(capsys, "data", "info", config_file, *root)[1].count(info["fingerprint"]) == 1
+    assert run(["data", "info", *where]) == 0
+    assert capsys.readouterr().out.count(info["fingerprint"]) == 1
 
 
 def test_bad_config_and_info_before_prepare_are_one_line_and_exit_2(config_file, tmp_path, refused):
@@ -52,11 +42,18 @@ def test_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("the cat sat on the mat and the rat sat on the cat\n" * 20)
     made = []
     for name in ("a.json", "b.json"):
-        line = "data", "tokenizer", tmp_path / "book.txt", "--size", 268, "--out", tmp_path / name
-        code, out, _ = titans(capsys, *line)
-        assert code == 0
+        line = [
+            "data",
+            "tokenizer",
+            str(tmp_path / "book.txt"),
+            "--size",
+            "268",
+            "--out",
+            str(tmp_path / name),
+        ]
+        assert run(line) == 0
         made.append(load_tokenizer(str(tmp_path / name)))
-        assert out == f"{tmp_path / name}: 268 ids, {made[-1].fingerprint}\n"
+        assert capsys.readouterr().out == f"{tmp_path / name}: 268 ids, {made[-1].fingerprint}\n"
     assert made[0].fingerprint == made[1].fingerprint
     text = "the cat\nsat there, at 3 € a mat"
     assert (made[0].decode(made[0].encode(text)), len(made[0].encode(" the"))) == (text, 1)

@@ -15,38 +15,29 @@ COUNTS = (1, 2, 3, 8)
 BATCH, LENGTH = 24, 15
 
 
-def write_source(folder: Path, shards: int, shard_tokens: int) -> tuple[Path, Manifest]:
-    """A source of ``shards`` equal shards of random tokens, of one document each."""
+def written(folder: Path, shards: int, weight: float) -> SourceRows:
+    """A source of equal shards of 1,024 random tokens, of one document each."""
     folder.mkdir()
-    writer = SplitWriter(folder, "train", 256, shard_tokens)
-    rng, left = np.random.default_rng(0), shard_tokens
-    while left:
-        n = min(left, 4096)
-        writer.add(rng.integers(0, 256, n, np.uint32), np.arange(n) > 0)
-        left -= n
+    writer = SplitWriter(folder, "train", 256, 1024)
+    writer.add(np.random.default_rng(0).integers(0, 256, 1024, np.uint32), np.arange(1024) > 0)
     (first,) = writer.close().shards
     infos = [first]
     for i in range(1, shards):
         copy = shutil.copyfile(folder / first.file, folder / f"train-{i:05d}.arrow")
         infos.append(first.model_copy(update={"file": copy.name, "mtime_ns": copy.stat().st_mtime_ns}))
-    split = {"tokens": shards * shard_tokens, "shard_tokens": shard_tokens}
     manifest = Manifest(
-        schema_version=1, label="bench", content="bench", train=SplitInfo(**split, shards=tuple(infos)),
-        validation=SplitInfo(shard_tokens=shard_tokens),
+        schema_version=1, label="bench", content="bench", validation=SplitInfo(shard_tokens=1024),
+        train=SplitInfo(tokens=shards * 1024, shard_tokens=1024, shards=tuple(infos)),
     )  # fmt: skip
     (folder / MANIFEST).write_bytes(signed(manifest))
-    return folder, manifest
+    return SourceRows(folder, manifest, LENGTH, 0, weight, True)
 
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> list[SourceRows]:
     """One of 20 shards, which is read a few shards at a time, and one of 3: 60 and 40 of 100 rows."""
     folder = tmp_path_factory.mktemp("sources")
-    written = [write_source(folder / str(shards), shards, 1024) for shards in (20, 3)]
-    return [
-        SourceRows(path, manifest, LENGTH, 0, weight, True)
-        for (path, manifest), weight in zip(written, (0.6, 0.4), strict=True)
-    ]
+    return [written(folder / str(shards), shards, weight) for shards, weight in ((20, 0.6), (3, 0.4))]
 
 
 def test_many_shards_are_cut_shard_by_shard_and_mixed_a_window_at_a_time(sources):

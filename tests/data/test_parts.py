@@ -1,17 +1,16 @@
 """Large sources in parts: the same shards for any runner, and finished parts are kept."""
 
-import json
 import os
 import pickle
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 import titans_platform.config
+from tests.data import small
 from titans_platform.config import DataConfig, SourceConfig
 from titans_platform.data import PreparedData, by_processes, open_prepared, parts, prepare, shards, sources
 from titans_platform.errors import StorageError, UsageError
@@ -20,9 +19,8 @@ from titans_platform.provenance import cores
 FILES, DOCUMENTS = 6, 30
 
 
-def config(source: dict, **fields) -> DataConfig:
-    value = {"sources": [{"validation_fraction": 0.1} | source], "sequence_length": 16} | fields
-    return DataConfig.model_validate_json(json.dumps(value))
+def config(source: dict) -> DataConfig:
+    return small.config({"validation_fraction": 0.1} | source, length=16)
 
 
 @pytest.fixture
@@ -30,8 +28,8 @@ def texts(tmp_path, monkeypatch) -> dict:
     """Six files, each a part."""
     (tmp_path / "texts").mkdir()
     for i in range(FILES):
-        lines = [json.dumps({"text": f"document {j} of file {i}"}) for j in range(DOCUMENTS)]
-        (tmp_path / "texts" / f"{i}.jsonl").write_text("\n".join(lines) + "\n")
+        texts = (f"document {j} of file {i}" for j in range(DOCUMENTS))
+        small.documents(tmp_path / "texts" / f"{i}.jsonl", *texts)
     monkeypatch.setattr(sources, "PART_BYTES", 500)
     monkeypatch.setattr(sources, "PART_TOKENS", 1)
     return {"kind": "files", "path": str(tmp_path / "texts")}
@@ -164,27 +162,14 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     assert pinned.sources[0].manifest.revision == "v1"
 
 
-@pytest.fixture
-def damaged(tmp_path, monkeypatch) -> tuple[DataConfig, Path]:
-    """Five shards, of which one changed without a change of size or time."""
+def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(tmp_path, monkeypatch):
     monkeypatch.setattr(shards, "SHARD_BYTES", 2048)
     data = config({"kind": "corpus", "max_tokens": 5000, "validation_fraction": 0})
     shard = prepare(data, tmp_path).sources[0].files / "train-00002.arrow"
-    return data, shard
-
-
-def spoil(shard: Path) -> None:
-    import os
-
     stat, content = shard.stat(), bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     os.utime(shard, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(damaged, tmp_path):
-    data, shard = damaged
-    spoil(shard)
     open_prepared(data, tmp_path)
     with pytest.raises(UsageError, match=r"train-00002\.arrow: corrupted shard"):
         open_prepared(data, tmp_path, verify=True)

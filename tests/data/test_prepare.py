@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import small
 from tests.data.small import config
 from titans_platform.data import open_prepared, prepare
 from titans_platform.data.shards import write_table
@@ -28,11 +29,8 @@ def first_batch(prepared) -> list:
 
 @pytest.fixture
 def texts(tmp_path) -> dict:
-    folder = tmp_path / "texts"
-    folder.mkdir()
-    for i in range(20):
-        (folder / f"{i:02d}.txt").write_text(f"document number {i}, with its own text\n" * (i + 1))
-    return {"kind": "files", "path": str(folder), "validation_fraction": 0.2}
+    contents = (f"document number {i}, with its own text\n" * (i + 1) for i in range(20))
+    return small.texts(tmp_path / "texts", *contents, validation_fraction=0.2)
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.data.small import config
+from tests import small
+from tests.data.small import config, documents
 from titans_platform.data import PreparedData, prepare, sources
 from titans_platform.data.encode import split_documents
 from titans_platform.data.sources import CORPUS, Document
@@ -28,17 +29,6 @@ def documents_of(prepared: PreparedData, split: str) -> list[str]:
     return [prepared.tokenizer.decode(span.tokens[a:b].tolist()) for a, b in itertools.pairwise(begins)]
 
 
-def jsonl(*texts: str) -> str:
-    return "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts))
-
-
-def write_many(folder: Path, n: int) -> str:
-    folder.mkdir(exist_ok=True)
-    for i in range(n):
-        (folder / f"{i:03d}.txt").write_text(f"text of file {i}")
-    return str(folder)
-
-
 def splits(source: dict, root: Path, **fields) -> tuple[list[str], list[str]]:
     """The texts of both sides, of which none is on both."""
     prepared = prepare(config(source, **fields), root)
@@ -48,12 +38,13 @@ def splits(source: dict, root: Path, **fields) -> tuple[list[str], list[str]]:
 
 
 def test_no_document_is_in_both_splits_also_where_it_is_repeated(tmp_path):
-    source = {"kind": "files", "path": write_many(tmp_path / "many", 50), "validation_fraction": 0.2}
+    contents = (f"text of file {i}" for i in range(50))
+    source = small.texts(tmp_path / "many", *contents, validation_fraction=0.2)
     train, validation = splits(source, tmp_path / "root")
     assert (len(train), len(validation)) == (40, 10)
     assert set(splits(source, tmp_path / "root", seed=1)[1]) != set(validation)
-    (tmp_path / "t.jsonl").write_text(jsonl(*(f"document {i % 10}" for i in range(100))))
-    source = {"kind": "files", "path": str(tmp_path / "t.jsonl"), "validation_fraction": 0.3}
+    texts = (f"document {i % 10}" for i in range(100))
+    source = documents(tmp_path / "t.jsonl", *texts, validation_fraction=0.3)
     train, validation = splits(source, tmp_path / "root")
     assert (len(train), len(validation)) == (70, 30)
 
@@ -162,7 +153,6 @@ def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeyp
     assert prepared.sources[0].manifest.train.tokens == 5000
     # documents are looked at ahead: a split's window and one group for the tokenizer
     assert len(read) < 10_000
-    import datasets
 
     def load_dataset(*args, **options):
         raise datasets.exceptions.DatasetNotFoundError("Dataset 'some/corpus' doesn't exist on the Hub")
@@ -203,13 +193,12 @@ def test_nothing_is_left_in_the_home_folder(tmp_path):
     home, dataset = tmp_path / "home", tmp_path / "dataset"
     home.mkdir()
     dataset.mkdir()
-    (dataset / "train.jsonl").write_text(jsonl("a record of the dataset", "another record"))
+    files = documents(dataset / "train.jsonl", "a record of the dataset", "another record")
     code = (
         "import sys; from pathlib import Path; from titans_platform.config import DataConfig\n"
         "from titans_platform.data import prepare\n"
         "prepare(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))"
     )
-    files = {"kind": "files", "path": str(dataset / "train.jsonl")}
     data = config(files, {"kind": "hub", "dataset": str(dataset)})
     command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path / "root")]
     unset = ("HF_HOME", "HF_HUB_CACHE", "HF_DATASETS_CACHE", "XDG_CACHE_HOME")

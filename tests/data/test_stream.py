@@ -1,14 +1,12 @@
 """The order of rows: exact weights, one counter, the same for any world size."""
 
-import json
 from collections import Counter
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.data.small import config
+from tests.data.small import config, documents
 from titans_platform.data import PreparedData, open_prepared, prepare
 from titans_platform.data.encode import interleave
 from titans_platform.data.shards import Split, SplitWriter
@@ -16,28 +14,21 @@ from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
 
 
-def write_jsonl(path: Path, texts: list[str]) -> str:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return str(path)
-
-
-def files(path: str, **fields) -> dict:
-    return {"kind": "files", "path": path, "validation_fraction": 0.0} | fields
-
-
 @pytest.fixture(scope="module")
 def mixed(tmp_path_factory) -> PreparedData:
     """Two sources whose rows tell where they are from, weights 3 to 1."""
     folder = tmp_path_factory.mktemp("mixed")
-    upper = write_jsonl(folder / "upper.jsonl", [chr(65 + i % 26) * (20 + i % 7) for i in range(40)])
-    lower = write_jsonl(folder / "lower.jsonl", [chr(97 + i % 26) * (20 + i % 5) for i in range(20)])
-    sources = files(upper, weight=0.75), files(lower, weight=0.25)
-    return prepare(config(*sources), folder / "root")
+    upper, lower = (
+        [chr(a + i % 26) * (20 + i % n) for i in range(c)] for a, n, c in ((65, 7, 40), (97, 5, 20))
+    )
+    one = documents(folder / "upper.jsonl", *upper, weight=0.75)
+    other = documents(folder / "lower.jsonl", *lower, weight=0.25)
+    return prepare(config(one, other), folder / "root")
 
 
 def test_rows_starts_and_loss_by_hand(tmp_path):
-    path = write_jsonl(tmp_path / "t.jsonl", ["abc", "defgh", "ij"])
-    prepared = prepare(config(files(path), length=4), tmp_path / "root")
+    text = documents(tmp_path / "t.jsonl", "abc", "defgh", "ij")
+    prepared = prepare(config(text, length=4), tmp_path / "root")
     source = prepared.sources[0]
     # bos a b c | bos d e f | g h bos i | j: three rows, each with the first token of the next
     bos, want = 256, ["_abc_", "_defg", "gh_ij"]
@@ -102,9 +93,9 @@ def test_interleaving_spreads_weights_and_shuffling_is_fixed():
 
 
 def test_validation_is_every_row_once_in_fixed_order(tmp_path):
-    path = write_jsonl(tmp_path / "t.jsonl", [f"{i * 7919} is document {i}" for i in range(60)])
-    data = config({"kind": "files", "path": path, "validation_fraction": 0.5}, length=16)
-    prepared = prepare(data, tmp_path / "root")
+    texts = (f"{i * 7919} is document {i}" for i in range(60))
+    source = documents(tmp_path / "t.jsonl", *texts, validation_fraction=0.5)
+    prepared = prepare(config(source, length=16), tmp_path / "root")
     batches = list(prepared.validation(batch_size=3))
     again = list(prepared.validation(batch_size=5))
     rows = torch.cat([batch.tokens for batch in batches])
@@ -148,7 +139,7 @@ def test_tokens_are_read_in_place_and_weights_of_zero_refused(mixed, tmp_path):
     writer.add(np.array([1, 70_000, 3]), np.array([False, True, True]))
     read = Split(tmp_path, writer.close()).read(0, 3).tokens
     assert (read.tolist(), info_small.shard_tokens) == ([1, 70_000, 3], 2 * writer.shard_tokens)
-    path = write_jsonl(tmp_path / "t.jsonl", ["some text that is long enough"] * 3)
-    silent = prepare(config(files(path, weight=0.0)), tmp_path / "root")
+    text = documents(tmp_path / "t.jsonl", *["some text that is long enough"] * 3, weight=0.0)
+    silent = prepare(config(text), tmp_path / "root")
     with pytest.raises(UsageError, match=r"data\.sources: every weight is 0"):
         silent.train_stream(4, 0)

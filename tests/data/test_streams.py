@@ -1,6 +1,5 @@
 """Continuous streams: the tokens of each step and the resets, for any world size."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
@@ -8,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.small import config
+from tests.data.small import config, documents
 from titans_platform.data import PreparedData, prepare
 from titans_platform.data.stream import RowTable, Streams, document_starts
 from titans_platform.errors import UsageError
@@ -18,12 +17,6 @@ BOS = 256
 
 def prepared(folder: Path, *sources: dict, **fields) -> PreparedData:
     return prepare(config(*sources, **{"rows": "streams"} | fields), folder / "root")
-
-
-def text(folder: Path, name: str, *documents: str, **fields) -> dict:
-    path = folder / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"text": document}) + "\n" for document in documents))
-    return {"kind": "files", "path": str(path), "validation_fraction": 0.0} | fields
 
 
 def needles(**fields) -> dict:
@@ -36,7 +29,7 @@ DOCUMENTS = [chr(97 + i) * n for i, n in enumerate((30, 7, 8, 41, 1, 90, 16, 23)
 
 @pytest.mark.parametrize(("packing", "groups"), [("borders", 1), ("plain", 1), ("borders", 3), ("plain", 2)])
 def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
-    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing=packing)
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS), packing=packing)
     streams = Streams(data.sources, 3, 8, seed=1, groups=groups)
     table, count = streams.tables[0], 3 * groups
     steps = len(table) // count * groups
@@ -64,7 +57,7 @@ def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, gr
 
 
 def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
-    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS))
     source = data.sources[0]
     starts = document_starts(source.train)
     assert starts.tolist() == np.cumsum([0, *(len(d) + 1 for d in DOCUMENTS)])[:-1].tolist()
@@ -75,7 +68,7 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
         batch = streams.batch(step)
         assert batch.reset.tolist() == (batch.tokens[:, 0] == BOS).tolist()
         assert not (batch.tokens[:, 1:] == BOS).any()
-    plain = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS), packing="plain")
+    plain = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS), packing="plain")
     assert RowTable.of(plain.sources[0], 8).begins.sum() == 1
     assert len({plain.fingerprint, data.fingerprint}) == 2
     data = prepared(tmp_path, needles())
@@ -92,7 +85,7 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_workers_share_the_streams(tmp_path, world_size):
-    sources = text(tmp_path, "t", *DOCUMENTS, weight=0.6), needles(weight=0.4)
+    sources = documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.6), needles(weight=0.4)
     data = prepared(tmp_path, *sources)
     options = {"reset_probability": 0.3, "groups": 2}
     whole = Streams(data.sources, 5, 8, 7, **options)
@@ -105,13 +98,13 @@ def test_workers_share_the_streams(tmp_path, world_size):
 
 
 def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path):
-    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS))
     one, other = Streams(data.sources, 3, 8, 0), Streams(data.sources, 3, 8, 4)
     late = one.batch(31)
     one.batch(2)
     assert all(torch.equal(a, b) for a, b in zip(late, one.batch(31), strict=True))
     assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
-    data = prepared(tmp_path, text(tmp_path, "t", "x" * 4000), packing="plain")
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", "x" * 4000), packing="plain")
     streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25)
     result = np.stack([streams.resets(step) for step in range(400)])
     assert result[0].all()
@@ -123,10 +116,10 @@ def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path
 
 
 def test_refusals(tmp_path):
-    data = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS))
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS))
     with pytest.raises(UsageError, match=r"data\.sources\.0: 30 rows of 8 tokens cannot be divided among 40"):
         Streams(data.sources, 40, 8, 0)
-    mixed = prepared(tmp_path, text(tmp_path, "t", *DOCUMENTS, weight=0.95), needles(weight=0.05))
+    mixed = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.95), needles(weight=0.05))
     with pytest.raises(UsageError, match=r"data\.sources\.1\.weight: 0\.05 gives the source none of the 4"):
         Streams(mixed.sources, 4, 8, 0)
     said = r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"

@@ -49,18 +49,12 @@ def parse(line: str, whole: bool) -> None:
             raise
 
 
-def commands() -> list[tuple[str, str, bool]]:
-    """Every `titans` line of the documents: page, line, whether it stands in a block of its own."""
-    lines = []
+def test_commands_of_the_documents_parse():
+    lines = []  # page, line, whether it stands in a block of its own
     for page in PAGES:
         text, name = joined(page.read_text("utf-8")), str(page.relative_to(TOP))
         lines += [(name, line, True) for line in re.findall(r"^(?:    )?(titans .*)$", text, re.MULTILINE)]
         lines += [(name, line, False) for line in re.findall(r"`(titans [^`]+)`", text)]
-    return lines
-
-
-def test_commands_of_the_documents_parse():
-    lines = commands()
     assert len(lines) > 100
     for page, line, whole in lines:
         try:
@@ -93,10 +87,10 @@ def test_python_snippet_is_complete():
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("book")
 def test_own_text_is_trained_and_measured_as_the_readme_says(tmp_path, monkeypatch, capsys):
     """Line by line, but for a smaller model and fewer steps."""
     monkeypatch.chdir(tmp_path)
-    Path("book.txt").write_text("a line of a book, not a long one\n" * 400)
     (block,) = [block for block in blocks("sh") if "titans init" in block]
     small = {"model.preset": "smoke", "data.sequence_length": "64", "optim.steps": "2", "eval.items": "4"}
     small |= {"eval.perplexity_tokens": "256"}

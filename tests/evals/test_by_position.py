@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from tests import small
 from tests.small import RUN
 from titans_core import LanguageModel
 from titans_platform.cli import run as titans
@@ -125,20 +126,14 @@ def test_carrying_more_gains_more_and_errors_follow_texts_or_parts():
 
 
 @pytest.fixture
-def prepared(tmp_path):
+def data(tmp_path) -> dict:
     """Twenty texts of 900 bytes, six of them held out, for rows of 32 tokens."""
-    return prepare(data_config(tmp_path), tmp_path)
+    contents = (f"text number {part:02d}; " * 60 for part in range(20))
+    return RUN["data"] | {"sources": [small.texts(tmp_path / "texts", *contents, validation_fraction=0.3)]}
 
 
-def data_config(folder):
-    (folder / "texts").mkdir(exist_ok=True)
-    for part in range(20):
-        (folder / "texts" / f"{part}.txt").write_text(f"text number {part:02d}; " * 60)
-    source = {"kind": "files", "path": str(folder / "texts"), "validation_fraction": 0.3}
-    return DataConfig.model_validate_json(json.dumps(RUN["data"] | {"sources": [source]}))
-
-
-def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(prepared):
+def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(data, tmp_path):
+    prepared = prepare(DataConfig.model_validate_json(json.dumps(data)), tmp_path)
     assert longest_text(prepared) == 6 * 961 - 1
     actual = long_texts(prepared, 8, 4 * 8 * 32)
     assert len(actual) == 4
@@ -153,10 +148,11 @@ def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(prepa
     assert (whole.tokens == held_out.read(0, 180 * 32 + 1).tokens).all()
 
 
-def test_eval_by_position_prints_a_table_and_draws_a_figure(tmp_path, capsys, answer, refused, monkeypatch):
+def test_eval_by_position_prints_a_table_and_draws_a_figure(
+    data, tmp_path, capsys, answer, refused, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
     config, root = tmp_path / "run.yaml", ["--root", str(tmp_path / "runs")]
-    data = json.loads(data_config(tmp_path).model_dump_json())
     config.write_text(
         json.dumps(RUN | {"data": data, "eval": {"columns": {"ppl": [{"task": "perplexity"}]}}})
     )

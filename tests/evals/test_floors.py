@@ -37,10 +37,6 @@ FLOORS = [
 """Task, options, tokens, floor within 0.04, and the heuristic where one is clearly best."""
 
 
-def made(task: str, options: dict[str, object]) -> GeneratedTask:
-    return build_generated(TaskConfig(task=task, options=options))  # pyright: ignore[reportArgumentType]
-
-
 def floor_of(task: GeneratedTask, length: int) -> Floor:
     floor = task.floor(length, BYTE)
     assert floor is not None
@@ -50,7 +46,7 @@ def floor_of(task: GeneratedTask, length: int) -> Floor:
 @pytest.mark.parametrize(("task", "options", "length", "level", "best"), FLOORS)
 def test_floor_keeps_its_value_and_no_heuristic_beats_it_on_other_items(task, options, length, level, best):
     """Guesses drawn and scored one by one, on items that the floor was not computed from."""
-    task = made(task, options)
+    task = build_generated(TaskConfig(task=task, options=options))
     rng, floor = random.Random(7), floor_of(task, length)
     assert abs(floor.value - level) < 0.04, floor
     assert best in (None, floor.heuristic)
@@ -93,14 +89,6 @@ class Heads(Coin):
     said = (("always heads", lambda before: ["heads"]), ("either", lambda before: ["heads", "tails"]))
 
 
-class Unlisted(Coin):
-    """A task without heuristics."""
-
-    @property
-    def heuristics(self):
-        return {}
-
-
 def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():
     floor = floor_of(Heads(), 2)
     assert (floor.heuristic, floor.value) == ("always heads", floor.scores["always heads"])
@@ -110,7 +98,7 @@ def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():
     assert Heads().floor(2, load_tokenizer("byte")) is floor
     # a heuristic below chance is no floor
     assert floor_of(Coin(), 2)[:2] == (1 / 2, None)
-    assert Unlisted().floor(2, BYTE) is None
+    assert type("Unlisted", (Coin,), {"heuristics": {}})().floor(2, BYTE) is None
     first, again = ([item.text for item in Heads().floor_items(9, BYTE)] for _ in range(2))
     assert first == again
 

@@ -1,12 +1,11 @@
 """A task outside the package, named by its import path, in evaluation and as a source of training rows."""
 
-import json
-
 import pytest
 
+from tests.data import small
 from tests.small import documented
 from titans_core import LanguageModel
-from titans_platform.config import DataConfig, EvalConfig, TaskConfig
+from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
@@ -24,9 +23,7 @@ def sums(tmp_path, monkeypatch) -> TaskConfig:
 @pytest.fixture
 def data(sums, tmp_path):
     source = {"kind": "task", "rows": 12, "tasks": [sums.model_dump(mode="json")]}
-    return prepare(
-        DataConfig.model_validate_json(json.dumps({"sequence_length": 16, "sources": [source]})), tmp_path
-    )
+    return prepare(small.config(source, length=16), tmp_path)
 
 
 def test_outside_task_is_trained_on_and_measured_and_its_version_counts(sums, data, tiny_run, monkeypatch):

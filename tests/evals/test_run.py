@@ -11,8 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from tests.small import texts
 from titans_core import LanguageModel
-from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
+from titans_platform.config import DataConfig, EvalConfig, TaskConfig
 from titans_platform.data import Batch, load_tokenizer, prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
@@ -299,23 +300,16 @@ def test_rows_beyond_the_budget_of_a_pass_give_what_one_pass_gives(tiny_run, mon
     assert pieces == whole
 
 
-@pytest.fixture
-def measured(tiny_run: RunConfig, tmp_path):
-    (tmp_path / "texts").mkdir()
-    for part in range(20):
-        (tmp_path / "texts" / f"{part}.txt").write_text(f"text number {part}; " * 40)
-    source = {"kind": "files", "path": str(tmp_path / "texts"), "validation_fraction": 0.3}
+def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perplexity(tiny_run, tmp_path):
+    contents = (f"text number {part}; " * 40 for part in range(20))
+    source = texts(tmp_path / "texts", *contents, validation_fraction=0.3)
     fields = tiny_run.data.model_dump(mode="json") | {"sources": [source]}
     data = prepare(DataConfig.model_validate_json(json.dumps(fields)), tmp_path)
     torch.manual_seed(0)
     model = LanguageModel(tiny_run.model)
     speed = TaskConfig(task="throughput", options={"rows": 2, "repeats": 2}, lengths=(1.0, 2.0))
     columns = {"speed": (speed,), "ppl": (TaskConfig(task="perplexity"),), "loss": (TaskConfig(task="loss"),)}
-    return model, evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
-
-
-def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perplexity(measured):
-    model, result = measured
+    result = evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
     assert result["columns"]["speed"] > 10
     assert result["chance"]["speed"] is None
     speeds = {key for key in result["tasks"] if key.startswith("speed")}

@@ -13,18 +13,6 @@ from titans_platform.evals import Request, Scorer, scoring
 BYTE = load_tokenizer("byte")
 
 
-def requests(seed=0, questions=12, longest=60):
-    """Questions of one to four endings, some of which begin alike, after contexts of any length."""
-    rng = random.Random(seed)
-    text = lambda n: rng.choices(range(97, 100), k=n)  # noqa: E731
-    collected = [Request(text(3), text(longest))]
-    for _ in range(questions):
-        context = text(rng.randrange(longest))
-        collected += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]
-    rng.shuffle(collected)
-    return collected
-
-
 def direct(model, request, max_length):
     """Log-likelihood of each token of the continuation, from a pass over this row alone."""
     tokens = request.context + request.continuation
@@ -47,7 +35,13 @@ def small(tiny_run, variant):
 @pytest.mark.parametrize("max_length", [40, 1000])
 def test_scores_are_those_of_each_row_alone(variant, max_length, tiny_run, monkeypatch):
     monkeypatch.setattr(scoring, "LOGITS_PER_BLOCK", 2000)
-    asked, model = requests(), small(tiny_run, variant)
+    # questions of one to four endings, some of which begin alike, after contexts of any length
+    rng, model = random.Random(0), small(tiny_run, variant)
+    text = lambda n: rng.choices(range(97, 100), k=n)  # noqa: E731
+    asked = [Request(text(3), text(60))]
+    for context in (text(rng.randrange(60)) for _ in range(12)):
+        asked += [Request(context, text(rng.randrange(9))) for _ in range(rng.randint(1, 4))]
+    rng.shuffle(asked)
     with torch.inference_mode():
         actual = Scorer(model, BYTE, torch.device("cpu"), 200).score(asked, max_length)
         expected = [direct(model, request, max_length) for request in asked]

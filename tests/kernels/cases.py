@@ -125,7 +125,7 @@ class Case(Call):
 def graded(outputs: list[Tensor], leaves: list[Tensor]) -> tuple[Tensor, ...]:
     """Gradients of all leaves from a random functional of the outputs."""
     generator = torch.Generator().manual_seed(7)
-    weights = [torch.randn(x.shape, generator=generator, dtype=x.dtype) for x in outputs]
+    weights = [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
     total = torch.stack([(x * w).sum() for x, w in zip(outputs, weights, strict=True)]).sum()
     return torch.autograd.grad(total, leaves, retain_graph=True)
 

@@ -1,5 +1,7 @@
 """Decay towards base weights instead of zero; test_residual.py has every form, packed and cut."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -9,14 +11,7 @@ from tests.kernels.cases import NATIVE, assert_same, needs_compiler
 from titans_kernels import DecodeState, Extension, MemoryState, extend_memory, neural_memory, read_memory
 from titans_kernels.memory.forms.triton import pieces
 
-FAST = ["chunked", NATIVE, "auto"]
-
-
-class Case(cases.Case):
-    """A call with a random base of each layer."""
-
-    def __init__(self, T: int, depth: int = 2, **given):
-        super().__init__(T, depth, base=True, **given)
+Case = partial(cases.Case, base=True)
 
 
 @pytest.mark.parametrize("rule", ["paper", "gated_delta"])
@@ -36,7 +31,7 @@ def test_kernels_of_a_linear_memory_in_the_interpreter(kind):
     assert_same(expected, actual, case.leaves, results=(1e-3, 1e-4), gradients=(1e-3, 1e-3))
 
 
-@pytest.mark.parametrize("backend", ["reference", "generic", *FAST])
+@pytest.mark.parametrize("backend", ["reference", "generic", "chunked", NATIVE, "auto"])
 @pytest.mark.parametrize("depth", [1, 3])
 def test_forgetting_all_leads_back_to_the_base(depth, backend):
     case = Case(9, depth)

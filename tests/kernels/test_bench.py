@@ -108,16 +108,10 @@ def test_checks_alone_time_nothing(tiny, monkeypatch):
     assert (result.return_value, result.output.count("chunked           right:")) == (0, 3)
 
 
-@pytest.fixture
-def slightly_wrong(monkeypatch) -> None:
-    """The parallel form with its coefficients a thousandth off."""
+def test_wrong_op_is_reported_and_not_timed(tiny, monkeypatch):
     right = chunked.coefficients
     wrong = lambda *gates: (result := right(*gates))._replace(C=result.C * 1.001)  # noqa: E731
     monkeypatch.setattr(chunked, "coefficients", wrong)
-
-
-@pytest.mark.usefixtures("slightly_wrong")
-def test_wrong_op_is_reported_and_not_timed(tiny, monkeypatch):
     monkeypatch.setattr(timing.Runner, "turn", None)
     result = run("--shape", "tiny", "--backend", "chunked")
     assert result.return_value == 1

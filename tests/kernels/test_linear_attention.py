@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import needs_compiler
+from tests.kernels.cases import assert_same, needs_compiler
 from titans_kernels import forms_used, linear_attention, scans
 from titans_kernels.recurrence import recurrent_linear_attention
 from titans_kernels.scans import recurrent_scan, scan, selective_scan
@@ -30,13 +30,7 @@ def documents(T: int) -> Tensor:
     return starts.cumsum(1) + torch.tensor([[0], [T]])
 
 
-def compare(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], x: list[Tensor]) -> None:
-    """Outputs and every gradient, to 1e-9."""
-    results = []
-    for outputs in (actual, expected):
-        loss = sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)).sum() for y in outputs)
-        results.append([*outputs, *torch.autograd.grad(loss, x)])
-    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-9)
+compare = partial(assert_same, results=(1e-9, 1e-9), gradients=(1e-9, 1e-9))
 
 
 @pytest.mark.parametrize("packed", [False, True])

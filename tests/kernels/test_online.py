@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.cases import Case
+from tests.kernels.cases import Case, graded
 from titans_kernels import Rule, forms_used
 from titans_kernels.memory import op
 from titans_kernels.memory.forms import online
@@ -61,16 +61,12 @@ def test_auto_takes_it_where_it_serves_also_on_a_gpu():
         case.whole(rule=rule, **options)
         assert ("neural_memory: online" in forms_used()) == served, (rule, options)
     case = made(8)
-    inputs = op.Inputs.of(*(x.as_subclass(OnAGPU) for x in case.tokens))
+    # says that it is there, which is all that the choice of a form asks
+    on_gpu = type("OnAGPU", (Tensor,), {"is_cuda": True})
+    inputs = op.Inputs.of(*(x.as_subclass(on_gpu) for x in case.tokens))
     for chunk_size, taken in ((1, True), (16, False)):
         form = op.choose("auto", inputs, case.state.weights, op.Options(chunk_size, "silu", None, None))
         assert (form.name == "online") == taken
-
-
-class OnAGPU(Tensor):
-    """A tensor that says it is there, which is all that the choice of a form asks."""
-
-    is_cuda = True
 
 
 def test_float32_at_length_is_near_float64_and_the_state_keeps_no_more_than_itself():
@@ -94,14 +90,15 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
     """In the interpreter, in float32, against the recurrence in float64: results and every gradient."""
     case = made(T, widths=widths)
     options = ONLINE | {"rule": rule}
-    expected = graded(case, backend="reference", **options)
+    results = case.whole(backend="reference", **options)
+    expected = [*results, *graded(results, case.leaves)]
     monkeypatch.setattr(online, "COMPILED", 0)
     monkeypatch.setattr(online, "_by_kernel", lambda k, v: k.shape[1] > 1 and delta.refusal(k, v) is None)
     case.cast(torch.float32)
     forms_used(forget=True)
-    actual = graded(case, backend="online", **options)
+    results = case.whole(backend="online", **options)
     assert "delta_states: triton" in forms_used()
-    for x, wanted in zip(actual, expected, strict=True):
+    for x, wanted in zip([*results, *graded(results, case.leaves)], expected, strict=True):
         assert (x - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
 
 
@@ -114,10 +111,3 @@ def test_kernels_are_operators_of_torch():
     torch.library.opcheck(delta.delta_states, inputs)
     grads = [torch.randn(R, n + 1, 2 * D, F), torch.randn(R, n, b, F)]
     torch.library.opcheck(delta.delta_states_backward, [x.detach() for x in inputs[1:6]] + grads)
-
-
-def graded(case: Case, **options: Any) -> list[Tensor]:
-    """Results, and the gradients of a fixed functional of them."""
-    results, generator = case.whole(**options), torch.Generator().manual_seed(3)
-    seeds = [torch.randn(x.shape, generator=generator).to(x.dtype) for x in results]
-    return [*results, *torch.autograd.grad(results, case.leaves, seeds)]

@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tests.kernels.cases import Case, assert_same
+from tests.small import documented
 from titans_kernels import (
     RULES,
     DecodeState,
@@ -255,28 +256,12 @@ def test_form_that_does_not_support_a_rule_is_refused():
         extend_memory(*case.tokens, opened, chunk_size=8)
 
 
-# the walk of docs/extending.md: one file, and a line where it shall have a name
-LP = '''
-from dataclasses import dataclass
-from titans_kernels import Rule
-
-@dataclass(frozen=True)
-class Lp(Rule):
-    """The l_p inner loss of MIRAS's Moneta."""
-    p: float = 3.0
-
-    def __post_init__(self):
-        if self.p < 1:
-            raise ValueError(f"p: {self.p} must be 1 or more")
-
-    def loss(self, prediction, v):
-        return (prediction - v).abs().pow(self.p).sum(-1)
-'''
-
-
 @pytest.fixture
 def lp(tmp_path, monkeypatch) -> str:
-    (tmp_path / "my_rules.py").write_text(LP)
+    """The rule of docs/extending.md, with a check of its parameter."""
+    check = "\n    def __post_init__(self):\n        if self.p < 1:\n            raise ValueError("
+    source = documented("kernels/titans_kernels/memory/lp.py")
+    (tmp_path / "my_rules.py").write_text(source + check + 'f"p: {self.p} must be 1 or more")\n')
     monkeypatch.syspath_prepend(tmp_path)
     return "my_rules:Lp"
 

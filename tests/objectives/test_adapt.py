@@ -213,7 +213,11 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
     other.save_pretrained(adapted / "neox")
     write_tokenizer(load_tokenizer("byte"), adapted / "neox")
     for words, source, message in (
-        (["refused"], "neox", "gpt_neox is not a family that can get a memory"),
+        (
+            ["refused"],
+            "neox",
+            "gpt_neox is not a family that can get a memory; llama, qwen2, qwen3, gpt2 are",
+        ),
         (["refused"], "missing.gguf", "cannot be loaded by transformers"),
         (["out", "--depth", "3"], "source", "has a memory with other options"),
         (["source"], "source", "a llama model without a memory"),

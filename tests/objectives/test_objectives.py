@@ -52,14 +52,9 @@ def run_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "run.yaml"
 
 
-def train(*arguments: str) -> int:
-    return cli.run(["train", "run.yaml", "--root", "runs", *arguments])
-
-
 @pytest.mark.slow
 def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
-    assert train("--json") == 0
-    first = json.loads(capsys.readouterr().out)
+    first = answer("train", "run.yaml", "--root", "runs")
     assert first["columns"]["mse"] < 0.8 * first["chance"]["mse"]
     assert first["columns"]["mae"] < first["chance"]["mae"]
     assert first["tasks"].keys() == {"mse/mse@16", "mae/mae@16", "mae/mae@32"}
@@ -74,7 +69,7 @@ def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     (cell / "result.json").unlink()
     shutil.rmtree(cell / "checkpoints" / "step-00000040")
     assert (cell / "checkpoints" / "step-00000036").is_dir()
-    assert train() == 0
+    assert cli.run(["train", "run.yaml", "--root", "runs"]) == 0
     assert "time steps, " in (shown := capsys.readouterr().out)
     assert "MSE" in shown
     again = read_json(cell / "result.json")

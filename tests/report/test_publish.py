@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from tests.report.small import save
+from tests.report.small import save, study_of
 from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
@@ -17,11 +17,9 @@ from titans_platform.report.report import build_report
 from titans_platform.report.table import build_table
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.spec import Column, Row, Scale, Study
+from titans_platform.study.spec import Column
 from titans_platform.study.status import overview, studies_of_the_paper
 from titans_platform.tracking import TrackingStore, adopt, open_store
-
-ACC = Column(title="Reasoning", unit="%", factor=100)
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +42,8 @@ def study_run(root, store) -> StudyRun:
     log.close()
     tasks, config = {"acc/recall@64": {"value": 0.5, "stderr": 0.1}}, {"optim": {"steps": 20}}
     save(root, cell, columns={"acc": 0.25}, tasks=tasks, mlflow_run_id=run_id, config=config)
-    study = Study(name="tiny", columns={"acc": ACC}, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    return StudyRun(study, "small", root, "c0ffee", cells=(cell,), whole=(cell,))
+    columns = {"acc": Column(title="Reasoning", unit="%", factor=100)}
+    return study_of(root, cell, columns=columns)
 
 
 @pytest.mark.slow

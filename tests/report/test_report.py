@@ -24,9 +24,6 @@ PPL = Column(title="LM perplexity", higher_is_better=False, decimals=2)
 ACC = Column(title="Reasoning", unit="%", factor=100)
 
 
-LINKS = Links("http://127.0.0.1:5000", "1")
-
-
 def study(rows: list[Row], **columns: Column) -> Study:
     columns = columns or {"ppl": PPL, "acc": ACC}
     return Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=tuple(rows))
@@ -63,24 +60,15 @@ def curves(table: Table) -> dict:
 
 
 def page(table: Table) -> str:
-    return report_page(build_report(table, curves(table), links=LINKS))
+    return report_page(build_report(table, curves(table), links=Links("http://127.0.0.1:5000", "1")))
 
 
-def cells_of(*rows: str) -> list[Cell]:
-    """Two seeds of each row."""
-    return [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in rows for seed in (0, 1)]
-
-
-@pytest.fixture
-def hurt(tmp_path):
-    """A study of three rows: whole, one seed failed with a reason that looks like HTML, nothing there."""
+def test_page_is_self_contained_marks_missing_cells_links_numbers_and_latex_is_escaped(tmp_path):
+    """Of three rows: whole, one seed failed with a reason that looks like HTML, nothing there."""
     rows = [Row(name="LMM", paper={"ppl": 27.01}), Row(name="w/o <Conv> & co"), Row(name="gone")]
     RunFolder(tmp_path, "1x1").record_failure(ValueError("loss <script>alert(1)</script>"), "c0ffee")
     skip = {("w/o <Conv> & co", 1), ("gone", 0), ("gone", 1)}
-    return measured(tmp_path, study(rows), skip=skip)
-
-
-def test_page_is_self_contained_marks_missing_cells_links_numbers_and_latex_is_escaped(hurt):
+    hurt = measured(tmp_path, study(rows), skip=skip)
     text = page(hurt)
     assert not re.search(r"(?:src|href)=\"(?!#|http://127\.0\.0\.1:5000/)|@import|url\((?!#)", text)
     assert "<script>alert" not in text
@@ -120,7 +108,7 @@ def test_figures_follow_from_the_axes(tmp_path, rows, expected):
 
 def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
-    cells = cells_of("LMM", "Window")
+    cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
     for cell in cells:
         shares = {"0-10%": float(cell.row == "LMM"), "90-100%": 1.0 - cell.seed / 2}
         keys = ("pk_1/needle-passkey@64", "pk_2/needle-passkey@128")

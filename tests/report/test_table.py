@@ -33,11 +33,6 @@ MEASURED = {
 }  # fmt: skip
 
 
-@pytest.fixture
-def root(tmp_path):
-    return tmp_path
-
-
 def cells() -> list[Cell]:
     pairs = [(row, seed) for row in MEASURED for seed in (0, 1)]
     return [Cell(row, seed, RunConfig(seed=seed, eval=MEASURES), f"{row[:3]}{seed}") for row, seed in pairs]
@@ -59,7 +54,7 @@ def table(root, commit: str = "c0ffee"):
     return build_table(StudyRun(study, "small", root, commit, whole=tuple(cells())))
 
 
-def test_row_of_several_cells_is_their_mean_for_each_seed(root):
+def test_row_of_several_cells_is_their_mean_for_each_seed(tmp_path):
     measures = EvalConfig(columns={"lm_ppl": (TaskConfig(task="recall"),)})
     axes = {"at": Axis(points={"near": {}, "far": {}}, across=True)}
     columns = {"lm_ppl": COLUMNS["lm_ppl"]}
@@ -68,18 +63,18 @@ def test_row_of_several_cells_is_their_mean_for_each_seed(root):
     whole = [Cell(row, seed, RunConfig(seed=seed, eval=measures), f"{row}{seed}") for row, seed in of]
     tasks = {"lm_ppl/mse@8": {"value": 1.0, "stderr": 0.1, "chance": None, "items": 9}}
     for cell in whole[:3]:
-        save(root, cell, row=cell.row, tasks=tasks, columns={"lm_ppl": of[cell.row, cell.seed]})
-    (line,) = build_table(StudyRun(study, "small", root, "c0ffee", whole=tuple(whole))).rows
+        save(tmp_path, cell, row=cell.row, tasks=tasks, columns={"lm_ppl": of[cell.row, cell.seed]})
+    (line,) = build_table(StudyRun(study, "small", tmp_path, "c0ffee", whole=tuple(whole))).rows
     # the second seed lacks a part
     assert (line.entries["lm_ppl"].values, line.entries["lm_ppl"].wanted) == ((2.0,), 2)
     assert by_seed(line, "lm_ppl") == {0: 2.0}
 
 
 @pytest.fixture
-def full(root):
+def full(tmp_path):
     for cell in cells():
-        finish(root, cell)
-    return table(root)
+        finish(tmp_path, cell)
+    return table(tmp_path)
 
 
 def test_means_links_and_csv_of_a_whole_table(full):
@@ -108,27 +103,27 @@ def printed(view, width: int = 80) -> list[str]:
     return console.file.getvalue().splitlines()
 
 
-def test_no_number_is_cut_on_a_narrow_terminal(root, full):
+def test_no_number_is_cut_on_a_narrow_terminal(tmp_path, full):
     lines = printed(full)
     assert max(map(len, lines)) <= 80
     row = next(line for line in lines if line.startswith("LMM"))
     assert " ".join(row.split()) == "LMM 5.10±0.14 27.01 52.0±2.8 47.83 137K 9.34K 131M 0.0004"
     for cell in cells():
-        finish(root, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
-    lines = [line.rstrip() for line in printed(table(root), 60)]
+        finish(tmp_path, cell, commit="deadbeef" if cell.seed else "c0ffee", parameters=137_000_000)
+    lines = [line.rstrip() for line in printed(table(tmp_path), 60)]
     numbers, sizes = (line for line in lines if line.startswith("w/o Persistent Memory†"))
     assert numbers.endswith("31.0±1.4     —")
     assert sizes.endswith("137M 9.34K   131M 0.0004")
 
 
-def test_missing_failed_and_stale_cells_are_marked(root):
+def test_missing_failed_and_stale_cells_are_marked(tmp_path):
     done = cells()
     for cell in done[:2]:
-        finish(root, cell, commit="c0ffee" if cell.seed else "deadbeef" * 5)
-    finish(root, done[2])
+        finish(tmp_path, cell, commit="c0ffee" if cell.seed else "deadbeef" * 5)
+    finish(tmp_path, done[2])
     error = ValueError("loss is\nnan" + 60 * " long" + " fix=lr")
-    RunFolder(root, done[3].name).record_failure(error, "c0ffee")
-    view = table(root)
+    RunFolder(tmp_path, done[3].name).record_failure(error, "c0ffee")
+    view = table(tmp_path)
     lines = "\n".join(printed(view))
     # the end of a long note is its fix
     parts = ("LMM†", "commit deadbeefdead;", "6.00 1/2", "seed 1: failed: ValueError: loss is nan", "fix=lr")
@@ -137,25 +132,25 @@ def test_missing_failed_and_stale_cells_are_marked(root):
 
 
 @pytest.mark.parametrize(("device", "noted"), [("NVIDIA H100", True), ("CPU, 2 cores", False)])
-def test_rows_without_kernels_on_a_gpu_are_named(root, device, noted):
+def test_rows_without_kernels_on_a_gpu_are_named(tmp_path, device, noted):
     first, *others = cells()
     for cell in (first, *others):
         form = "chunked" if cell.row == first.row else "triton"
-        finish(root, cell, environment={"device": device}, forms=[f"neural_memory: {form}"])
+        finish(tmp_path, cell, environment={"device": device}, forms=[f"neural_memory: {form}"])
     line = f"{first.row}: the memory ran on a GPU without kernels (chunked); do not compare times."
-    assert (line in build_report(table(root)).notes) == noted
+    assert (line in build_report(table(tmp_path)).notes) == noted
 
 
-def test_every_format_has_the_verdict(root):
+def test_every_format_has_the_verdict(tmp_path):
     steady = {"LMM": (5.0, 0.5), "w/o Persistent Memory": (6.0, 0.3), "Transformer++": (9.0, 0.9)}
     for cell in cells():
         ppl, acc = (value * (1 + cell.seed / 1000) for value in steady[cell.row])
-        finish(root, cell, columns={"lm_ppl": ppl, "reasoning_acc": acc})
-    full = table(root)
+        finish(tmp_path, cell, columns={"lm_ppl": ppl, "reasoning_acc": acc})
+    full = table(tmp_path)
     (line,) = [each for each in printed(full) if "Persistent" in each and "agrees" in each]
     # 1.00 higher, which is worse; the paper too says worse
     assert line.split()[-3:] == ["-1.00", "p<0.001", "agrees"]
-    paths = write_report(build_report(full), root)
+    paths = write_report(build_report(full), tmp_path)
     for name, less in (("table.md", "<"), ("table.tex", "$<$"), ("report.html", "&lt;")):
         text = paths[name].read_text()
         assert "of 1 comparison 1 agree, 0 disagree, 0 are not resolved" in text
@@ -169,35 +164,35 @@ def best(view, key: str = "reasoning_acc") -> list[str]:
     return sorted(build_report(view).best[key])
 
 
-def test_bold_is_the_best_of_the_compared_rows_and_nothing_at_chance(root, full):
+def test_bold_is_the_best_of_the_compared_rows_and_nothing_at_chance(tmp_path, full):
     # Transformer++ has 94.5% and is a reference row
     assert best(full) == ["LMM"]
     assert "Transformer++ left out" in build_report(full).bold_note
     for cell in cells():
         acc = 0.24 if cell.row == "LMM" else 0.10
-        finish(root, cell, columns={"lm_ppl": 300.0 + cell.seed, "reasoning_acc": acc})
-    assert best(table(root)) == best(table(root), "lm_ppl") == []
-    assert "mathbf" not in export.latex(build_report(table(root)))
+        finish(tmp_path, cell, columns={"lm_ppl": 300.0 + cell.seed, "reasoning_acc": acc})
+    assert best(table(tmp_path)) == best(table(tmp_path), "lm_ppl") == []
+    assert "mathbf" not in export.latex(build_report(table(tmp_path)))
 
 
-def test_numbers_timed_beside_other_cells_are_marked(root):
+def test_numbers_timed_beside_other_cells_are_marked(tmp_path):
     def timed(cell: Cell, host: str, began: int, ended: int) -> bool:
         span = {"host": host, "began": began, "ended": ended}
-        cell.folder(root).update(attempt=span)
+        cell.folder(tmp_path).update(attempt=span)
         note = "Reasoning: timed while other cells ran on the same machine."
-        return note in build_report(table(root)).notes
+        return note in build_report(table(tmp_path)).notes
 
     for i, cell in enumerate(cells()):
-        finish(root, cell, tasks={"reasoning_acc/throughput@64": {"value": 9.0, "stderr": None}})
+        finish(tmp_path, cell, tasks={"reasoning_acc/throughput@64": {"value": 9.0, "stderr": None}})
         assert not timed(cell, "a", 10 * i, 10 * i + 9)
     assert timed(cells()[1], "a", 5, 19)
     assert not timed(cells()[1], "b", 5, 19)
 
 
-def test_empty_table_has_a_report_and_counts_are_abbreviated(root):
-    empty = table(root)
-    paths = write_report(build_report(empty), root / "views")
-    assert {path for path in (root / "views").rglob("*") if path.is_file()} == set(paths.values())
+def test_empty_table_has_a_report_and_counts_are_abbreviated(tmp_path):
+    empty = table(tmp_path)
+    paths = write_report(build_report(empty), tmp_path / "views")
+    assert {path for path in (tmp_path / "views").rglob("*") if path.is_file()} == set(paths.values())
     assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
     assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")
     short = {None: "—", 0: "0", 999: "999", 1000: "1K", 137_400: "137K", 999_600: "1M", 15 * 10**9: "15B"}

@@ -27,16 +27,12 @@ COLUMNS: Any = {
 }
 
 
-def measures(columns) -> Any:
-    """As much of a cell's config as says which columns it has."""
-    return SimpleNamespace(eval=SimpleNamespace(columns=columns))
-
-
 def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], reference=False, expected=()):
     seeds = range(len(next(iter(columns.values()))))
+    config = SimpleNamespace(eval=SimpleNamespace(columns=columns))
     return SimpleNamespace(
         row=Row(name=name, reference=reference, expected=dict(expected)),
-        cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed, config=measures(columns)) for seed in seeds],
+        cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed, config=config) for seed in seeds],
         results=[
             Result(cell=f"{name}-{seed}", columns={key: values[seed] for key, values in columns.items()})
             for seed in seeds

@@ -13,6 +13,7 @@ import pytest
 from pydantic import ValidationError
 from rich.console import Console
 
+from tests.report.small import study_of
 from tests.runs.test_execute import changed
 from titans_platform.cli import live
 from titans_platform.cli.train import Workers
@@ -22,9 +23,8 @@ from titans_platform.files import file_lock, is_locked, write_json
 from titans_platform.runs.check import check_batch
 from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Resources, concurrency
-from titans_platform.study.grid import Cell, StudyRun
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import place
-from titans_platform.study.spec import Column, Row, Scale, Study
 from titans_platform.text import clock
 from titans_platform.tracking import open_store
 
@@ -102,19 +102,13 @@ def test_stale_checkpoints_start_over_and_stale_results_are_shown(folder):
     assert folder.shown_result().commit == "two"
 
 
-def study_of(root, *cells: Cell) -> StudyRun:
-    columns = {"lm_ppl": Column(title="P")}
-    study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    return StudyRun(study, "small", root, "two", cells=cells)
-
-
 def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
     cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd", "abe"))]
     write_json(cells[0].folder(tmp_path).path / "result.json", result("one"))
     write_json(cells[1].folder(tmp_path).path / "result.json", {**result("two"), "cell": "abd"})
 
     def todo(**options):
-        plan, _ = place(replace(study_of(tmp_path, *cells), machine=Machine(cpus=2)), **options)
+        plan, _ = place(replace(study_of(tmp_path, *cells, commit="two"), machine=Machine(cpus=2)), **options)
         assert [cell.name for cell in plan.stale] == ["abc"]
         return [cell.name for cell in plan.todo]
 
@@ -207,11 +201,7 @@ def lock(root: Path) -> None:
         pass
 
 
-def database(root: Path) -> None:
-    open_store(f"sqlite:///{root}/mlflow.db")
-
-
-@pytest.mark.parametrize("write", [lock, database])
+@pytest.mark.parametrize("write", [lock, lambda root: open_store(f"sqlite:///{root}/mlflow.db")])
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES, errno.ENOSPC])
 def test_a_read_only_root_and_a_full_disk_are_exit_code_3(tmp_path, monkeypatch, write, number):
     kind = StorageError if number == errno.ENOSPC else NotWritable

@@ -35,13 +35,6 @@ def run_on(book: Path, variant: str = "lmm", **evaluation) -> RunConfig:
     return RunConfig.model_validate_json(json.dumps(values))
 
 
-@pytest.fixture
-def book(tmp_path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text("a line of a book, not a long one; and then the next of them\n" * 40)
-    return path
-
-
 @pytest.mark.parametrize("variant", ["lmm", "mag"])
 def test_it_changes_no_number_and_no_name(book, tmp_path, variant):
     plain, watched = run_on(book, variant), run_on(book, variant, every=2)

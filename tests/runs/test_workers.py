@@ -79,13 +79,6 @@ def test_worker_keeps_its_large_blocks():
     assert ray.get(ray.remote(pages_asked_for).remote()) < 20_000
 
 
-def printed(program: str, *arguments: object, **told: str) -> str:
-    """Return the output of a program whose allocator has these settings alone."""
-    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | told
-    command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.check_output(command, env=env, cwd=Path(__file__).parents[2], text=True)
-
-
 # the function's source, as an import of this file brings torch
 QUIETED = f"""
 {inspect.getsource(pages_asked_for)}
@@ -101,7 +94,9 @@ print(pages_asked_for())
     ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
 ])  # fmt: skip
 def test_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
-    assert (int(printed(QUIETED, **told)) < 20_000) == kept
+    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | told
+    pages = subprocess.check_output([sys.executable, "-c", QUIETED], env=env, cwd=Path(__file__).parents[2])
+    assert (int(pages) < 20_000) == kept
 
 
 TERMINATED = """

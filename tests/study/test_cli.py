@@ -90,10 +90,12 @@ def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, refused
     assert not (tiny / "runs" / "mlflow.db").exists()
 
 
-def test_store_that_cannot_be_opened_is_reported_before_data_are_prepared(tiny, refused):
+def test_store_that_cannot_be_opened_is_reported_before_data_are_prepared(tiny, tiny_yaml, refused):
     (tiny / "runs" / "mlflow.db").mkdir(parents=True)
     assert "mlflow.db: cannot be opened" in refused("sweep", "run", "tiny", "--scale", "small")
     assert [path.name for path in (tiny / "runs").iterdir()] == ["mlflow.db"]
+    assert "mlflow.db: cannot be opened" in refused("train", tiny_yaml)
+    assert not (tiny / "runs" / "cells").exists()
 
 
 @pytest.mark.nightly

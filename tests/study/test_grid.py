@@ -146,12 +146,8 @@ def test_planned_activations_are_within_a_tenth_of_a_packed_trace():
     assert 0.9 <= (max(BUDGETS.values()) / WIDTH + 21) / check.USUALLY_SAVED <= 1
 
 
-@pytest.fixture(scope="module")
-def grid():
-    return load_study(str(SWEEPS / "grid.yaml"))
-
-
-def test_grid_is_48_cells_a_seed_that_differ_in_the_axes_alone(grid):
+def test_grid_is_48_cells_a_seed_that_differ_in_the_axes_alone():
+    grid = load_study(str(SWEEPS / "grid.yaml"))
     for scale in grid.scales:
         configs = [cell.config for cell in expand(grid, scale, seeds=[0])]
         models = [config.model for config in configs]

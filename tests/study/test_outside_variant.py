@@ -36,15 +36,11 @@ def lab(tmp_path, monkeypatch):
     return tmp_path
 
 
-def train(*arguments: str) -> int:
-    return cli.run(["train", "run.yaml", "--root", "runs", *arguments])
-
-
-def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, answer, monkeypatch):
+def test_it_is_trained_interrupted_resumed_and_measured(lab, answer, monkeypatch):
+    train = ["train", "run.yaml", "--root", "runs"]
     model = preset("smoke", VARIANT, vocab_size=260, options={"width": 3}).model_dump(mode="json")
     (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
-    assert train("--json") == 0
-    straight = json.loads(capsys.readouterr().out)
+    straight = answer(*train)
     assert straight["config"]["model"]["variant"] == VARIANT
     shutil.rmtree(lab / "runs" / "cells")
 
@@ -58,10 +54,8 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, capsys, answer, mon
         return mix(self, *arguments)
 
     monkeypatch.setattr(block, "mix", counted)
-    assert train() == 130
-    capsys.readouterr()
-    assert train("--json") == 0
-    resumed = json.loads(capsys.readouterr().out)
+    assert cli.run(train) == 130
+    resumed = answer(*train)
     assert 20 <= len(steps) < 35, "it resumed from a checkpoint"
     for key in ("cell", "columns", "final_train_loss", "parameters", "state_bytes"):
         assert resumed[key] == straight[key]

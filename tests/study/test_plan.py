@@ -4,15 +4,14 @@ from dataclasses import replace
 
 import pytest
 
+from tests.report.small import save, study_of
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
-from titans_platform.files import write_json
 from titans_platform.runs import check
 from titans_platform.runs.spec import Machine
 from titans_platform.study import plan as module
-from titans_platform.study.grid import Cell, StudyRun
+from titans_platform.study.grid import Cell
 from titans_platform.study.plan import CELL_OVERHEAD, STARTUP, estimate, eval_tokens, place
-from titans_platform.study.spec import Column, Row, Scale, Study
 
 ROWS = ("fast", "slow", "slower")
 GIB = 2**30
@@ -21,20 +20,12 @@ GIB = 2**30
 @pytest.fixture
 def study(tmp_path):
     """Three rows of two seeds each, told apart by their width."""
-    columns = {"acc": Column(title="Accuracy")}
-    rows = tuple(Row(name=name) for name in ROWS)
-    file = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=rows)
-    cells = tuple(
+    cells = (
         Cell(row, seed, RunConfig.model_validate({"seed": seed, "model": {"d_model": width}}), f"{row}{seed}")
         for seed in (0, 1)
         for row, width in zip(ROWS, (16, 32, 64), strict=True)
     )
-    return StudyRun(file, "small", tmp_path, "c0ffee", cells=cells, whole=cells)
-
-
-def finish(study: StudyRun, cell: Cell, **numbers: float) -> None:
-    result = {"cell": cell.name, "commit": "c0ffee"} | numbers
-    write_json(cell.folder(study.root).path / "result.json", result)
+    return study_of(tmp_path, *cells)
 
 
 def test_each_row_is_timed_with_its_own_model(study, monkeypatch):
@@ -65,7 +56,7 @@ def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
 
 
 def test_finished_cells_replace_timed_steps(study):
-    finish(study, study.cells[0], train_seconds=30.0, eval_seconds=10.0)
+    save(study.root, study.cells[0], train_seconds=30.0, eval_seconds=10.0)
     seconds, basis = estimate(replace(study, concurrency=1))
     # five cells are left, and rows without a finished cell get the mean of those with one
     assert seconds == pytest.approx(STARTUP + 5 * (40 + CELL_OVERHEAD))
@@ -84,7 +75,7 @@ def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
 
 
 def test_cells_that_exceed_the_memory_run_fewer_at_once(study, monkeypatch):
-    finish(study, study.cells[0], peak_rss_bytes=3 * GIB)
+    save(study.root, study.cells[0], peak_rss_bytes=3 * GIB)
     monkeypatch.setattr(module, "machine_memory", lambda: 8 * GIB)
     study = replace(study, machine=Machine(cpus=4))
     placed, warning = place(study)

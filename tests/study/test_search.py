@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from tests.small import RUN
+from tests.small import RUN, texts
 from titans_platform import cli
 from titans_platform.errors import UsageError
 from titans_platform.study.grid import StudyRun, load_study
@@ -35,16 +35,13 @@ STUDY = {
 def hunt(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TITANS_HOME", str(tmp_path / "runs"))
-    (tmp_path / "texts").mkdir()
-    for part in range(40):
-        lines = (f"line {i} of {i * i} words, {i % 7}\n" for i in range(80 * part, 80 * part + 80))
-        (tmp_path / "texts" / f"{part}.txt").write_text("".join(lines))
+    lines = [f"line {i} of {i * i} words, {i % 7}\n" for i in range(40 * 80)]
+    texts(tmp_path / "texts", *("".join(lines[i : i + 80]) for i in range(0, len(lines), 80)))
     (tmp_path / "hunt.yaml").write_text(json.dumps(STUDY))
     return tmp_path
 
 
-def call(*more: str) -> int:
-    return cli.run(["sweep", "run", "hunt.yaml", "--scale", "small", *more])
+LINE = ["sweep", "run", "hunt.yaml", "--scale", "small"]
 
 
 def searched(folder):
@@ -63,8 +60,7 @@ def written(folder) -> dict[str, int]:
 @pytest.mark.cluster
 @pytest.mark.usefixtures("ray_cluster")
 def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer):
-    assert call("--json") == 0
-    table = json.loads(capsys.readouterr().out)
+    table = answer(*LINE)
     default, result = (row["columns"]["loss"]["mean"] for row in table["rows"])
     assert [row["row"] for row in table["rows"]] == ["default", "found"]
     assert result < default - 0.1
@@ -77,20 +73,19 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
     assert len(cells) == 4 + sum(trial.state == "done" for trial in before.trials)
 
     # the same again runs nothing; one trial lost and two more wanted runs three
-    assert call() == 0
+    assert cli.run(LINE) == 0
     line = set_line(before.best.params)
     assert line in capsys.readouterr().out.replace("\n", " ")
     lost = next(trial for trial in before.trials if trial != before.best)
     shutil.rmtree(hunt / "runs" / "cells" / lost.cell)
     wider = {**STUDY, "search": {**STUDY["search"], "trials": 8}}
     (hunt / "hunt.yaml").write_text(json.dumps(wider))
-    assert call() == 0
+    assert cli.run(LINE) == 0
     after = searched(hunt)
     assert [trial.params for trial in after.trials[:6]] == [trial.params for trial in before.trials]
     assert len({json.dumps(trial.params) for trial in after.trials}) == 8
     kept = set(cells) - {lost.cell}
     assert {name: written(hunt)[name] for name in kept} == {name: cells[name] for name in kept}
-    capsys.readouterr()
     (status,) = answer("sweep", "status")
     assert status["search"]["set"] == set_line(after.best.params)
 
@@ -112,9 +107,9 @@ def test_corners_of_a_search_space_are_checked(hunt, space, said):
     assert "\n" not in str(error.value)
 
 
-def test_dry_run_shows_the_search(hunt, capsys):
-    assert call("--dry-run", "--json") == 0
-    plan = json.loads(capsys.readouterr().out)["search"]
+@pytest.mark.usefixtures("hunt")
+def test_dry_run_shows_the_search(answer):
+    plan = answer(*LINE, "--dry-run")["search"]
     assert plan["rungs"] == [3, 9, 27]
     assert (plan["tokens_least"], plan["tokens_at_most"]) == (6 * 3 * 128, 6 * 27 * 128)
 

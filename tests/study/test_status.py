@@ -5,13 +5,13 @@ import re
 
 from rich.console import Console
 
-from tests.report.small import save
+from tests.report.small import save, study_of
 from titans_platform.cli import live
 from titans_platform.cli.live import running
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
-from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.spec import Column, Row, Scale, Study
+from titans_platform.study.grid import Cell
+from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus
 
 
@@ -20,22 +20,17 @@ def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     columns = {"acc": Column(title="Reasoning", unit="%", factor=100), "ppl": Column(title="LM", decimals=2)}
     measured = {"acc": 0.25, "ppl": 5.125, "speed": None}
     result = {"cell": "abc", "columns": measured, "train_seconds": 8, "eval_seconds": 2}
-    study = Study(name="tiny", columns=columns, scales={"small": Scale()}, rows=(Row(name="LMM"),))
-    study = StudyRun(study, "small", tmp_path, "one", cells=(cell,))
     out = io.StringIO()
-    with running(study, Console(file=out, width=100)):
+    with running(study_of(tmp_path, cell, columns=columns), Console(file=out, width=100)):
         assert not out.getvalue()
         write_json(cell.folder(tmp_path).path / "result.json", result)
     assert out.getvalue() == "done    LMM, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
 
 
 def test_table_is_shown_when_a_seed_is_finished_in_every_row(tmp_path):
-    rows = Row(name="LMM"), Row(name="MAC")
-    cells = [
-        Cell(row.name, seed, RunConfig(seed=seed), f"{row.name}{seed}") for seed in (0, 1) for row in rows
-    ]
-    study = Study(name="tiny", columns={"lm_ppl": Column(title="LM")}, scales={"small": Scale()}, rows=rows)
-    study = StudyRun(study, "small", tmp_path, "c0ffee", cells=tuple(cells), whole=tuple(cells))
+    pairs = [(row, seed) for seed in (0, 1) for row in ("LMM", "MAC")]
+    cells = [Cell(row, seed, RunConfig(seed=seed), f"{row}{seed}") for row, seed in pairs]
+    study = study_of(tmp_path, *cells)
     out = io.StringIO()
     for last in (2, 4):
         with running(study, Console(file=out, width=100)):
@@ -54,10 +49,7 @@ def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left
     name = "Gated DeltaNet with a short convolution and a window of 2,048"
     item = CellStatus("abc", name, 0, "running", progress | {"eta_seconds": 754.0})
     monkeypatch.setattr(live, "cell_statuses", lambda cells, root: [item])
-    study = Study(
-        name="tiny", columns={"ppl": Column(title="LM")}, scales={"small": Scale()}, rows=(Row(name=name),)
-    )
-    study = StudyRun(study, "small", tmp_path, "one", cells=(Cell(name, 0, RunConfig(), "abc"),))
+    study = study_of(tmp_path, Cell(name, 0, RunConfig(), "abc"))
     out = io.StringIO()
     with running(study, Console(file=out, width=80, force_terminal=True, color_system=None)):
         pass

@@ -34,7 +34,8 @@ class Stream:
         return Batch(tokens, starts, torch.ones(ROWS, LENGTH, dtype=torch.bool))
 
 
-def losses(variant: str) -> list[float]:
+@pytest.mark.parametrize("variant", sorted(LOSSES))
+def test_losses_of_twenty_steps_keep_their_values(variant):
     config = ModelConfig(
         variant=variant, vocab_size=VOCAB, d_model=16, n_layers=2, memory=MemoryConfig(heads=2, chunk_size=8),
         attention=AttentionConfig(heads=2, window=16, segment_size=16),
@@ -42,10 +43,5 @@ def losses(variant: str) -> list[float]:
     with deterministic(seed=0, threads=1):
         optim = OptimConfig(steps=20, lr=1e-3)
         trainer = Trainer(LanguageModel(config), optim, Stream(), sequence_length=LENGTH)
-        return [trainer.step()["loss"] for _ in range(20)]
-
-
-@pytest.mark.parametrize("variant", sorted(LOSSES))
-def test_losses_of_twenty_steps_keep_their_values(variant):
-    trained = losses(variant)
+        trained = [trainer.step()["loss"] for _ in range(20)]
     assert [trained[step - 1] for step in AT] == pytest.approx(LOSSES[variant], rel=1e-5)

@@ -17,18 +17,14 @@ from titans_platform.training import parallel
 from titans_platform.training.loop import Hooks
 
 
-def run_of(variant: str, layers: int, length: int) -> RunConfig:
-    model = preset("smoke", variant, vocab_size=260).model_dump(mode="json") | {"n_layers": layers}
-    values = {"model": model, "data": {"sequence_length": length}}
-    return RunConfig.model_validate_json(json.dumps(values))
-
-
 @pytest.mark.parametrize(("variant", "keys", "twice"), [
     ("lmm", 0, 0), ("mac", 2 * 32, 5), ("mag", 32, 0), ("mal", 32, 0), ("transformer", 256, 0),
 ])  # fmt: skip
 def test_operations_are_six_a_weight_attention_to_its_window_and_the_memory(variant, keys, twice):
     """MAC's segments of 32 see tokens and reads, which pass through five matrices again."""
-    cfg = run_of(variant, layers=2, length=256)
+    model = preset("smoke", variant, vocab_size=260).model_dump(mode="json") | {"n_layers": 2}
+    values = {"model": model, "data": {"sequence_length": 256}}
+    cfg = RunConfig.model_validate_json(json.dumps(values))
     model = build_objective(cfg).build_model()
     width, heads = cfg.model.d_model, cfg.model.memory.heads
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2) + twice * width**2 * 2
