@@ -146,9 +146,8 @@ def write_error(path: Path, error: OSError) -> TitansError:
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno in (errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.ENAMETOOLONG):
         return UsageError(f"{path.parent} cannot be written ({reason}); give another name or --root")
-    kind, fix = NotWritable, "change its permissions"
-    if is_transient(error):
-        kind, fix = StorageError, "free space there"
+    kind = StorageError if is_transient(error) else NotWritable
+    fix = "free space there" if kind is StorageError else "change its permissions"
     return kind(f"{path}: cannot be written: {reason}; {fix}, or give another --root")
 
 
