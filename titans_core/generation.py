@@ -131,9 +131,8 @@ class Writing:
         """The sequence of each finished row, to continue from; None while it runs."""
         seeded = [torch.Generator().manual_seed(sampling.seed + i) for i in range(len(rows))]
         self._rows = [_Row(i, row, max_new_tokens, seeded[i]) for i, row in enumerate(rows)]
-        self._state = start
-        if isinstance(start, Reading):
-            self._state = start.state and start.state.take([0] * len(rows))
+        repeated = [0] * len(rows)
+        self._state = start.state and start.state.take(repeated) if isinstance(start, Reading) else start
         self._position = 0
 
     def __iter__(self) -> Iterator[Written]:
