@@ -10,6 +10,7 @@ from experiments.tables import HERE, check_table, section, table
 HEADINGS = {
     "carried/cells.csv": "Streams that take turns",
     "carried/cells-every-step.csv": "Streams that are all read at every step",
+    "far_text/cells.csv": "In short, so far",
     "hybrids/cells.csv": "Ten reporting seeds",
     "letter/cells.csv": "What it showed",
     "long_ablation/cells.csv": "Ten seeds",
