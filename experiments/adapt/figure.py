@@ -34,9 +34,9 @@ def main() -> None:
             lost = [float(part[mode]) - float(part["full"]) for part in parts]
             places = [x + 0.2 * (i - 1.5) for x in range(len(parts))]
             panel.bar(places, lost, 0.2, label=mode, color=COLOURS[i])
-        panel.set_xticks(range(len(parts)), [f"{part['start']} to {part['end']}" for part in parts])
+        panel.set_xticks(range(len(parts)), [part["end"] for part in parts])
         panel.set_title(f"{run[0]['model']}, {run[0]['rows']} rows", fontsize=10)
-        panel.set_xlabel("tokens of a row")
+        panel.set_xlabel("tokens of a row, up to")
     panels[0][0].set_ylabel("nats a token above full attention")
     panels[0][0].legend(fontsize=8, frameon=False)
     figure.tight_layout()
