@@ -45,7 +45,7 @@ class ModelState(NamedTuple):
 
     @staticmethod
     def cat(states: Sequence[ModelState]) -> ModelState:
-        """Concatenate states at the same position along the batch."""
+        """Concatenate states along the batch that one call can continue; the position is the first one's."""
         join = lambda *parts: torch.cat(parts) if isinstance(parts[0], Tensor) else parts[0]  # noqa: E731
         first, *others = (state.blocks for state in states)
         return ModelState(states[0].position, tree_map(join, first, *others) if others else first)

@@ -150,6 +150,7 @@ def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
 
 
 def test_gradients_of_attention_and_of_its_levels_are_those_of_finite_differences():
+    torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, n, *of, dtype=torch.float64, requires_grad=True) for n, *of in SHAPES)
     sees = torch.rand(3, 4, 5) < 0.5
     sees[0] = sees[1, 2] = False  # a block and a query that see nothing: levels below all others
@@ -259,8 +260,7 @@ def test_sessions_that_have_read_different_texts_are_decoded_in_one_batch(kind, 
     assert rows.count(2) == 7 - 2  # three tokens in one call, then each of the rest
     states = [model.sessions(tmp_path / folder).reading("longer").state for folder in ("together", "alone")]
     assert states[0].position == apart + 5 * 8 + 3 + 5 - 1
-    pairs = list(zip(*(tree_leaves(state) for state in states), strict=True))
-    for pair in pairs:
+    for pair in zip(*(tree_leaves(state) for state in states), strict=True):
         torch.testing.assert_close(*pair, atol=1e-5, rtol=1e-4)
 
 

@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 from titans_core.adapt.families import Family
 from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
 from titans_kernels import without_autocast
+from titans_kernels.memory.options import operand_dtype
 
 UNSEEN = -1e30
 """Score of a key that a query does not see, so that a softmax over such keys alone is finite."""
@@ -168,14 +169,12 @@ class WindowAttention(nn.Module):
         query, key = torch.arange(c, device=device)[:, None], torch.arange(W + c, device=device)
         block = c * torch.arange(n, device=device)[:, None, None]
         sees = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
-        y, level = _Attention.apply(
-            queries(rotate(q, rotary, at)), keys, blocks(torch.cat([before.v, v], 1)), sees
-        )
+        y, level = _attend(queries(rotate(q, rotary, at)), keys, blocks(torch.cat([before.v, v], 1)), sees)
         count = sees.sum(-1)
         if S:
             near, near_level, sees = y, level, sinks <= start + block + query - W
             far = queries(rotate(q, rotary, at.clamp(max=S + W - 1)))
-            y, level = _Attention.apply(far, sinks_k, sinks_v, sees)
+            y, level = _attend(far, sinks_k, sinks_v, sees)
             both = torch.logaddexp(near_level, level)
             y = near * (near_level - both).exp()[..., None] + y * (level - both).exp()[..., None]
             level, count = both, count + sees.sum(-1)
@@ -217,6 +216,12 @@ class WindowAttention(nn.Module):
         window = y[:, lead:].float()
         mixed = (window + share * (read - window)).to(y.dtype)
         return torch.cat([y[:, :lead], mixed], 1), after, gates
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:
+    """Call `_Attention` on operands of autocast's dtype, as its backward pass runs outside of autocast."""
+    dtype = operand_dtype(q)
+    return _Attention.apply(q.to(dtype), k.to(dtype), v.to(dtype), sees)
 
 
 class _Attention(torch.autograd.Function):

@@ -172,8 +172,8 @@ class Adapted(RefusesUnknown):
         """Return the sessions in a folder."""
         return Sessions(self, Path(folder))
 
-    def same_place(self, state: ModelState) -> Any:
-        """Return equal values for states that one batch can continue, whose rows may differ in length.
+    def batch_key(self, state: ModelState) -> Any:
+        """Return a key that is equal for states which one batch can continue, of texts of any lengths.
 
         Beyond window and sinks no position grows with the text, except in a table of positions.
         """

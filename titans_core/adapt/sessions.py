@@ -87,8 +87,8 @@ class Sessions:
             A session and a new token of it.
         """
         readings = {name: self.reading(name) for name in asked}
-        place = lambda name: repr((state := readings[name].state) and self.model.same_place(state))  # noqa: E731
-        for _, group in groupby(sorted(asked, key=place), place):
+        key = lambda name: repr((state := readings[name].state) and self.model.batch_key(state))  # noqa: E731
+        for _, group in groupby(sorted(asked, key=key), key):
             names = list(group)
             states = [state for name in names if (state := readings[name].state)]
             prompts = [[*readings[name].ahead, *asked[name]] for name in names]

@@ -115,15 +115,17 @@ class _Divergence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, student_BTD: Tensor, teacher_BTD: Tensor, head: nn.Module) -> Tensor:
         """Return the divergences [B, T] in float32."""
+        trained = ctx.needs_input_grad[0]
         teacher = head(teacher_BTD).float().log_softmax(-1)
-        with torch.enable_grad():
-            x_BTD = student_BTD.detach().requires_grad_()
+        with torch.set_grad_enabled(trained):
+            x_BTD = student_BTD.detach().requires_grad_(trained)
             logits = head(x_BTD)
         student = logits.detach().float().log_softmax(-1)
         p = teacher.exp()
-        nats = torch.linalg.vecdot(p, teacher.sub_(student))
-        (dx_BTD,) = torch.autograd.grad(logits, x_BTD, student.exp_().sub_(p).to(logits.dtype))
-        ctx.save_for_backward(dx_BTD)
+        nats = teacher.sub_(student).mul_(p).sum(-1)
+        if trained:
+            dlogits = student.exp_().sub_(p).to(logits.dtype)
+            ctx.save_for_backward(*torch.autograd.grad(logits, x_BTD, dlogits))
         return nats
 
     @staticmethod
