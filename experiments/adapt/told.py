@@ -1,7 +1,7 @@
 """Insert facts and questions about them into texts: `python experiments/adapt/told.py IN.jsonl OUT.jsonl`.
 
-A fact is asked for twice, 250 to 1,500 tokens later. Names, words and kinds differ from the ones that `measure.py`
-asks for, so that what is learnt is to remember.
+A fact is asked for twice, 250 to 1,500 tokens later. Names, words and kinds differ from the measured ones, so
+that what is learnt is to remember.
 """
 
 from __future__ import annotations
