@@ -30,6 +30,8 @@ MIN_TOKENS, MIN_WIDTH = 16, 16
 MIN_LOG_DECAY = -32.0
 """Log decays are clamped here: 1e-14 of the state remains, negligible beside the next write. The kernels take
 differences of cumulative log decays, so stronger ones add rounding errors, and minus infinity gives NaN."""
+PART_BYTES = 2**30
+"""Most bytes of a tensor of the chunked form, which takes longer rows in parts."""
 INSTALLED = importlib.util.find_spec("fla") is not None
 
 
@@ -105,16 +107,35 @@ def linear_attention(
             ran.note("linear_attention", "native" if compiled else "chunked", v)
             if compiled:
                 return _Attend.apply(*inputs, resets(index_BT))  # pyright: ignore[reportReturnType]
+    inputs = [x.to(dtype) for x in (q, k, v, log_decay)]
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
+    # a chunk has decays [H, c, c, G] and a state
+    largest = max(size**2 * log_decay[:, 0].numel(), state.numel(), 1) * dtype.itemsize
+    tokens = max(1, PART_BYTES // largest) * size
+    outputs, state = [], state.to(dtype)
     with without_autocast(q):
-        q, k, v, log_decay = (_chunks(x.to(dtype), size) for x in (q, k, v, log_decay))
-        sees, reads, writes, keeps = _borders(index_BT, T, size, q)
-        D = torch.where(sees[..., None], _segment_sums(log_decay), -torch.inf).exp()  # [B, N, H, t, s, G]
-        through = log_decay.cumsum(-2).exp()  # [B, N, H, t, G]
-        kept = keeps * through[..., -1, :, None]
-        added = (k * D[..., -1, :, :] * writes).mT @ v
-        starts, state = _passed(kept, added, state.to(dtype))
-        y = _scores(q, k, D) @ v + (q * through * reads) @ starts
+        for start in range(0, T, tokens):
+            part = slice(start, start + tokens)
+            index = None if index_BT is None else index_BT[:, part]
+            if index_BT is not None and start:
+                state = state * (index_BT[:, start] == index_BT[:, start - 1]).to(dtype)[:, None, None, None]
+            y, state = _chunked(*(x[:, part] for x in inputs), state, index, size)
+            outputs.append(y)
+    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], state
+
+
+def _chunked(
+    q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor, index_BT: Tensor | None, size: int
+) -> tuple[Tensor, Tensor]:
+    T = q.shape[1]
+    q, k, v, log_decay = (_chunks(x, size) for x in (q, k, v, log_decay))
+    sees, reads, writes, keeps = _borders(index_BT, T, size, q)
+    D = torch.where(sees[..., None], _segment_sums(log_decay), -torch.inf).exp()  # [B, N, H, t, s, G]
+    through = log_decay.cumsum(-2).exp()  # [B, N, H, t, G]
+    kept = keeps * through[..., -1, :, None]
+    added = (k * D[..., -1, :, :] * writes).mT @ v
+    starts, state = _passed(kept, added, state)
+    y = _scores(q, k, D) @ v + (q * through * reads) @ starts
     return y.transpose(2, 3).flatten(1, 2)[:, :T], state
 
 

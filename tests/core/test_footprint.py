@@ -45,8 +45,14 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
     assert {x.meta["val"].dtype for node in calls for x in node.args[:3]} <= {torch.bfloat16}
 
 
+BASELINES = ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "based", "hyena"]
+
+
 @pytest.mark.slow
-def test_a_layer_of_mamba_has_no_tensor_of_a_gigabyte():
-    graphs = footprint.trace(presets.preset("340M", variant="mamba"), ROWS, LENGTH)
+@pytest.mark.parametrize(
+    "variant", ["mamba", "hgrn2", *(pytest.param(name, marks=pytest.mark.nightly) for name in BASELINES)]
+)
+def test_a_layer_of_a_baseline_has_no_tensor_above_a_gibibyte(variant):
+    graphs = footprint.trace(presets.preset("340M", variant=variant), ROWS, LENGTH)
     assert max(footprint.size_of(x) for x in tensors(graphs)) <= 2**30
     assert scans.PART_BYTES <= 2**30

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import assert_same, needs_compiler
-from titans_kernels import forms_used, linear_attention, scans
+from titans_kernels import forms_used, linear_attention, recurrence, scans
 from titans_kernels.recurrence import recurrent_linear_attention
 from titans_kernels.scans import recurrent_scan, scan, selective_scan
 
@@ -36,7 +36,9 @@ compare = partial(assert_same, results=(1e-9, 1e-9), gradients=(1e-9, 1e-9))
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("channels", [1, 4])
 @pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
-def test_chunks_give_the_recurrence(T, channels, packed):
+@pytest.mark.parametrize("part_bytes", [recurrence.PART_BYTES, 1], ids=["whole", "parts_of_a_chunk"])
+def test_chunks_give_the_recurrence(T, channels, packed, part_bytes, monkeypatch):
+    monkeypatch.setattr(recurrence, "PART_BYTES", part_bytes)
     x = inputs(T, channels)
     index = documents(T) if packed else None
     result = linear_attention(*x, index, chunk_size=8)

@@ -28,10 +28,12 @@ def made(T: int, **given: Any) -> Case:
 
 @pytest.mark.parametrize("rule", RULES, ids=str)
 @pytest.mark.parametrize("T", [1, 7, 31, 32, 33, 96, 101, 18 * 32, 41 * 32 + 5])
-@pytest.mark.parametrize("compiled", [True, False])
-def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, compiled):
-    if not compiled:
+@pytest.mark.parametrize("form", ["compiled", "blocks", "parts_of_a_block"])
+def test_it_is_the_recurrence_forward_and_every_gradient(monkeypatch, T, rule, form):
+    if form != "compiled":
         monkeypatch.setattr(online, "COMPILED", 0)
+    if form == "parts_of_a_block":
+        monkeypatch.setattr(online, "PART_BYTES", 1)
     made(T).check("online", rule=rule, **ONLINE)
 
 

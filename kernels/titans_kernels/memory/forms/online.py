@@ -46,6 +46,8 @@ COMPILED = 64 * 64
 """Numbers of a head's weights up to which the token-by-token form in C++ is used on a CPU."""
 EVERY = 16
 """Tokens between the states that it saves for the backward."""
+PART_BYTES = 2**29
+"""Most bytes of the states before the blocks of a call, whose tokens are taken in parts."""
 FEW = 16
 """Blocks up to which one follows the other."""
 SMALL = 1024
@@ -128,11 +130,12 @@ def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, 
     B, T, H, _ = inputs.q.shape
     W, S = W.flatten(0, 1), S.flatten(0, 1)
     whole, outputs = T // BLOCK * BLOCK, []
-    for start, end, b in ((0, whole, BLOCK), (whole, T, T - whole)):
-        if start < end:
-            part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
-            y, W, S = _blocks(part, W, S, b, gated)
-            outputs.append(y)
+    tokens = max(1, PART_BYTES // max(1, W.nbytes + S.nbytes)) * BLOCK
+    for start in (*range(0, whole, tokens), *range(whole, T, BLOCK)):
+        end = min(start + tokens, whole) if start < whole else T
+        part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
+        y, W, S = _blocks(part, W, S, min(BLOCK, end - start), gated)
+        outputs.append(y)
     y = torch.cat(outputs, 1).unflatten(0, (B, H)).transpose(1, 2)
     return y, W.unflatten(0, (B, H)), S.unflatten(0, (B, H))
 
