@@ -32,7 +32,7 @@ COVERED = {
 """Shapes that launch every kernel, and the kernels each is compiled for."""
 OTHER_TYPES = [
     ("bf16", "stepped", "l2-d1024-one"), ("fp16", "columns", "l1-d64-bound"),
-    ("fp32", "streamed.write+base", "l2-d64-h256"),
+    ("fp32", "streamed", "l2-d64-h64-bound"),
 ]  # fmt: skip
 EDGES = {
     "fp32": ("reads.backward+hidden+base", "streamed_backward.backward"),
@@ -144,9 +144,11 @@ def test_every_path_of_a_shipped_scale_is_enumerated():
 
 
 @pytest.mark.nightly
-def test_no_path_of_a_shipped_scale_in_bf16_spills_much(tmp_path):
-    (tmp_path / "shapes.json").write_text(json.dumps(shipped()["bf16"]))
-    (rows,) = compiled(tmp_path, {"shipped": ["--packed", "--shapes", "shapes.json"]}).values()
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_no_path_of_a_shipped_scale_spills_much(dtype, tmp_path):
+    (tmp_path / "shapes.json").write_text(json.dumps(shipped()[dtype]))
+    options = ["--packed", "--shapes", "shapes.json", "--dtype", dtype]
+    (rows,) = compiled(tmp_path, {"shipped": options}).values()
     assert [r for r in rows if r["spilled"] > SPILLED or r["shared"] > SHARED_LIMIT[r["target"]]] == []
 
 
@@ -178,6 +180,7 @@ def test_other_types_compile_too(dtype, made):
     rows = made[f"other {dtype}"]
     assert rows
     assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in rows)
+    assert [row for row in rows if row["spilled"] > SPILLED] == []
 
 
 @pytest.mark.parametrize("dtype", EDGES)

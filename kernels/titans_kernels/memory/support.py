@@ -80,7 +80,8 @@ def supports(memory: Fields, head_dim: int, dtype: torch.dtype, arch: int) -> Su
     )  # fmt: skip
     form = choose(memory.backend, inputs, weights, options).name
     if form == "triton":
-        kernels = path([padded(w) for w in widths], memory.chunk_size, memory.surprise_bound, arch)
+        sizes = [padded(w) for w in widths], memory.chunk_size, memory.surprise_bound
+        kernels = path(*sizes, arch, dtype == torch.float32)
         return Support(form, kernels, "")
     if form == "online":
         return Support(form, "delta", "")

@@ -338,7 +338,7 @@ def _shape(
     N, layout = document_count(B, cu_seqlens), tables(B, T, cu_seqlens, b, q.device)
     return Shape(
         N, start.shape[0] < N, H, B * T, layout.M, b, layers, size, activation, bound, float32_precision(),
-        layout, card_of(q.device),
+        q.dtype == torch.float32, layout, card_of(q.device),
     )  # fmt: skip
 
 

@@ -199,7 +199,7 @@ def read_layer_backward(
     ``dx`` [tokens, H, D] is the gradient of x as given, before the activation. ``dC`` [M, H, b, b] and
     ``dtokens`` [2.., tokens, H], of beta and m, are sums over layers: the last layer writes, others add.
     """
-    BD, BF = min(layer.D, shape.tile), min(layer.F, shape.tile)
+    BD, BF = min(layer.D, shape.single_tile), min(layer.F, shape.single_tile)
     launch(
         _backward, (shape.M, shape.H), dz, x, X, d, states, base, gates.C, gates.tokens, dx, dX, dd, dC,
         dtokens, *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
@@ -275,10 +275,11 @@ def update_layer_backward(
     ``dz`` [tokens, H, F] times ``sign`` is the gradient of the first layer's pre-activation of the keys. The
     last layer is called first and initialises ``inner``.
     """
+    tile = shape.single_tile if shape.float32 else 64
     launch(
         _update_backward, (shape.M, shape.H), states, dstates, base, d, dz, dX, gates.tokens, dk, inner,
         *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
-        BD=min(layer.D, 64), BF=min(layer.F, 64), b=shape.b, KEYS=layer.number == 0, SIGN=sign,
+        BD=min(layer.D, tile), BF=min(layer.F, tile), b=shape.b, KEYS=layer.number == 0, SIGN=sign,
         ADD=layer.number < shape.depth - 1, PRECISION=shape.precision, warps=shape.warps, stages=2,
     )  # fmt: skip
 

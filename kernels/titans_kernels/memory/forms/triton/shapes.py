@@ -44,6 +44,8 @@ class Shape(NamedTuple):
     """0 for none"""
     precision: str
     """precision of float32 products: tf32x3, as exact as float32, or tf32"""
+    float32: bool
+    """whether operands are float32"""
     tables: Tables
     card: Card
 
@@ -72,7 +74,7 @@ class Shape(NamedTuple):
     def path(self) -> str:
         """Name of the write kernels."""
         widths = [layer.D for layer in self.layers] + [self.layers[-1].F]
-        return path(widths, self.b, self.bound, self.card.arch)
+        return path(widths, self.b, self.bound, self.card.arch, self.float32)
 
     @property
     def tile(self) -> int:
@@ -81,6 +83,14 @@ class Shape(NamedTuple):
         Ampere's products take their operands from registers: with tiles of 64 it spills 2.2 KB a thread.
         """
         return 64 if self.card.arch >= 90 else 32
+
+    @property
+    def single_tile(self) -> int:
+        """`tile` in kernels that a program runs alone; a product of float32 is three of tf32.
+
+        In float32 the writes spill 0.7 KB a thread on Hopper with tiles of 32, their backward pass 2 KB.
+        """
+        return 16 if self.float32 else self.tile
 
     @property
     def warps(self) -> int:
@@ -101,13 +111,17 @@ def widened(x: Tensor, *sizes: int) -> Tensor:
     return pad(x, [n for extra in reversed(more) for n in (0, extra)]) if any(more) else x
 
 
-def path(widths: Sequence[int], b: int, bound: float | None, arch: int = 90) -> str:
-    """Name of the write kernels for widths of keys, hidden layers and values."""
+def path(widths: Sequence[int], b: int, bound: float | None, arch: int = 90, float32: bool = False) -> str:
+    """Name of the write kernels for widths of keys, hidden layers and values.
+
+    In float32 a state in registers spills 0.6 KB a thread with chunks of 64 at width 32, 1.6 at 64.
+    """
+    resident = min(32, 1024 // b) if float32 else 64
     if max(widths) > MOST_STREAMED or max(widths[0], widths[-1]) > MOST_STREAMED // 2:
         return "stepped"
     if len(widths) == 2 and max(widths) <= 128 and (not bound or widths[1] <= 64):
         return "columns"
-    if len(widths) == 3 and max(widths) <= 64 and b <= 64 and arch >= 90:
+    if len(widths) == 3 and max(widths) <= resident and b <= 64 and arch >= 90:
         return "resident"
     return "streamed"
 
