@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from titans_core import footprint, presets
-from titans_kernels import scans
 
 ROWS, LENGTH, DOCUMENTS, WIDTH = 16, 4096, 100, 1024
 # bytes that a block of 340M saves for each token with selective recomputation
@@ -45,14 +44,13 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
     assert {x.meta["val"].dtype for node in calls for x in node.args[:3]} <= {torch.bfloat16}
 
 
-BASELINES = ["retnet", "gla", "mamba2", "deltanet", "gated_deltanet", "based", "hyena"]
+NIGHTLY = ["gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "based", "hyena"]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "variant", ["mamba", "hgrn2", *(pytest.param(name, marks=pytest.mark.nightly) for name in BASELINES)]
+    "variant", ["mamba", "retnet", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
 )
 def test_a_layer_of_a_baseline_has_no_tensor_above_a_gibibyte(variant):
     graphs = footprint.trace(presets.preset("340M", variant=variant), ROWS, LENGTH)
     assert max(footprint.size_of(x) for x in tensors(graphs)) <= 2**30
-    assert scans.PART_BYTES <= 2**30
