@@ -16,7 +16,7 @@ pytest.importorskip("titans_core.huggingface")
 # their own dependencies warn
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 LENGTHS = [64, 9, 33, 50, 2, 17, 64, 28]
-DIVISIONS = [(8, 1), (4, 2), (1, 8)]
+DIVISIONS = [(8, 1), (2, 4)]
 TEXTS = ["Call me Ishmael", "Some years ago - never mind how long", "I", "went to sea." * 6]
 
 
@@ -69,14 +69,14 @@ def test_trainers_step_does_not_depend_on_its_micro_batches(side, width, rel, fo
     pad, tokenizer.padding_side, ragged = tokenizer.pad, "left" if side == "left" else "right", side != "full"
     if width:
         tokenizer.pad = partial(pad, padding="max_length", max_length=width)
-    whole, *divided = (one_step(load(folder), tokenizer, *d, ragged, tmp_path) for d in DIVISIONS)
+    whole, divided = (one_step(load(folder), tokenizer, *d, ragged, tmp_path) for d in DIVISIONS)
     batch = pad(rows(ragged), return_tensors="pt", padding_side="right")  # has the mean of any padding
     labels = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
     (model := load(folder))(**batch, labels=labels).loss.backward()
     norm = torch.stack([p.grad.norm() for p in model.parameters() if p.grad is not None]).norm().item()
     assert whole == pytest.approx([model(**batch, labels=labels).loss.item(), norm], rel=1e-4)
     near = [pytest.approx(x, rel=bound) for x, bound in zip(whole, rel, strict=True)]
-    assert divided == [near, near]  # norms of LlamaForCausalLM, padded on the left: to 1.3e-2
+    assert divided == near  # norms of LlamaForCausalLM, padded on the left: to 1.3e-2
 
 
 def test_trainer_recomputes_activations_and_evaluates_padded_batches(folder, tokenizer, tmp_path):

@@ -55,11 +55,13 @@ def test_every_field_stands_in_it_with_its_default(book, tmp_path):
 @pytest.mark.parametrize(("arguments", "says"), [
     (["{there}"], "exists already; --force overwrites it"),
     (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
+    (["new.yaml", "--data", "short.txt"], "--data: 5 training tokens make no row of"),
     (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
     (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
 ])  # fmt: skip
 def test_what_cannot_be_written_is_one_line(arguments, says, book, tmp_path, monkeypatch, refused):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.txt").write_text("short")
     assert says in refused("init", *(argument.format(there=book) for argument in arguments))
     assert not (tmp_path / "new.yaml").exists()
 

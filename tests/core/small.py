@@ -83,6 +83,15 @@ def model(*args, **kwargs) -> LanguageModel:
     return LanguageModel(config(*args, **kwargs)).double()
 
 
+def perturbed(*args, **kwargs) -> LanguageModel:
+    """A model whose norms, biases and scales differ from their initial values."""
+    m = model(*args, **kwargs)
+    with torch.no_grad():
+        for p in m.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return m
+
+
 def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(0, 40, (rows, length), generator=torch.Generator().manual_seed(seed))
 

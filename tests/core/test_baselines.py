@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from tests.core import small
 from tests.core.small import BASELINE_OPTIONS, MEMORY_VARIANTS, config, model, tokens
 from titans_core import Block, LanguageModel, ModelConfig, count_parameters, presets
 from titans_core.attention import AttentionState
@@ -26,12 +27,7 @@ CONVOLVED = ["gla", "hgrn2", "retnet"]
 
 
 def perturbed(variant: str, options: dict | None = None) -> Block:
-    """A block whose norms, biases and scales differ from their initial values."""
-    block, generator = model(variant, options=options).blocks[0], torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for p in block.parameters():
-            p += 0.1 * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-    return block
+    return small.perturbed(variant, options=options).blocks[0]
 
 
 @pytest.mark.parametrize(("variant", "options"), [

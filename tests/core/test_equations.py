@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from tests.core.small import model, tokens
 from tests.core.test_textbook import parameters, perturbed_block
 from titans_core import MemoryConfig, NeuralMemory, textbook
 from titans_core.blocks import Positions
@@ -74,11 +73,3 @@ def test_rotary_angles_are_exact_two_million_tokens_in():
         for i in range(32):
             turned = complex(pairs[0, 0, t, i]) * cmath.exp(1j * (position * 10_000.0 ** (-i / 32)))
             assert abs(turned - complex(result[0, 0, t, i], result[0, 0, t, 32 + i])) < 1e-6
-
-
-def test_full_window_equals_full_attention_and_a_smaller_one_does_not():
-    full, windowed, wide = (model("transformer", window=window) for window in (None, 12, 60))
-    x = tokens(2, 60)
-    torch.testing.assert_close(wide(x).logits, full(x).logits)
-    torch.testing.assert_close(windowed(x[:, :12]).logits, full(x[:, :12]).logits)
-    assert not torch.allclose(windowed(x).logits[:, 20:], full(x).logits[:, 20:])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from tests.core.small import SWITCHES, config, tokens
+from tests.core.small import SWITCHES, perturbed, tokens
 from tests.kernels.cases import needs_compiler
 from titans_core import LanguageModel, telemetry
 from titans_core.attention import Attention
@@ -52,12 +52,7 @@ def served(monkeypatch) -> Iterator[list[str]]:
 
 
 def model(variant: str, dtype: torch.dtype = torch.float64, **options) -> LanguageModel:
-    torch.manual_seed(0)
-    net = LanguageModel(config(variant, **options)).to(dtype)
-    with torch.no_grad():
-        for p in net.parameters():
-            p.add_(0.1 * torch.randn_like(p))
-    return net
+    return perturbed(variant, **options).to(dtype)
 
 
 def exchanged(net: nn.Module) -> nn.Module:

@@ -1,4 +1,4 @@
-"""Gradients reach every parameter and are exact; training works in float32 and bfloat16."""
+"""Losses equal cross-entropies of the logits; gradients reach every parameter and are exact; models learn."""
 
 import gc
 import weakref
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import titans_core.model
 from tests.core.small import MEMORY_VARIANTS, SWITCHES, VARIANTS, config, model, tokens
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 
@@ -96,3 +97,32 @@ def test_deep_memory_trains_on_long_rows_at_default_settings():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.parametrize("positions", [1, 7, 42, 1000])
+def test_losses_and_gradients_are_those_of_all_logits_at_once(monkeypatch, positions):
+    m, row = model(), tokens(2, 22)
+    x, targets = row[:, :-1], row[:, 1:]
+    expected = F.cross_entropy(m(x).logits.transpose(1, 2), targets, reduction="none")
+    weights = torch.rand(2, 21, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    expected_grads = torch.autograd.grad((expected * weights).sum(), list(m.parameters()))
+    monkeypatch.setattr(titans_core.model, "LOGITS_PER_BLOCK", positions * 40)
+    out = m(x, targets_BT=targets)
+    assert out.logits is None
+    torch.testing.assert_close(out.losses, expected)
+    actual = torch.autograd.grad((out.losses * weights).sum(), list(m.parameters()))
+    torch.testing.assert_close(actual, expected_grads)
+
+
+def test_no_more_logits_are_held_than_allowed(monkeypatch):
+    m, row, sizes = model(), tokens(2, 22), []
+    m.head.register_forward_hook(lambda head, given, logits: sizes.append(logits.numel()))
+    monkeypatch.setattr(titans_core.model, "LOGITS_PER_BLOCK", 10 * 40)
+    held: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+        losses = m(row[:, :-1], targets_BT=row[:, 1:]).losses
+    assert max(sizes) == 10 * 40
+    # the graph keeps features and targets, but no logits
+    assert 10 * 40 not in held
+    losses.sum().backward()
+    assert max(sizes) == 10 * 40

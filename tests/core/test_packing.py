@@ -6,20 +6,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.core.small import config, tokens
+from tests.core.small import perturbed, tokens
 from titans_core import Documents, LanguageModel, attention, record, window
 from titans_core.documents import Segments
 
 ROWS, LENGTH = 2, 61
 BORDERS = ((0, 3), (0, 4), (0, 40), (1, 16), (1, 17), (1, 33))
-
-
-def perturbed(variant: str, **options) -> LanguageModel:
-    torch.manual_seed(0)
-    m = LanguageModel(config(variant, **options)).double()
-    for p in m.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return m
 
 
 def starts() -> Tensor:

@@ -3,26 +3,23 @@
 import pytest
 import torch
 
-from titans_core import BLOCKS, AttentionConfig, MemoryConfig, ModelConfig, SeriesModel
+from tests.core.small import VARIANTS, config
+from titans_core import SeriesModel
 
 CHANNELS, HORIZON = 3, 5
 
 
 def series_model(variant: str = "lmm", patch: int = 1, layers: int = 2) -> SeriesModel:
     torch.manual_seed(0)
-    config = ModelConfig(
-        variant=variant, d_model=16, n_layers=layers, persistent_tokens=2,
-        memory=MemoryConfig(**{"heads": 2, "chunk_size": 4, **BLOCKS[variant].preset_memory}),
-        attention=AttentionConfig(heads=2, window=16, segment_size=8),
-    )  # fmt: skip
-    return SeriesModel(config, CHANNELS, HORIZON, patch).double()
+    c = config(variant, persistent=2, window=16, segment=8, chunk_size=4)
+    return SeriesModel(c.model_copy(update={"n_layers": layers}), CHANNELS, HORIZON, patch).double()
 
 
 def values(steps: int, rows: int = 2) -> torch.Tensor:
     return torch.randn(rows, steps, CHANNELS, generator=torch.Generator().manual_seed(1)).double()
 
 
-@pytest.mark.parametrize("variant", BLOCKS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_series_cut_between_calls_gives_the_same_prediction(variant):
     m, x = series_model(variant), values(22)
     whole = m(x)
@@ -33,7 +30,7 @@ def test_series_cut_between_calls_gives_the_same_prediction(variant):
     assert cut.state.position == whole.state.position == 22
 
 
-@pytest.mark.parametrize("variant", BLOCKS)
+@pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_of_the_window_reaches_the_prediction(variant):
     m = series_model(variant)
     x = values(12).requires_grad_()

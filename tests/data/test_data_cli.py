@@ -42,18 +42,10 @@ def test_tokenizer_is_made_of_a_corpus_and_is_the_same_again(tmp_path, capsys):
     (tmp_path / "book.txt").write_text("the cat sat on the mat and the rat sat on the cat\n" * 20)
     made = []
     for name in ("a.json", "b.json"):
-        line = [
-            "data",
-            "tokenizer",
-            str(tmp_path / "book.txt"),
-            "--size",
-            "268",
-            "--out",
-            str(tmp_path / name),
-        ]
-        assert run(line) == 0
-        made.append(load_tokenizer(str(tmp_path / name)))
-        assert capsys.readouterr().out == f"{tmp_path / name}: 268 ids, {made[-1].fingerprint}\n"
+        path = str(tmp_path / name)
+        assert run(["data", "tokenizer", str(tmp_path / "book.txt"), "--size", "268", "--out", path]) == 0
+        made.append(load_tokenizer(path))
+        assert capsys.readouterr().out == f"{path}: 268 ids, {made[-1].fingerprint}\n"
     assert made[0].fingerprint == made[1].fingerprint
     text = "the cat\nsat there, at 3 € a mat"
     assert (made[0].decode(made[0].encode(text)), len(made[0].encode(" the"))) == (text, 1)

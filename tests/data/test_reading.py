@@ -206,16 +206,3 @@ def test_init_takes_what_train_reads(name, tmp_path, monkeypatch, answer):
     words = ("init", "run.yaml", "--preset", "smoke", "--data", name.format(here=tmp_path))
     assert cli.run([*words]) == 0
     assert answer("train", "run.yaml", "--root", "root", "--dry-run")["parameters"]
-
-
-@pytest.mark.parametrize(("name", "content"), [
-    ("a.txt", b"short"), ("a.txt", b""), ("a.txt", b"\xe9" * 9999), ("a.jsonl", b'{"body": "x"}\n'),
-    ("a.pdf", b"x"), ("a.txt.zst", b"not"),
-    ("no*.txt", b""), ("s4://bucket/a.txt", b""), ("a.json", b"[1, 2"),
-])  # fmt: skip
-def test_init_refuses_what_train_refuses(name, content, tmp_path, monkeypatch, refused):
-    monkeypatch.chdir(tmp_path)
-    if "*" not in name and ":" not in name:
-        Path(name).write_bytes(content)
-    assert "--data: " in refused("init", "run.yaml", "--preset", "smoke", "--data", name)
-    assert not Path("run.yaml").exists()

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import nn
 
-from titans_core import ModelState
+from tests.evals.small import BYTE, Oracle
 from titans_platform.config import EvalConfig, TaskConfig
-from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer, evaluate
 from titans_platform.evals.lm_harness import MISSING, HarnessModel
@@ -26,7 +25,6 @@ from titans_platform.evals.scoring import encode_pair
 from titans_platform.tasks import build_generated, build_task, encode_item
 from titans_platform.tasks.items import load_prose
 
-BYTE = load_tokenizer("byte")
 PREPARED = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=None)
 
 BABI = """1 Mary moved to the bathroom.
@@ -53,24 +51,9 @@ class Likes(nn.Module):
         return SimpleNamespace(logits=self.row.expand(*tokens.shape, -1))
 
 
-class Parrot(nn.Module):
-    """Goes on with `text` after its start, one byte a position."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.text = text
-
-    def forward(self, tokens, state=None, *, document_starts=None, last=False):
-        seen = tokens if state is None else torch.cat([state.blocks[0], tokens], 1)
-        before = seen.shape[1] - tokens.shape[1]
-        logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
-        for b, row in enumerate(seen.tolist()):
-            for t in range(tokens.shape[1]):
-                said = BYTE.decode(row[: before + t + 1])
-                if self.text.startswith(said) and len(said) < len(self.text):
-                    logits[b, t, ord(self.text[len(said)])] = 20.0
-        after = ModelState(seen.shape[1], (seen,))
-        return SimpleNamespace(logits=logits[:, -1:] if last else logits, state=after)
+def parrot(text: str) -> Oracle:
+    """Goes on with ``text`` after its start."""
+    return Oracle(lambda said: text.removeprefix(said)[:1] if text.startswith(said) else None).eval()
 
 
 def one(task, options, **more):
@@ -169,9 +152,10 @@ def harness(model, max_length=50):
     return HarnessModel(Scorer(model, BYTE, torch.device("cpu"), 200), max_length)
 
 
+@torch.inference_mode()
 def test_harness_scores_continuations_and_whole_texts():
     asked = instances(("the", " cat"), ("the", " dog"))
-    (first, greedy), (second, not_greedy) = harness(Parrot("the cat")).loglikelihood(asked)
+    (first, greedy), (second, not_greedy) = harness(parrot("the cat")).loglikelihood(asked)
     assert (greedy, not_greedy) == (True, False)
     assert first == pytest.approx(0, abs=1e-4)
     assert second < -20

@@ -4,49 +4,24 @@ import json
 import math
 import random
 import re
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.evals.small import BYTE, Oracle
 from tests.small import texts
 from titans_core import LanguageModel
 from titans_platform.config import DataConfig, EvalConfig, TaskConfig
-from titans_platform.data import Batch, load_tokenizer, prepare
+from titans_platform.data import Batch, prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
 from titans_platform.tasks import Item, build_generated
 
-BYTE = load_tokenizer("byte")
-
 
 def prepared(hashes=frozenset(), batches=()):
     return SimpleNamespace(tokenizer=BYTE, item_hashes=hashes, validation=lambda rows: iter(batches))
-
-
-class Oracle(nn.Module):
-    """Says the character `solve(text so far)` gives, and nothing sensible where that is None."""
-
-    def __init__(self, solve: Callable[[str], str | None]):
-        super().__init__()
-        self.solve = solve
-        self.shapes: list[tuple[int, ...]] = []
-        self.autocast: set[bool] = set()
-
-    def forward(self, tokens, document_starts=None):
-        assert not self.training
-        assert torch.is_inference_mode_enabled()
-        self.autocast.add(torch.is_autocast_enabled("cpu"))
-        self.shapes.append(tuple(tokens.shape))
-        logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
-        for b, row in enumerate(tokens.tolist()):
-            for t in range(len(row)):
-                said = self.solve(BYTE.decode(row[: t + 1]))
-                if said:
-                    logits[b, t, ord(said)] = 9.0
-        return SimpleNamespace(logits=logits)
 
 
 class Guesser(nn.Module):
@@ -76,18 +51,10 @@ def solve_recall(text):
     return text[before + 1] if before >= 0 else None
 
 
-def solve_yes_no(text):
-    asked = re.search(r"\?([A-M])@([a-m])$", text)
-    if not asked:
-        return None
-    return "Y" if re.findall(rf"{asked.group(1)}([a-m])\.", text)[-1] == asked.group(2) else "N"
-
-
 COMPACT = {"style": "compact"}
 SOLVED = [
     ("needle", {**COMPACT, "kind": "uuid", "needles": 3, "queries": 2}, solve_needle, "0123456789abcdef"),
     ("recall", {"values": 16, "rebind": 0.5}, solve_recall, "0123456789abcdef"),
-    ("reasoning", {**COMPACT, "kind": "yes_no", "questions": 2}, solve_yes_no, "YN"),
 ]
 
 

@@ -69,6 +69,7 @@ class Call:
         low = lambda xs: tuple(x.detach().to(dtype).requires_grad_() for x in xs)  # noqa: E731
         self.tokens, self.state = list(low(self.tokens)), MemoryState(*map(low, self.state))
         self.residual = self.residual and Residual(*low(self.residual.norm))
+        self.base = self.base and low(self.base)
 
     def apart(self, borders: list[int], **options) -> list[Tensor]:
         """The results of `whole` on packed documents, by a call for each that has tokens."""

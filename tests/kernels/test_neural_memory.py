@@ -8,7 +8,15 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import PARALLEL, Case
-from titans_kernels import Extension, Residual, neural_memory, read_memory
+from titans_kernels import (
+    DecodeState,
+    Extension,
+    MemoryState,
+    Residual,
+    extend_memory,
+    neural_memory,
+    read_memory,
+)
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import chunked
 
@@ -165,5 +173,10 @@ def test_what_does_not_fit_is_named(name):
     case = Case(20)
     good = dict(zip(TOKENS, case.tokens, strict=True)) | case.state._asdict()
     change, message = BAD[name]
-    with pytest.raises((TypeError, ValueError), match=f"^{re.escape(message)}[^\n]*$"):
-        neural_memory(**(good | change(good)))
+    given, refused = good | change(good), f"^{re.escape(message)}[^\n]*$"
+    with pytest.raises((TypeError, ValueError), match=refused):
+        neural_memory(**given)
+    if name in ("no tokens", "chunk size", "activation"):
+        state = DecodeState.of(MemoryState(given.pop("weights"), given.pop("momentum")))
+        with pytest.raises(ValueError, match=refused):
+            extend_memory(**given, state=state)

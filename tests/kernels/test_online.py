@@ -48,7 +48,7 @@ def test_gates_at_their_ends(rule):
 @pytest.mark.parametrize("rule", RULES, ids=str)
 def test_packed_documents_start_afresh(rule):
     borders = torch.tensor([0, 13, 13, 46, 50], dtype=torch.int32)
-    made(50, batch=1, documents=4).check("online", rule=rule, cu_seqlens=borders, **ONLINE)
+    made(50, batch=1, documents=4, base=True).check("online", rule=rule, cu_seqlens=borders, **ONLINE)
 
 
 def test_auto_takes_it_where_it_serves_also_on_a_gpu():

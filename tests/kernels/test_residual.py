@@ -3,11 +3,21 @@
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from tests.kernels.cases import PARALLEL, Case, assert_same, needs_compiler
-from titans_kernels import Residual, neural_memory, read_memory
+from tests.kernels.cases import NATIVE, PARALLEL, Case, assert_same, needs_compiler
+from titans_kernels import (
+    DecodeState,
+    Extension,
+    MemoryState,
+    Residual,
+    extend_memory,
+    neural_memory,
+    read_memory,
+)
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
+from titans_kernels.memory.forms.triton import pieces
 from titans_kernels.memory.options import Options
 
 KINDS = ["none", "input", "norm"]
@@ -154,15 +164,19 @@ def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
 
 @pytest.mark.parametrize(("kind", "groups"), [PLAIN, ("norm", None), ("norm", 2)])
 def test_bfloat16_tokens_leave_the_state_in_float32(kind, groups):
-    case = Case(20, kind=kind, groups=groups)
+    case, options = Case(20, kind=kind, groups=groups), {"chunk_size": 8}
+    options["extension"] = case.extension()
+    start = DecodeState.of(MemoryState(*(tuple(x.float() for x in part) for part in case.state)))
     low = [x.detach().bfloat16() for x in case.tokens]
+    exact = [x.float() for x in low]
     with torch.autocast("cpu", torch.bfloat16):
-        y, state = neural_memory(*low, *case.state, extension=case.extension(), chunk_size=8)
-    assert y.dtype == torch.bfloat16
-    assert {x.dtype for x in (*state.weights, *state.momentum)} == {torch.float32}
-    tokens = (x.float() for x in low)
-    exact = neural_memory(*tokens, *case.state, extension=case.extension(), chunk_size=8)[1]
-    torch.testing.assert_close(state, exact, rtol=0, atol=0)
+        y, state = neural_memory(*low, *case.state, **options)
+        z, cut = extend_memory(*low, start, **options)
+    assert y.dtype == z.dtype == torch.bfloat16
+    assert {x.dtype for x in tree_leaves((state, cut.memory()))} == {torch.float32}
+    torch.testing.assert_close(state, neural_memory(*exact, *case.state, **options)[1], rtol=0, atol=0)
+    plain = extend_memory(*exact, start, **options)[1]
+    torch.testing.assert_close(cut.memory(), plain.memory(), rtol=0, atol=0)
 
 
 # (KEEP_BYTES, KEEP_WORK_BYTES, BLOCK_BYTES, CACHE_BYTES)
@@ -288,6 +302,68 @@ def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
         Case(8, **given).whole(backend=backend, chunk_size=chunk_size)
 
 
-@pytest.mark.parametrize("backend", ["native", "online"])
-def test_a_plain_residual_is_for_every_form(backend):
-    Case(8, 1, kind="input").check(backend, chunk_size=1)
+@pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: the kernels run on it")
+def test_kernels_of_a_linear_memory_with_a_residual_and_a_base():
+    case = Case(20, 1, kind="input", base=True, widths=[16, 16])
+    case.cast(torch.float32)
+    expected, actual = (case.whole(backend=name, chunk_size=16) for name in ("reference", "triton"))
+    assert_same(expected, actual, case.leaves, results=(1e-3, 1e-4), gradients=(1e-3, 1e-3))
+
+
+@pytest.mark.parametrize("backend", ["reference", "generic", "chunked", NATIVE, "auto"])
+@pytest.mark.parametrize("depth", [1, 3])
+def test_forgetting_all_leads_back_to_the_base(depth, backend):
+    case = Case(9, depth, base=True)
+    with torch.no_grad():
+        case.tokens[3][:, -1], case.tokens[4][:, -1], case.tokens[5][:, -1] = 1, 0, 0
+        y, *after = case.whole(backend=backend, chunk_size=4)
+        expected = read_memory(case.tokens[0][:, -1:], case.base)
+    torch.testing.assert_close(y[:, -1:], expected, rtol=1e-12, atol=1e-14)
+    assert all((x == 0).all() for x in after)
+
+
+@needs_compiler
+@pytest.mark.parametrize("used", ["base", "tokens"])
+def test_gradient_of_some_inputs_alone(used):
+    case, grads = Case(20, base=True), []
+    leaves = case.base if used == "base" else case.tokens
+    fixed = [x for x in case.leaves if all(x is not leaf for leaf in leaves)]
+    for x in fixed:
+        x.requires_grad_(False)
+    for backend in ("reference", "native", "chunked"):
+        y = case.whole(backend=backend, chunk_size=7)[0]
+        grads.append(torch.autograd.grad(y.sin().sum(), leaves))
+    for result in grads[1:]:
+        torch.testing.assert_close(result, grads[0], rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    (lambda base: base[:1], "base: 1 layers, but weights has 2"),
+    (lambda base: (base[0], base[1].mT), r"base\[1\]: shape \(2, 4, 8\) is not .* = \(2, 8, 4\)"),
+    (lambda base: (base[0][None], base[1]), r"base\[0\]: shape \(1, 2, 4, 8\) is not"),
+])  # fmt: skip
+def test_base_that_does_not_fit_is_named(change, message):
+    case = Case(8, base=True)
+    state, base = DecodeState.of(case.state), change(case.base)
+    for form, *given in (
+        (neural_memory, *case.tokens, *case.state), (extend_memory, *case.tokens, state),
+        (read_memory, case.tokens[0], case.state.weights),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{message}"):
+            form(*given, extension=Extension(base=base))
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_state_can_be_continued_twice(compiled):
+    case = Case(12, batch=2)
+    if compiled:  # without a gradient
+        case.tokens = [x.detach() for x in case.tokens]
+        case.state = case.state.detach()
+    rule = {"chunk_size": 8, "surprise_bound": 0.3}
+    before, after = ([x[:, part] for x in case.tokens] for part in (slice(0, 5), slice(5, 12)))
+    _, state = extend_memory(*before, DecodeState.of(case.state), **rule)
+    kept = [x.clone() for x in tree_leaves(state)]
+    first, _ = extend_memory(*after, state, **rule)
+    extend_memory(*(x[:, :3] for x in after), state, **rule)
+    torch.testing.assert_close(extend_memory(*after, state, **rule)[0], first, rtol=0, atol=0)
+    torch.testing.assert_close(tree_leaves(state), kept, rtol=0, atol=0)

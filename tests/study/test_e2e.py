@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import ray  # noqa: F401 - brings psutil
 
-from tests.small import study, until
+from tests.small import documented, study, until
 from titans_platform.data import prepare
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
@@ -21,16 +21,20 @@ from titans_platform.tracking import open_store
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
 
-# stops being a number at its first step
-DIVERGES = {"name": "diverges", "set": {"optim.lr": 1e30, "optim.grad_clip": None}}
+# of a variant in the folder of the study; stops being a number at its first step
+DIVERGES = {
+    "name": "diverges",
+    "set": {"model.variant": "my_lab.blocks:Shift", "optim.lr": 1e30, "optim.grad_clip": None},
+}
 STUDY = study(steps=250, items=20, more_rows=(DIVERGES,))
 
 
 def driver(folder: Path, *more: str) -> subprocess.Popen:
+    """As the installed command starts: without the current folder on the path."""
     command = "import sys; from titans_platform.cli import main; main(sys.argv[1:])"
     arguments = ["sweep", "run", "tiny.yaml", "--scale", "small", "--root", "runs", *more]
     return subprocess.Popen(
-        [sys.executable, "-c", command, *arguments], cwd=folder, stdout=subprocess.PIPE,
+        [sys.executable, "-P", "-c", command, *arguments], cwd=folder, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
 
@@ -66,6 +70,8 @@ def end(process: subprocess.Popen) -> tuple[int, str]:
 
 def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     (tmp_path / "tiny.yaml").write_text(json.dumps(STUDY))
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab/blocks.py").write_text(documented("titans_core/blocks/shift.py"))
     cells = expand(load_study(str(tmp_path / "tiny.yaml")), "small")
     prepare(cells[0].config.data, tmp_path / "alone")
     alone = {cell.row: execute(spec_for(cell.config, tmp_path / "alone")) for cell in cells[:2]}
@@ -104,7 +110,7 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     _check_tracking(root, folders)
     status = read_status(root, "tiny", "small")
     assert status["counts"] == {"done": 2, "running": 0, "failed": 1, "interrupted": 0, "missing": 0}
-    assert "loss nan" in next(cell.reason for cell in status["cells"] if cell.state == "failed")
+    assert "gradient norm nan" in next(cell.reason for cell in status["cells"] if cell.state == "failed")
 
 
 def _check_tracking(root: Path, folders: dict[str, RunFolder]) -> None:

@@ -1,10 +1,7 @@
 """A variant in a user's own file: preset, training, resume, evaluation, table."""
 
-import csv
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -60,26 +57,6 @@ def test_it_is_trained_interrupted_resumed_and_measured(lab, answer, monkeypatch
     for key in ("cell", "columns", "final_train_loss", "parameters", "state_bytes"):
         assert resumed[key] == straight[key]
     assert answer("eval", resumed["cell"], "--root", "runs")["columns"] == straight["columns"]
-
-
-@pytest.mark.nightly
-@pytest.mark.cluster
-def test_it_is_a_row_of_a_study(lab):
-    study = {
-        "name": "mine", "columns": {"reasoning": {"title": "Reasoning"}},
-        "base": {"model": {"preset": "smoke"}, **RUN}, "scales": {"small": {"seeds": [0]}},
-        "rows": [{"name": "Mine", "set": {"model": {"variant": VARIANT, "options": {"width": 3}}}}],
-    }  # fmt: skip
-    (lab / "mine.yaml").write_text(json.dumps(study))
-    # as the installed command does it: without the current folder on the path
-    command = [sys.executable, "-P", "-c", "from titans_platform.cli import main; main()"]
-    arguments = ["sweep", "run", "mine.yaml", "--scale", "small", "--root", "runs", "--concurrency", "1"]
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=480)
-    assert done.returncode == 0, done.stdout + done.stderr
-    with (lab / "runs" / "studies" / "mine-small" / "table.csv").open() as file:
-        (line,) = csv.DictReader(file)
-    assert (line["row"], line["column"]) == ("Mine", "reasoning")
-    assert 0 <= float(line["mean"]) <= 1
 
 
 @pytest.mark.parametrize(("source", "line"), [

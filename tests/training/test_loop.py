@@ -1,18 +1,20 @@
 """The training loop: loss, learning rate, batches, and non-finite losses."""
 
+import math
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors import safe_open
 from torch import nn
 
 from tests.training.small import LENGTH, VOCAB, Batch, Rows, trainer
 from titans_core import LanguageModel, ModelConfig
 from titans_platform.config import OptimConfig
 from titans_platform.training.loop import Hooks, batches_ahead, deterministic
-from titans_platform.training.optim import adamw, learning_rate
+from titans_platform.training.optim import Diverged, adamw, learning_rate, save_batch
 
 
 def test_loss_weighs_rows_not_positions():
@@ -162,3 +164,22 @@ def test_error_of_the_stream_reaches_its_step_and_ends_the_thread():
     with pytest.raises(OSError, match=r"Input/output error: 'shard-00001\.arrow'"):
         t.run(Hooks())
     assert (t.progress.step, threading.active_count()) == (3, before)
+
+
+def test_batch_at_fault_is_kept_and_named(tmp_path):
+    t = trainer(3, steps=20)
+
+    def infinite(model, given, out) -> None:
+        out.losses = out.losses * (torch.inf if t.progress.step == 6 else 1)
+
+    t.model.register_forward_hook(infinite)
+    keep = lambda batch, error: save_batch(tmp_path, batch, t.progress.step + 1, 0, error)  # noqa: E731
+    with pytest.raises(Diverged, match=r"step 7: loss nan.*surprise_bound.*max_theta.*07-rank0") as raised:
+        t.run(Hooks(on_divergence=keep))
+    assert t.progress.step == 6
+    path = tmp_path / "step-00000007-rank0.safetensors"
+    assert str(path) in str(raised.value)
+    with safe_open(path, "pt") as kept:
+        assert kept.metadata()["step"] == "7"
+        assert math.isnan(float(kept.metadata()["loss"]))
+        assert torch.equal(kept.get_tensor("tokens"), t.stream.batch(6).tokens)
