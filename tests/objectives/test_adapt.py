@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -141,6 +142,19 @@ def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypat
     assert some["parameters"] == planned["tune"]["parameters"] / 2
 
 
+def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
+    shutil.copytree(adapted / "out", adapted / "more")
+    more = yaml.safe_load((adapted / "out" / "tune.yaml").read_text()) | {"seed": 1}
+    (adapted / "more" / "tune-2.yaml").write_text(yaml.safe_dump(more))
+    assert adapt(adapted, "more") == 0
+    assert capsys.readouterr().out.count("is finished; nothing to do") == 2
+    after, before = weights(adapted, "more"), weights(adapted, "out")
+    changed = {name for name in after if not torch.equal(after[name], before[name])}
+    assert changed == {name for name in after if ".memory." in name}
+    assert adapt(adapted, "more") == 0
+    assert capsys.readouterr().out.count("is finished; nothing to do") == 3
+
+
 @pytest.mark.parametrize(("out", "lora", "last"), [("out", (), 4), ("low", ("--lora", "2"), 8)])
 def test_interrupted_run_resumes_to_the_same_weights(adapted, monkeypatch, out, lora, last):
     if lora:
@@ -218,8 +232,10 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
     for words, source, message in (
         (["refused"], "neox", "neox is not a family that can get a memory; llama, qwen2, qwen3, gpt2 are"),
         (["refused"], "missing.gguf", "cannot be loaded by transformers"),
-        (["out", "--depth", "3"], "source", "has a memory with other options"),
-        (["source"], "source", "a llama model without a memory"),
+        (["out", "--depth", "3"], "source", f"--depth: 3, but {adapted / 'out'} was made with 2; give"),
+        (["out", "--rows", "6", "9"], "source", "--rows: [6, 9], but "),
+        (["out"], "neox", "SOURCE: "),
+        (["source"], "source", "source: is not empty; give another folder"),
     ):
         assert adapt(adapted, *words, source=source) == 2
         assert message in capsys.readouterr().err

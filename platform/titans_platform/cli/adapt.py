@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import resource
 import sys
 import time
@@ -27,6 +28,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import UsageError, one_line, within
+from titans_platform.files import write_text
 from titans_platform.text import clock
 
 if TYPE_CHECKING:
@@ -69,7 +71,8 @@ def adapt(
     SOURCE is a transformers folder, a Hub name or a GGUF file of the Llama, Qwen2, Qwen3 or GPT-2 family; its
     weights stay as they are. Two runs train the memories: transfer, on the attention of each layer, then
     tune, on the model's distribution. Their run files are in OUT and may be edited; the same command goes on
-    where it stopped. After `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads it.
+    where it stopped. A copy of tune.yaml with other text, rows or seed, tune-2.yaml, is a further run. After
+    `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
 
     \b
     Example:
@@ -87,15 +90,14 @@ def adapt(
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
     given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
+    given |= {"heads": heads, "depth": depth, "chunk": chunk}
     try:
-        options = MemoryOptions.model_validate(
-            given | {"heads": heads, "depth": depth, "chunk": chunk}, strict=False
-        )
+        options = MemoryOptions.model_validate(given, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
-    about = {"data": data, "lora": lora, "length": length, "threads": threads}
-    about["rows"] = dict(zip(STAGES, rows, strict=True))
+    about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
+    about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
     console = Console(stderr=as_json)
     with TemporaryDirectory(prefix="titans-adapt-") if dry_run else nullcontext(out) as folder:
         folder = Path(folder)
@@ -112,16 +114,18 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     """Write the model with untrained memories, its tokenizer, and the run files; checks what is there."""
     import transformers
 
-    from titans_core.adapt import convert, options_of
+    from titans_core.adapt import convert
     from titans_platform.data.tokenizer import load_tokenizer
 
     path, gguf = Path(source).expanduser(), {}
     if path.suffix == ".gguf":
         source, gguf = str(path.parent), {"gguf_file": path.name}
-    if (out / "config.json").is_file():
-        with within(f"{out}: ", ValueError, ""):
-            if options_of(transformers.AutoConfig.from_pretrained(out)) != options:
-                raise UsageError("has a memory with other options; give another folder")
+    if (made := out / "adapt.json").is_file():
+        before = json.loads(made.read_text(encoding="utf-8"))
+        for name in (name for name in about if before.get(name) != about[name]):
+            option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
+            given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
+            raise UsageError(f"{given}; give another folder, or edit text and rows in its run files")
         return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")
@@ -143,10 +147,8 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     # the platform counts special tokens that a tokenizer lacks, such as padding
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
     sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
-    text = (
-        {"kind": "files", "path": str(Path(about["data"]).resolve())} if about["data"] else {"kind": "corpus"}
-    )
-    for stage, rate in STAGES.items():
+    text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
+    for (stage, rate), steps in zip(STAGES.items(), about["rows"], strict=True):
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
@@ -157,7 +159,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
                 "sequence_length": about["length"],
             },
-            "optim": {"steps": about["rows"][stage], "global_batch_size": 1, "lr": rate, "weight_decay": 0.0},
+            "optim": {"steps": steps, "global_batch_size": 1, "lr": rate, "weight_decay": 0.0},
             "eval": {
                 "columns": {"share": share} if share else {}, "perplexity_tokens": 8 * about["length"],
                 "batch_tokens": about["length"],
@@ -165,6 +167,8 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
             "threads": about["threads"], "checkpoint": {"every": 5},
         }  # fmt: skip
         (out / f"{stage}.yaml").write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
+    # last: a folder without it is not whole
+    write_text(made, json.dumps(about, indent=2))
 
 
 def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
@@ -208,7 +212,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
 
 
 def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
-    """Train both stages, each from its last checkpoint, and write the memories into the model after each."""
+    """Run all stages, each from its last checkpoint, and write the memories into the model after each."""
     from titans_platform.cli.live import preparing, train_run
     from titans_platform.objectives import build_objective
     from titans_platform.objectives.adapt import export
@@ -216,7 +220,7 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
     from titans_platform.runs.spec import Resources
 
     runs, before, result = {}, None, None
-    for stage in STAGES:
+    for stage in (*STAGES, *sorted(path.stem for path in out.glob("tune-*.yaml"))):
         cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
         objective = build_objective(cfg)
         objective.check()
