@@ -6,10 +6,10 @@ import math
 import pytest
 import torch
 
-from tests.evals.test_by_position import BYTE, data_config, scorer
-from tests.small import RUN
+from tests.evals.test_by_position import BYTE, scorer
+from tests.small import RUN, texts
 from titans_core import LanguageModel
-from titans_platform.config import EvalConfig, RunConfig, TaskConfig
+from titans_platform.config import DataConfig, EvalConfig, RunConfig, TaskConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
@@ -22,7 +22,10 @@ TASK = "experiments.tasks.by_position:ByPositionTask"
 
 @pytest.fixture
 def prepared(tmp_path):
-    return prepare(data_config(tmp_path), tmp_path)
+    contents = (f"text number {part:02d}; " * 60 for part in range(20))
+    source = texts(tmp_path / "texts", *contents, validation_fraction=0.3)
+    fields = RUN["data"] | {"sources": [source]}
+    return prepare(DataConfig.model_validate_json(json.dumps(fields)), tmp_path)
 
 
 def columns(lengths=(8.0,), **options):
