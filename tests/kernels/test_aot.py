@@ -144,6 +144,7 @@ def test_every_path_of_a_shipped_scale_is_enumerated():
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(7200)
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_no_path_of_a_shipped_scale_spills_much(dtype, tmp_path):
     (tmp_path / "shapes.json").write_text(json.dumps(shipped()[dtype]))

@@ -181,7 +181,7 @@ def read_layer(
     before. ``d`` [tokens, H, F]: the keys' errors. ``states`` [M, H, size]: chunk-start states. ``base`` [H,
     size / 2].
     """
-    BD, BF = min(layer.D, 64), min(layer.F, 64)
+    BD, BF = min(layer.D, shape.read_tile), min(layer.F, shape.read_tile)
     launch(
         _forward, (shape.M, shape.H, layer.F // BF), x, X, d, states, base, gates.C, gates.tokens, out,
         *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
@@ -204,8 +204,8 @@ def read_layer_backward(
         _backward, (shape.M, shape.H), dz, x, X, d, states, base, gates.C, gates.tokens, dx, dX, dd, dC,
         dtokens, *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
         BD=BD, BF=BF, b=shape.b, HIDDEN=layer.number > 0, ADD=layer.number < shape.depth - 1,
-        ACTIVATION=shape.activation, PRECISION=shape.precision, warps=shape.warps, stages=2,
-        registers=255,  # by default ptxas uses 32 on an A100 and spills
+        ACTIVATION=shape.activation, PRECISION=shape.precision, warps=8 if shape.float32 else shape.warps,
+        stages=2, registers=255,  # by default ptxas uses 32 on an A100 and spills
     )  # fmt: skip
 
 
@@ -326,7 +326,7 @@ def base_layer_backward(
     ``x`` [tokens, H, D]: queries, or in later layers their pre-activations; ``du`` [tokens, H, F]: the
     gradient of the reads. ``dstates`` [M, H, size]: the gradient of the state after each chunk.
     """
-    BD, BF = min(layer.D, 64), min(layer.F, 64)
+    BD, BF = min(layer.D, shape.read_tile), min(layer.F, shape.read_tile)
     launch(
         _base_backward, (dbase.shape[0], shape.H, layer.D // BD * (layer.F // BF)), x, du, dstates,
         gates.tokens, dbase, *shape.chunks, shape.M, shape.H, SIZE=shape.size, AT=layer.at, D=layer.D,

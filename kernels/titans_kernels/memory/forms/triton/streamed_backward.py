@@ -289,10 +289,11 @@ def backward(
     Fills ``dv``, ``dz`` (of the hidden layers), ``dstates`` (the gradient of the state after each chunk) and
     the gradients of c and n in ``dtokens``. Overwrites ``ddh`` and ``ddt``.
     """
+    warps = 8 if shape.float32 and shape.layers[0].F > 16 else shape.warps
     launch(
         _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt,
         z.new_empty(z.shape), gates.tokens, states, dstate, dstates, dz, dv, dtokens,
         *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size,
         BLOCK=min(shape.single_tile, 32), b=shape.b, BOUND=shape.bound, ACT=shape.activation,
-        PRECISION=shape.precision, warps=shape.warps, stages=1,
+        PRECISION=shape.precision, warps=warps, stages=1,
     )  # fmt: skip
