@@ -148,8 +148,7 @@ def test_every_path_of_a_shipped_scale_is_enumerated():
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_no_path_of_a_shipped_scale_spills_much(dtype, tmp_path):
     (tmp_path / "shapes.json").write_text(json.dumps(shipped()[dtype]))
-    options = ["--packed", "--shapes", "shapes.json", "--dtype", dtype]
-    (rows,) = compiled(tmp_path, {"shipped": options}).values()
+    (rows,) = compiled(tmp_path, {dtype: ["--packed", "--shapes=shapes.json", f"--dtype={dtype}"]}).values()
     assert [r for r in rows if r["spilled"] > SPILLED or r["shared"] > SHARED_LIMIT[r["target"]]] == []
 
 
