@@ -114,6 +114,8 @@ def linear_attention(
     tokens = max(1, PART_BYTES // largest) * size
     outputs, state = [], state.to(dtype)
     with without_autocast(q):
+        if tokens >= T:
+            return _chunked(*inputs, state, index_BT, size)
         for start in range(0, T, tokens):
             part = slice(start, start + tokens)
             index = None if index_BT is None else index_BT[:, part]
@@ -121,7 +123,7 @@ def linear_attention(
                 state = state * (index_BT[:, start] == index_BT[:, start - 1]).to(dtype)[:, None, None, None]
             y, state = _chunked(*(x[:, part] for x in inputs), state, index, size)
             outputs.append(y)
-    return torch.cat(outputs, 1) if len(outputs) > 1 else outputs[0], state
+    return torch.cat(outputs, 1), state
 
 
 def _chunked(

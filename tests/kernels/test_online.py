@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.testing import CompileCounter
 
 from tests.kernels.cases import Case, graded
 from titans_kernels import Rule, forms_used
@@ -102,6 +103,20 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
     assert "delta_states: triton" in forms_used()
     for x, wanted in zip([*results, *graded(results, case.leaves)], expected, strict=True):
         assert (x - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+
+
+@pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
+def test_lengths_take_two_graphs_where_kernels_compute_the_states(monkeypatch):
+    monkeypatch.setattr(online, "COMPILED", 0)
+    monkeypatch.setattr(online, "_by_kernel", lambda k, v: True)
+    memory, sizes = torch.compile(online._memory, backend=(counter := CompileCounter())), []
+    for T in (64, 96, 128, 160):
+        gates, state = 0.1 * torch.rand(3, 1, T, 1), torch.zeros(1, 1, 16, 16)
+        with torch.no_grad():
+            y, *_ = memory(online.Inputs.of(*torch.full((3, 1, T, 1, 16), 0.2), *gates), state, state, False)
+        sizes.append(y.shape[1])
+    assert sizes == [64, 96, 128, 160]
+    assert counter.frame_count == 2
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")

@@ -130,12 +130,14 @@ def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, 
     B, T, H, _ = inputs.q.shape
     W, S = W.flatten(0, 1), S.flatten(0, 1)
     whole, outputs = T // BLOCK * BLOCK, []
-    tokens = max(1, PART_BYTES // max(1, W.nbytes + S.nbytes)) * BLOCK
-    for start in (*range(0, whole, tokens), *range(whole, T, BLOCK)):
-        end = min(start + tokens, whole) if start < whole else T
-        part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
-        y, W, S = _blocks(part, W, S, min(BLOCK, end - start), gated)
-        outputs.append(y)
+    tokens, parts = max(1, PART_BYTES // max(1, W.nbytes + S.nbytes)) * BLOCK, [(0, whole)]
+    if whole > tokens:  # without a loop over a length that torch.compile may leave open
+        parts = [(start, min(start + tokens, whole)) for start in range(0, whole, tokens)]
+    for start, end, b in (*((*part, BLOCK) for part in parts), (whole, T, T - whole)):
+        if start < end:
+            part = Inputs(*(x[:, start:end].transpose(1, 2).flatten(0, 1) for x in inputs))
+            y, W, S = _blocks(part, W, S, b, gated)
+            outputs.append(y)
     y = torch.cat(outputs, 1).unflatten(0, (B, H)).transpose(1, 2)
     return y, W.unflatten(0, (B, H)), S.unflatten(0, (B, H))
 
