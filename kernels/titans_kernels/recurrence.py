@@ -107,7 +107,7 @@ def linear_attention(
             ran.note("linear_attention", "native" if compiled else "chunked", v)
             if compiled:
                 return _Attend.apply(*inputs, resets(index_BT))  # pyright: ignore[reportReturnType]
-    inputs = [x.to(dtype) for x in (q, k, v, log_decay)]
+    q, k, v, log_decay = (x.to(dtype) for x in (q, k, v, log_decay))
     size = min(T, chunk_size or (64 if log_decay.shape[-1] == 1 else 16))
     # a chunk has decays [H, c, c, G] and a state
     largest = max(size**2 * log_decay[:, 0].numel(), state.numel(), 1) * dtype.itemsize
@@ -115,13 +115,14 @@ def linear_attention(
     outputs, state = [], state.to(dtype)
     with without_autocast(q):
         if tokens >= T:
-            return _chunked(*inputs, state, index_BT, size)
+            return _chunked(q, k, v, log_decay, state, index_BT, size)
         for start in range(0, T, tokens):
             part = slice(start, start + tokens)
             index = None if index_BT is None else index_BT[:, part]
             if index_BT is not None and start:
                 state = state * (index_BT[:, start] == index_BT[:, start - 1]).to(dtype)[:, None, None, None]
-            y, state = _chunked(*(x[:, part] for x in inputs), state, index, size)
+            here = q[:, part], k[:, part], v[:, part], log_decay[:, part]
+            y, state = _chunked(*here, state, index, size)
             outputs.append(y)
     return torch.cat(outputs, 1), state
 
