@@ -96,6 +96,7 @@ def adapt(
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
+    source = str(Path(source).resolve()) if Path(source).exists() else source
     about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
     about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
     console = Console(stderr=as_json)
@@ -125,7 +126,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         for name in (name for name in about if before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
-            raise UsageError(f"{given}; give another folder, or edit text and rows in its run files")
+            raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
         return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")
@@ -184,12 +185,12 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     from titans_platform.objectives import build_objective
     from titans_platform.training.loop import Trainer, deterministic
 
-    objective, rows = build_objective(cfg), cfg.optim.global_batch_size
+    objective, rows, length = build_objective(cfg), cfg.optim.global_batch_size, cfg.data.sequence_length
     objective.check()
     with deterministic(cfg.seed, cfg.threads):
         batch, model = objective.sample_batch(rows), objective.build_model()
         stream: Any = SimpleNamespace(batch=lambda step: batch)
-        options: Any = {"objective": objective, "sequence_length": cfg.data.sequence_length}
+        options: Any = {"objective": objective, "sequence_length": length}
         trainer = Trainer(model, cfg.optim, stream, "cuda" if gpus else "cpu", **options)
         if gpus:  # which compiles the kernels
             trainer.step()
@@ -198,10 +199,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
         seconds = (time.perf_counter() - began) * cfg.optim.steps
     rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     peak = torch.cuda.max_memory_allocated() if gpus else rss
-    planned = {
-        "parameters": model.num_parameters(),
-        "state_bytes": model.state_bytes(cfg.data.sequence_length),
-    }
+    planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
     console.print(
         f"{cfg.objective.kind}: {cfg.optim.steps} steps, {cfg.tokens:,} tokens, {planned['parameters']:,} "
@@ -220,7 +218,8 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
     from titans_platform.runs.spec import Resources
 
     runs, before, result = {}, None, None
-    for stage in (*STAGES, *sorted(path.stem for path in out.glob("tune-*.yaml"))):
+    further = sorted((path.stem for path in out.glob("tune-*.yaml")), key=lambda name: (len(name), name))
+    for stage in (*STAGES, *further):
         cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
         objective = build_objective(cfg)
         objective.check()

@@ -199,7 +199,7 @@ def read_layer_backward(
     ``dx`` [tokens, H, D] is the gradient of x as given, before the activation. ``dC`` [M, H, b, b] and
     ``dtokens`` [2.., tokens, H], of beta and m, are sums over layers: the last layer writes, others add.
     """
-    BD, BF = min(layer.D, shape.single_tile), min(layer.F, shape.single_tile)
+    BD, BF = min(layer.D, shape.narrow_tile), min(layer.F, shape.narrow_tile)
     launch(
         _backward, (shape.M, shape.H), dz, x, X, d, states, base, gates.C, gates.tokens, dx, dX, dd, dC,
         dtokens, *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,
@@ -275,7 +275,7 @@ def update_layer_backward(
     ``dz`` [tokens, H, F] times ``sign`` is the gradient of the first layer's pre-activation of the keys. The
     last layer is called first and initialises ``inner``.
     """
-    tile = shape.single_tile if shape.float32 else 64
+    tile = shape.narrow_tile if shape.float32 else 64
     launch(
         _update_backward, (shape.M, shape.H), states, dstates, base, d, dz, dX, gates.tokens, dk, inner,
         *shape.chunks, shape.H, shape.tokens, SIZE=shape.size, AT=layer.at, D=layer.D, F=layer.F,

@@ -85,10 +85,11 @@ class Shape(NamedTuple):
         return 64 if self.card.arch >= 90 else 32
 
     @property
-    def single_tile(self) -> int:
-        """`tile` in kernels that a program runs alone; a product of float32 is three of tf32.
+    def narrow_tile(self) -> int:
+        """Widest tile in streamed writes and in backward passes: `tile`, but 16 in float32.
 
-        In float32 the writes spill 0.7 KB a thread on Hopper with tiles of 32, their backward pass 2 KB.
+        A product of float32 is three of tf32, so that on Hopper, with tiles of 32, the writes spill 0.7 KB a
+        thread and their backward pass 2 KB.
         """
         return 16 if self.float32 else self.tile
 

@@ -252,7 +252,7 @@ def write(
     """Write the chunks in sequence, updating ``state`` [N, H, size] in place; saves for the backward."""
     launch(
         _write, (shape.N * shape.H,), k, v, gates.tokens, state, base, states, z, dh, dt, scale,
-        *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=shape.single_tile,
+        *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size, BLOCK=shape.narrow_tile,
         b=shape.b, BOUND=shape.bound, ACT=shape.activation, PRECISION=shape.precision, warps=shape.warps,
         stages=1,
     )  # fmt: skip

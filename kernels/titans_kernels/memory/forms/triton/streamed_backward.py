@@ -294,6 +294,6 @@ def backward(
         _backward, (shape.N * shape.H,), q, k, u, z, dh, dt, scale, dy, du, dX, ddh, ddt,
         z.new_empty(z.shape), gates.tokens, states, dstate, dstates, dz, dv, dtokens,
         *shape.documents, shape.H, shape.tokens, **shape.widths, SIZE=shape.size,
-        BLOCK=min(shape.single_tile, 32), b=shape.b, BOUND=shape.bound, ACT=shape.activation,
+        BLOCK=min(shape.narrow_tile, 32), b=shape.b, BOUND=shape.bound, ACT=shape.activation,
         PRECISION=shape.precision, warps=warps, stages=1,
     )  # fmt: skip
