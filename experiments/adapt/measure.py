@@ -54,22 +54,38 @@ def share(means: list[list[float]]) -> tuple[float, float]:
     return value, math.sqrt(sum(errors) / max(1, len(means) - 1) / len(means)) / abs(window - full)
 
 
+def attentions(model: Any) -> list[Any]:
+    """Return the attention of each layer."""
+    return [getattr(layer, model.family.attention) for layer in model.layers()]
+
+
 def set_window(model: Any, window: int) -> None:
     """Change the number of tokens that attention sees, in all layers."""
-    for layer in model.layers():
-        attention = getattr(layer, model.family.attention)
+    for attention in attentions(model):
         attention.options = attention.options.model_copy(update={"window": window})
 
 
+def set_kept(model: Any, kept: int) -> None:
+    """Change the number of tokens that layers of the upper half keep whole."""
+    for attention in attentions(model):
+        attention.most = kept if 2 * attention.layer_idx >= model.config.num_hidden_layers else 0
+
+
 def larger_window(model: Any) -> int:
-    """Return the tokens of a window that has also the bytes of the memories, as keys and values."""
+    """Return the tokens of a window that has also the bytes of what is beside it, as keys and values."""
     window, length = model.options.window, 64 * model.options.window
     held = model.state_bytes(length)
     set_window(model, 2 * window)
     each = (model.state_bytes(length) - held) / window
     set_window(model, window)
     start = [memory.start(1, torch.zeros(1)).state.weights for memory in model.memories().values()]
-    return window + round(sum(x.nbytes for weights in start for x in weights) / each)
+    more = sum(x.nbytes for weights in start for x in weights)
+    kept = [attention.most for attention in attentions(model)]
+    set_kept(model, 0)
+    more += held - model.state_bytes(length)
+    for attention, most in zip(attentions(model), kept, strict=True):
+        attention.most = most
+    return window + round(more / each)
 
 
 def losses(model: Any, row: torch.Tensor, far: Any) -> torch.Tensor:
@@ -146,7 +162,14 @@ def fact(kind: str, rng: random.Random) -> tuple[str, str, str]:
 
 
 def facts(
-    model: Any, source: Any, tokenizer: Any, texts: Sequence[list[int]], count: int, length: int, name: str
+    model: Any,
+    source: Any,
+    tokenizer: Any,
+    texts: Sequence[list[int]],
+    count: int,
+    length: int,
+    name: str,
+    seed: int = 11,
 ) -> list[dict[str, Any]]:
     """Print how often a word told in the first 128 of ``length`` tokens is the likeliest of 20 at the end.
 
@@ -157,7 +180,7 @@ def facts(
     likely = torch.tensor(sorted({encode(f'x "{word}')[after] for word in WORDS}), device=model.device)
     records = []
     for kind in FACTS:
-        rng, right = random.Random(f"11 {kind}"), {}
+        rng, right = random.Random(f"{seed} {kind}"), {}
         for _ in range(count):
             told, asked, word = fact(kind, rng)
             told, asked, answer = encode(told), encode(asked), encode(f'x "{word}')[after]
@@ -165,10 +188,13 @@ def facts(
             row[at : at + len(told)] = told
             row[-len(asked) :] = asked
             state, emptied = model.read(row[: len(row) - len(asked) + 1]).state, []
-            for block, layer in zip(state.blocks, model.layers(), strict=True):
-                memory = getattr(layer, model.family.attention).memory
-                empty = memory and memory.start(1, block.k)._replace(far_B=block.memory.far_B)
-                emptied.append(block._replace(memory=empty))
+            for block, attention in zip(state.blocks, attentions(model), strict=True):
+                empty, memory = attention._start(block.k, block.k), attention.memory
+                empty = {
+                    "memory": memory and empty.memory._replace(far_B=block.memory.far_B),
+                    "kept": empty.kept,
+                }
+                emptied.append(block._replace(**empty))
             for mode in ("full", "window", "memory", "emptied"):
                 if mode in ("full", "window"):
                     own, x, call = source, torch.tensor([row], device=model.device), Pass(far=mode)
@@ -209,7 +235,11 @@ def main() -> None:
     parser.add_argument("texts")
     parser.add_argument("--rows", type=int, default=16)
     parser.add_argument("--facts", type=int, default=20, help="of each kind")
+    parser.add_argument("--facts-length", type=int, default=1024, help="tokens of a row with a fact")
+    parser.add_argument("--facts-seed", type=int, default=11)
     parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--kept", type=int, help="tokens kept whole  [default: as the model was made]")
+    parser.add_argument("--no-memory", action="store_true", help="the window and kept tokens alone")
     parser.add_argument("--name", help="of the model in the records  [default: its folder]")
     parser.add_argument("--csv", type=Path, help="folder whose context.csv and facts.csv get the records")
     parser.add_argument("--threads", type=int, default=2)
@@ -220,6 +250,12 @@ def main() -> None:
     model = source = load(given.model).eval().to(given.device)
     if (base := Path(given.model) / "base").is_dir():  # of `titans adapt --lora`: the source's weights
         source = load(base).eval().to(given.device)
+    for own in (model, source):
+        if given.kept is not None:
+            set_kept(own, given.kept)
+        if given.no_memory:
+            for attention in attentions(own):
+                attention.memory = None
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     with lzma.open(given.texts, "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["text"][20_000:220_000] for line in file]
@@ -231,7 +267,8 @@ def main() -> None:
             drawn = rows(encoded, given.rows, given.length, random.Random(7))
             records["context"] = context(model, source, drawn, name)
         if given.facts:
-            records["facts"] = facts(model, source, tokenizer, encoded, given.facts, 1024, name)
+            asked = given.facts, given.facts_length, name, given.facts_seed
+            records["facts"] = facts(model, source, tokenizer, encoded, *asked)
     for kind, of in records.items() if given.csv else ():
         append(given.csv / f"{kind}.csv", of)
 

@@ -9,6 +9,7 @@ R = H / G, E head width, W window, S sinks; n blocks of c queries, which see W +
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, NamedTuple, cast
 
 import torch
@@ -17,8 +18,10 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from titans_core.adapt import kept as keeping
 from titans_core.adapt.families import Family
-from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
+from titans_core.adapt.kept import Kept
+from titans_core.adapt.memory import AROUND, AttentionMemory, MemoryCarry, MemoryOptions
 from titans_kernels import without_autocast
 from titans_kernels.memory.options import operand_dtype
 
@@ -43,6 +46,7 @@ class Carry(NamedTuple):
     gates: Tensor
     """Their writing gates, [B, h, A]."""
     memory: MemoryCarry | None
+    kept: Kept | None = None
 
 
 class Pass:
@@ -72,16 +76,22 @@ class WindowAttention(nn.Module):
         """Of a token's keys, [G, E]."""
         sizes = config.hidden_size, heads, *self.shape
         self.memory = AttentionMemory(*sizes, options) if with_memory else None
+        self.most = options.kept if 2 * self.layer_idx >= config.num_hidden_layers else 0
+        """Tokens kept whole: there, where facts are read."""
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""
         W, S, weight = self.options.window, self.options.sinks, next(cast(nn.Module, self).parameters())
         like = weight.new_empty(1, min(length, W), *self.shape)
         held = 2 * (like.nbytes + like[:, :S].nbytes)
+        if self.most:
+            kept = keeping.start(like)
+            held += (2 * like[:, :1].nbytes + kept.score.itemsize) * min(max(length - W - S, 0), self.most)
+            held += kept.surprise.itemsize * min(length, W + AROUND) + _bytes(kept.memory)
         if self.memory is None:
             return held
-        memory = (x for x in tree_leaves(self.memory.start(1, like)) if isinstance(x, Tensor))
-        return held + sum(x.nbytes for x in memory) + 4 * min(length, W) * self.memory.write.out_features
+        gates = 4 * min(length, W) * self.memory.write.out_features
+        return held + _bytes(self.memory.start(1, like)) + gates
 
     def forward(
         self, hidden_states: Tensor, *_: Any, position_embeddings: tuple[Tensor, Tensor] | None = None,
@@ -106,13 +116,16 @@ class WindowAttention(nn.Module):
             window, level = self._window(q, k, v, start, 0, rotary)
             window = window.float()
         with torch.enable_grad():
-            learnt, *_ = self._with_memory(x, q, window, level, start, k, v, 0)
+            read, near, _ = self._with_kept(q, window, level, start, k, v, 0, rotary)
+            learnt, *_ = self._with_memory(x, q, read, near, start, k, v, 0)
             return _differentiated(error(learnt) / error(window).clamp(min=1e-9), cast(Any, self.memory))
 
     def _carried(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, call: Pass) -> Tensor:
         before = call.blocks[self.layer_idx] if call.blocks else self._start(q, k)
         y, level = self._window(q, k, v, before, call.position, rotary)
-        memory, gates = before.memory, before.gates
+        memory, gates, kept = before.memory, before.gates, before.kept
+        if call.far == "memory":
+            y, level, kept = self._with_kept(q, y, level, before, k, v, call.position, rotary)
         if self.memory is not None and call.far == "memory":
             y, memory, gates = self._with_memory(x, q, y, level, before, k, v, call.position)
         elif self.memory is not None:
@@ -123,14 +136,15 @@ class WindowAttention(nn.Module):
         first = lambda held, new: held if held.shape[1] == S else torch.cat([held, new], 1)[:, :S].clone()  # noqa: E731
         call.after[self.layer_idx] = Carry(
             first(before.sinks_k, k), first(before.sinks_v, v), last(before.k, k), last(before.v, v),
-            gates[:, -W:].clone(), memory,
+            gates[:, -W:].clone(), memory, kept,
         )  # fmt: skip
         return y
 
     def _start(self, q: Tensor, k: Tensor) -> Carry:
         none, memory = k[:, :0], self.memory
         gates = q.new_empty(q.shape[0], 0, memory.write.out_features if memory else 0, dtype=torch.float32)
-        return Carry(none, none, none, none, gates, memory.start(q.shape[0], q) if memory else None)
+        kept = keeping.start(k) if self.most else None
+        return Carry(none, none, none, none, gates, memory.start(q.shape[0], q) if memory else None, kept)
 
     def _full(self, q: Tensor, k: Tensor, v: Tensor, rotary: Any) -> Tensor:
         """[B, T, H, E]: the source's attention from the first token."""
@@ -188,6 +202,31 @@ class WindowAttention(nn.Module):
         level = level.unflatten(3, (-1, c)) - count[:, None].log()
         return tokens(y.to(v.dtype)), tokens(level.flatten(3, 4))
 
+    def _with_kept(
+        self, q: Tensor, y: Tensor, level: Tensor, before: Carry, k: Tensor, v: Tensor, position: int,
+        rotary: Any,
+    ) -> tuple[Tensor, Tensor, Kept | None]:  # fmt: skip
+        """Return the window's output and levels with the kept tokens among what is seen, and those after."""
+        kept, T, W, S = before.kept, q.shape[1], self.options.window, self.options.sinks
+        if kept is None:
+            return y, level, None
+        score, kept = keeping.surprised(kept, k, v, W)
+        lead = max(S + W - position, 0)
+        if lead >= T:
+            return y, level, kept
+        first = before.k.shape[1] + lead - W
+        k, v = (torch.cat(pair, 1)[:, first : first + T - lead] for pair in ((before.k, k), (before.v, v)))
+        # a kept key stands at position 0, and every query at W
+        at = torch.full((T - lead,), W, device=q.device)
+        queries = rotate(q[:, lead:], rotary, at) * self.scaling
+        read, far, count, kept = keeping.attend(_attend, queries, kept, k, v, score[:, lead:], self.most)
+        near = level[:, lead:] + math.log(W + S)
+        both = torch.logaddexp(near, far)
+        mixed = y[:, lead:] * (near - both).exp()[..., None] + read * (far - both).exp()[..., None]
+        seen = (W + S + count).log()[:, None]
+        y = torch.cat([y[:, :lead], mixed.to(y.dtype)], 1)
+        return y, torch.cat([level[:, :lead], both - seen], 1), kept
+
     def _with_memory(
         self,
         x: Tensor,
@@ -216,6 +255,10 @@ class WindowAttention(nn.Module):
         window = y[:, lead:].float()
         mixed = (window + share * (read - window)).to(y.dtype)
         return torch.cat([y[:, :lead], mixed], 1), after, gates
+
+
+def _bytes(state: Any) -> int:
+    return sum(x.nbytes for x in tree_leaves(state) if isinstance(x, Tensor))
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Annotated, Literal, NamedTuple
 
 import torch
-from pydantic import Field
+from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -39,6 +39,10 @@ SURPRISE_BOUND, WRITE_BUDGET, MAX_THETA = 0.3, 2.0, 0.1
 """Of the deep memory, as in `titans init` (`MemoryConfig`)."""
 
 
+AROUND = 8
+"""Tokens before and after one whose surprise counts for it, where tokens are kept."""
+
+
 class MemoryOptions(Frozen):
     """The window and the memory of every attention layer of an adapted model."""
 
@@ -57,6 +61,15 @@ class MemoryOptions(Frozen):
     """titans: layers of the memory."""
     chunk: PositiveInt = 64
     """titans: tokens whose gradients are taken at the same weights."""
+    kept: Annotated[int, Field(ge=0)] = 0
+    """Tokens that each layer of the upper half keeps whole beyond the window: the most surprising."""
+
+    @field_validator("kept")
+    @classmethod
+    def _scores_are_known(cls, kept: int, info: ValidationInfo) -> int:
+        if kept and info.data.get("window", AROUND) < AROUND:
+            raise ValueError(f"needs a window of at least {AROUND} tokens, whose surprise counts for one")
+        return kept
 
 
 class MemoryCarry(NamedTuple):
@@ -130,17 +143,11 @@ class AttentionMemory(nn.Module):
         q = F.normalize(_mapped(each(q_BTHE), self.query_MEE), dim=-1)
         k, v = F.normalize(_mapped(each(k_BTGE), self.key_MEE), dim=-1), each(v_BTGE)
         alpha, theta, *eta = gates_BTA.sigmoid().split(self.count, -1)
-        state = carry.state._replace(momentum=expand_momentum(carry.state.momentum, carry.state.weights))
         if self.deep:
-            y, carry = self._extend_deep(
-                q, k, F.normalize(v, dim=-1), alpha, eta[0], MAX_THETA * theta, carry
-            )
+            v = F.normalize(v, dim=-1)
+            y, carry = self._extend_deep(q, k, v, alpha, eta[0], MAX_THETA * theta, carry)
         else:
-            y, after = extend_memory(
-                q, k, v, alpha, torch.zeros_like(alpha), theta / 2, state, chunk_size=1,
-                extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
-            )  # fmt: skip
-            state = after._replace(momentum=zero_momentum(after.weights))
+            y, state = extend_matrix(q, k, v, alpha, theta, carry.state)
             carry = MemoryCarry(state, carry.far_B + k.shape[1])
         y = _mapped(y.float(), self.out_MEE).unflatten(2, (self.heads, -1)).sum(3)
         return y, carry
@@ -174,6 +181,25 @@ class AttentionMemory(nn.Module):
         logit = _float(self.mix, x_BTD) + (q_BTHE.float() * self.mix_query_HE.float()).sum(-1)
         far_BTH = self.count_H.float() * growth_BT[..., None] - self.level_H.float() * level_BTH
         return (logit + GATE_RATE * far_BTH).sigmoid()[..., None]
+
+
+def extend_matrix(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor, state: AnyState
+) -> tuple[Tensor, AnyState]:
+    """Write each token to a matrix under the gated delta rule, then read with its query.
+
+    Args:
+        q: [B, T, M, E], keys ``k`` and values ``v`` alike; keys have norm 1.
+        alpha: [B, T, M], the part of the matrix that is forgotten.
+        theta: [B, T, M], the part of the error that is removed.
+        state: whose momentum is kept as a scalar, since the rule has none.
+    """
+    state = state._replace(momentum=expand_momentum(state.momentum, state.weights))
+    y, after = extend_memory(
+        q, k, v, alpha, torch.zeros_like(alpha), theta / 2, state, chunk_size=1,
+        extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
+    )  # fmt: skip
+    return y, after._replace(momentum=zero_momentum(after.weights))
 
 
 def _float(layer: nn.Linear, x: Tensor) -> Tensor:

@@ -50,6 +50,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
+@click.option("--kept", type=click.IntRange(0), default=192, help="Surprising tokens kept whole, by layer.")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
 @click.option(
@@ -63,8 +64,8 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @json_option
 def adapt(
     source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str | None,
-    heads: int, depth: int, chunk: int, lora: int, length: int, rows: tuple[int, int], threads: int,
-    gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
+    heads: int, depth: int, chunk: int, kept: int, lora: int, length: int, rows: tuple[int, int],
+    threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
 
@@ -90,7 +91,7 @@ def adapt(
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
     given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
-    given |= {"heads": heads, "depth": depth, "chunk": chunk}
+    given |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
     try:
         options = MemoryOptions.model_validate(given, strict=False)
     except ValidationError as error:
@@ -122,7 +123,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     if path.suffix == ".gguf":
         source, gguf = str(path.parent), {"gguf_file": path.name}
     if (made := out / "adapt.json").is_file():
-        before = json.loads(made.read_text(encoding="utf-8"))
+        before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
         for name in (name for name in about if before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
