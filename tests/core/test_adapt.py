@@ -13,12 +13,13 @@ from titans_kernels import supports
 transformers = pytest.importorskip("transformers")
 adapt = pytest.importorskip("titans_core.adapt")
 attention = pytest.importorskip("titans_core.adapt.attention")
+keeping = pytest.importorskip("titans_core.adapt.kept")
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 SPECIAL = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
 ROTARY = SIZES | {"num_key_value_heads": 2, "intermediate_size": 48, "initializer_range": 0.15}
 FAMILIES = {"llama": ROTARY, "qwen2": ROTARY, "qwen3": ROTARY | {"head_dim": 16}, "gpt2": SIZES}
-KINDS = ("delta", "titans")
+KINDS = {"delta": {}, "titans": {"kind": "titans"}, "kept": {"kept": 7}}
 WINDOW, SINKS, LENGTH = 16, 3, 61
 SHAPES = (3, 8, 6), (1, 5, 6), (1, 5, 6)
 SHORT = {"window": WINDOW, "sinks": SINKS, "chunk": 8}
@@ -36,7 +37,8 @@ def source(family, **fields):
 
 def adapted(family="llama", trained=True, **options):
     """An adapted model; ``trained`` has memories that matter."""
-    model = adapt.convert(source(family), adapt.MemoryOptions(**SHORT | options))
+    given = SHORT | KINDS[options.pop("kind", "delta")] | options
+    model = adapt.convert(source(family), adapt.MemoryOptions(**given))
     for memory in model.memories().values() if trained else ():
         for p in memory.parameters():
             p.data += 0.1 * torch.randn_like(p)
@@ -103,7 +105,46 @@ def test_state_does_not_grow_in_100_000_tokens(kind):
     model, near = adapted(kind=kind), WINDOW + SINKS
     for length in (near + 80, near + 100_000):  # on borders of chunks
         leaves = tree_leaves(model.read(tokens(1, length + 1)[0].tolist()).state.blocks)
-        assert sum(x.nbytes for x in leaves if x is not None) == model.state_bytes(near)
+        assert sum(x.nbytes for x in leaves if x is not None) == model.state_bytes(10**6)
+
+
+def test_kept_tokens_are_those_that_surprise_a_memory_most():
+    """Held to loops over tokens, and its gradients to finite differences."""
+    B, T, G, H, E, most, first = 2, 60, 2, 4, 6, 5, WINDOW + SINKS
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(B, T, heads, E, dtype=torch.float64) for heads in (H, G, G))
+    M, surprise = torch.zeros(B, G, E, E, dtype=torch.float64), []
+    for t in range(T):
+        M = M * (1 - keeping.FORGET)
+        key = torch.nn.functional.normalize(k[:, t], dim=-1)[..., None]
+        error = v[:, t] - (key.mT @ M)[:, :, 0]
+        M = M + keeping.STEP * key * error[:, :, None]
+        surprise.append((error.square().sum(-1) / v[:, t].square().sum(-1)).mean(1))
+    surprise = torch.stack(surprise, 1)
+    state, scores = keeping.start(k), []
+    for part in (slice(0, 7), slice(7, 50), slice(50, T)):
+        score, state = keeping.surprised(state, k[:, part], v[:, part], WINDOW)
+        scores.append(score)
+    leaves = slice(SINKS, T - WINDOW)
+    new = k[:, leaves], v[:, leaves], torch.cat(scores, 1)[:, first:]
+    y, level, count, after = keeping.attend(attention._attend, q[:, first:], state, *new, most)
+    for b in range(B):
+        for t in range(first, T):
+            far = range(SINKS, t - WINDOW + 1)
+            near = {i: surprise[b, max(0, i - keeping.AROUND) : i + keeping.AROUND + 1].mean() for i in far}
+            best = sorted(sorted(far, key=near.get)[-most:])
+            assert count[t - first] == len(best)
+            for h in range(H):
+                at = k[b, best, h // 2] @ q[b, t, h]
+                torch.testing.assert_close(y[b, t - first, h], at.softmax(0) @ v[b, best, h // 2])
+                torch.testing.assert_close(level[b, t - first, h], at.logsumexp(0))
+        assert torch.equal(after.k[b], k[b, best])
+    given = [x[:1, :12].requires_grad_(True) for x in (q[:, first:], *new[:2])]
+
+    def ends(q, k, v):
+        return keeping.attend(attention._attend, q, keeping.start(k), k, v, new[2][:1, :12], 3)[:2]
+
+    assert torch.autograd.gradcheck(ends, given)
 
 
 @torch.no_grad()

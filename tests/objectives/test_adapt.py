@@ -214,6 +214,7 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
     (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
     (["--layers", "0,x"], "--layers: "), (["--lora", "2"], "--lora: peft is not installed; pip install peft"),
     (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
+    (["--window", "7"], "--kept: needs a window of at least 8 tokens"),
     (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys, monkeypatch):

@@ -68,7 +68,7 @@ class MemoryOptions(Frozen):
     @classmethod
     def _scores_are_known(cls, kept: int, info: ValidationInfo) -> int:
         if kept and info.data.get("window", AROUND) < AROUND:
-            raise ValueError(f"needs a window of at least {AROUND} tokens, whose surprise counts for one")
+            raise ValueError(f"needs a window of at least {AROUND} tokens, or 0 of them")
         return kept
 
 

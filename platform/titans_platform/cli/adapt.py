@@ -96,7 +96,7 @@ def adapt(
         options = MemoryOptions.model_validate(given, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        raise UsageError(f"--{first['loc'][0]}: {first['msg']}") from None
+        raise UsageError(f"--{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
     source = str(Path(source).resolve()) if Path(source).exists() else source
     about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
     about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
