@@ -62,7 +62,7 @@ def started(cfg: RunConfig, root: Path, *more: str) -> tuple[subprocess.Popen, R
 def test_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_path, sent):
     process, _ = started(cfg, tmp_path)
     folder = spec_for(cfg, tmp_path).folder
-    until(lambda: steps_of(folder) > 2)
+    until(lambda: steps_of(folder) > 2, process)
     process.send_signal(sent)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 130, out

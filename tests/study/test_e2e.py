@@ -80,14 +80,14 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
 
     first = driver(tmp_path, "--concurrency", "1")
     try:
-        pid = until(lambda: worker_of(folders["LMM"]))
+        pid = until(lambda: worker_of(folders["LMM"]), first)
         status = read_status(root, "tiny", "small")
         assert status["running"]
         assert status["counts"]["running"] == 1
         os.kill(pid, signal.SIGKILL)
         # another process resumes it
-        until(lambda: worker_of(folders["LMM"]) not in (None, pid))
-        until(lambda: worker_of(folders["Linear Memory"]))
+        until(lambda: worker_of(folders["LMM"]) not in (None, pid), first)
+        until(lambda: worker_of(folders["Linear Memory"]), first)
         ray_pids = below(first.pid)
     finally:
         first.kill()
