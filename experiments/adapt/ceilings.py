@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 import titans_core.adapt  # noqa: F401 - registers its models
 from titans_core.adapt.attention import Pass, WindowAttention, rotate
-from titans_core.adapt.kept import start, surprised
+from titans_core.adapt.kept import start, write
 
 MODES = (
     ("window alone", "window", "all"),
@@ -38,7 +38,7 @@ MODES = (
     ("the same in layers 15 to 29", "one", "fact, upper"),
     ("matrix, own share", "matrix", "all"),
     ("matrix, own share, the fact's tokens", "matrix", "fact"),
-    ("matrix of centred keys, own share, the fact's tokens", "centred", "fact"),
+    ("matrix of centred keys and queries, own share, the fact's tokens", "centred", "fact"),
     ("softmax, one distance, 92 at random", "one", "random"),
     ("softmax, one distance, 92 of the largest loss", "one", "loss"),
     ("softmax, one distance, 92 by loss around them", "one", "loss around"),
@@ -134,7 +134,7 @@ def main() -> None:
         if position:
             return stand(self, q, y, level, position), level
         W = self.options.window
-        score = torch.cat([surprised(start(k), k, v, W)[0][0, W:], torch.zeros(W)])
+        score = torch.cat([write(start(k), k, v, W)[0][0, W:], torch.zeros(W)])
         stand.keys[self.layer_idx] = k[0], v[0], score
         return y, level
 

@@ -68,7 +68,7 @@ def set_window(model: Any, window: int) -> None:
 def set_kept(model: Any, kept: int) -> None:
     """Change the number of tokens that layers of the upper half keep whole."""
     for attention in attentions(model):
-        attention.most = kept if 2 * attention.layer_idx >= model.config.num_hidden_layers else 0
+        attention.most = kept if 2 * (attention.layer_idx + 1) > len(attentions(model)) else 0
 
 
 def larger_window(model: Any) -> int:

@@ -1,7 +1,8 @@
 """Attention to a window with sink tokens, and the memory of what has left it.
 
 The first ``sinks + window`` tokens see each other as in the source. Beyond them the sinks keep the distance
-that they have there, so that no position grows with the text.
+that they have there, and tokens that a layer keeps whole (`titans_core.adapt.kept`) have distance W, so
+that no position grows with the text.
 
 Shapes: B rows, T tokens of a call, h held tokens, D model width, H query heads, G heads of keys and values,
 R = H / G, E head width, W window, S sinks; n blocks of c queries, which see W + c keys.
@@ -29,7 +30,8 @@ UNSEEN = -1e30
 """Score of a key that a query does not see, so that a softmax over such keys alone is finite."""
 
 Far = Literal["memory", "window", "full", "transfer"]
-"""Stands for the tokens beyond the window: the memory; nothing; themselves, as in the source (no state is
+"""Stands for the tokens beyond the window: the memory and kept tokens; nothing (its state is for such calls
+alone); themselves, as in the source (no state is
 left); transfer: themselves, while each memory's error to them is collected and its
 gradients are taken."""
 
@@ -76,8 +78,8 @@ class WindowAttention(nn.Module):
         """Of a token's keys, [G, E]."""
         sizes = config.hidden_size, heads, *self.shape
         self.memory = AttentionMemory(*sizes, options) if with_memory else None
-        self.most = options.kept if 2 * self.layer_idx >= config.num_hidden_layers else 0
-        """Tokens kept whole: there, where facts are read."""
+        self.most = options.kept if 2 * (self.layer_idx + 1) > config.num_hidden_layers else 0
+        """Tokens kept whole; attention reads facts in the upper half of the layers."""
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""
@@ -206,26 +208,25 @@ class WindowAttention(nn.Module):
         self, q: Tensor, y: Tensor, level: Tensor, before: Carry, k: Tensor, v: Tensor, position: int,
         rotary: Any,
     ) -> tuple[Tensor, Tensor, Kept | None]:  # fmt: skip
-        """Return the window's output and levels with the kept tokens among what is seen, and those after."""
+        """Return the window's output and levels with the kept tokens mixed in, and those kept after."""
         kept, T, W, S = before.kept, q.shape[1], self.options.window, self.options.sinks
         if kept is None:
             return y, level, None
-        score, kept = keeping.surprised(kept, k, v, W)
+        score, kept = keeping.write(kept, k, v, W)
         lead = max(S + W - position, 0)
         if lead >= T:
             return y, level, kept
         first = before.k.shape[1] + lead - W
         k, v = (torch.cat(pair, 1)[:, first : first + T - lead] for pair in ((before.k, k), (before.v, v)))
-        # a kept key stands at position 0, and every query at W
-        at = torch.full((T - lead,), W, device=q.device)
-        queries = rotate(q[:, lead:], rotary, at) * self.scaling
-        read, far, count, kept = keeping.attend(_attend, queries, kept, k, v, score[:, lead:], self.most)
-        near = level[:, lead:] + math.log(W + S)
+        at = torch.zeros(T - lead, dtype=torch.long, device=q.device)
+        keys, queries = rotate(k, rotary, at), rotate(q[:, lead:], rotary, at + W) * self.scaling
+        read, far, kept = keeping.attend(_attend, queries, kept, keys, v, score[:, lead:], self.most)
+        near, far = level[:, lead:], far - math.log(W + S)  # as the window's levels are
         both = torch.logaddexp(near, far)
         mixed = y[:, lead:] * (near - both).exp()[..., None] + read * (far - both).exp()[..., None]
-        seen = (W + S + count).log()[:, None]
-        y = torch.cat([y[:, :lead], mixed.to(y.dtype)], 1)
-        return y, torch.cat([level[:, :lead], both - seen], 1), kept
+        return (
+            torch.cat([y[:, :lead], mixed.to(y.dtype)], 1), torch.cat([level[:, :lead], both], 1), kept,
+        )  # fmt: skip
 
     def _with_memory(
         self,

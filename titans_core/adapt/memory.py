@@ -37,8 +37,6 @@ GATE_RATE = 10.0
 """Scale of the gate's two coefficients a head, which a few hundred steps take from 0 towards 1."""
 SURPRISE_BOUND, WRITE_BUDGET, MAX_THETA = 0.3, 2.0, 0.1
 """Of the deep memory, as in `titans init` (`MemoryConfig`)."""
-
-
 AROUND = 8
 """Tokens before and after one whose surprise counts for it, where tokens are kept."""
 
@@ -54,21 +52,21 @@ class MemoryOptions(Frozen):
     sinks: Annotated[int, Field(ge=0, le=64)] = 4
     """First tokens of the text, which attention sees for ever (StreamingLLM, arXiv 2309.17453)."""
     layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    """Layers with a memory; None: all. The others have the window alone."""
+    """Layers with a memory; None: all."""
     heads: PositiveInt = 1
     """Memories of each query head, whose reads are added."""
     depth: PositiveInt = 2
     """titans: layers of the memory."""
     chunk: PositiveInt = 64
     """titans: tokens whose gradients are taken at the same weights."""
-    kept: Annotated[int, Field(ge=0)] = 0
+    kept: Annotated[int, Field(ge=0, le=4096)] = 0
     """Tokens that each layer of the upper half keeps whole beyond the window: the most surprising."""
 
     @field_validator("kept")
     @classmethod
     def _scores_are_known(cls, kept: int, info: ValidationInfo) -> int:
         if kept and info.data.get("window", AROUND) < AROUND:
-            raise ValueError(f"needs a window of at least {AROUND} tokens, or 0 of them")
+            raise ValueError(f"needs a window of at least {AROUND} tokens; 0 keeps none")
         return kept
 
 
@@ -173,7 +171,7 @@ class AttentionMemory(nn.Module):
         Args:
             x_BTD: the layer's normalised input.
             q_BTHE: queries before positions.
-            level_BTH: log mean exp of the scores within the window.
+            level_BTH: log of the sum of exponentials of all scores that are seen, less log(W + S).
             far_BT: far tokens before each query, at least 1.
         """
         # of n far tokens to 4 windows more: grows with n at first, and ends at 0
@@ -192,7 +190,10 @@ def extend_matrix(
         q: [B, T, M, E], keys ``k`` and values ``v`` alike; keys have norm 1.
         alpha: [B, T, M], the part of the matrix that is forgotten.
         theta: [B, T, M], the part of the error that is removed.
-        state: whose momentum is kept as a scalar, since the rule has none.
+        state: whose momentum is a scalar, since the rule has none.
+
+    Returns:
+        The reads [B, T, M, E], and the state after the last token.
     """
     state = state._replace(momentum=expand_momentum(state.momentum, state.weights))
     y, after = extend_memory(

@@ -75,8 +75,8 @@ class Sessions:
     ) -> Iterator[tuple[str, int]]:
         """Read tokens in several sessions and generate at most ``most`` in each; both are a turn of it.
 
-        Sessions beyond the window are decoded in one batch, however much each has read; with a deep memory
-        those whose open chunks are equally long.
+        Sessions that have filled window and kept tokens are decoded in one batch, however much each has read;
+        with a deep memory those whose open chunks are equally long.
 
         Args:
             asked: tokens to read after the last turn, by session.
