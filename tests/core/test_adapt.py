@@ -108,8 +108,9 @@ def test_state_does_not_grow_in_100_000_tokens(kind):
         assert sum(x.nbytes for x in leaves if x is not None) == model.state_bytes(10**6)
 
 
-def test_kept_tokens_are_those_that_surprise_a_memory_most():
+def test_kept_tokens_are_those_that_surprise_a_memory_most(monkeypatch):
     """Held to loops over tokens, and its gradients to finite differences."""
+    monkeypatch.setattr(keeping, "PIECE", 5)
     B, T, G, H, E, most, first = 2, 60, 2, 4, 6, 5, WINDOW + SINKS
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, heads, E, dtype=torch.float64) for heads in (H, G, G))
@@ -119,21 +120,21 @@ def test_kept_tokens_are_those_that_surprise_a_memory_most():
         key = torch.nn.functional.normalize(k[:, t], dim=-1)[..., None]
         error = v[:, t] - (key.mT @ M)[:, :, 0]
         M = M + keeping.STEP * key * error[:, :, None]
-        surprise.append((error.square().sum(-1) / v[:, t].square().sum(-1)).mean(1))
+        each = error.square().sum(-1) / v[:, t].square().sum(-1)
+        surprise.append(each.clamp(max=keeping.MOST).mean(1))
     surprise = torch.stack(surprise, 1)
     state, scores = keeping.start(k), []
     for part in (slice(0, 7), slice(7, 50), slice(50, T)):
-        score, state = keeping.surprised(state, k[:, part], v[:, part], WINDOW)
+        score, state = keeping.write(state, k[:, part], v[:, part], WINDOW)
         scores.append(score)
     leaves = slice(SINKS, T - WINDOW)
     new = k[:, leaves], v[:, leaves], torch.cat(scores, 1)[:, first:]
-    y, level, count, after = keeping.attend(attention._attend, q[:, first:], state, *new, most)
+    y, level, after = keeping.attend(attention._attend, q[:, first:], state, *new, most)
     for b in range(B):
         for t in range(first, T):
             far = range(SINKS, t - WINDOW + 1)
             near = {i: surprise[b, max(0, i - keeping.AROUND) : i + keeping.AROUND + 1].mean() for i in far}
             best = sorted(sorted(far, key=near.get)[-most:])
-            assert count[t - first] == len(best)
             for h in range(H):
                 at = k[b, best, h // 2] @ q[b, t, h]
                 torch.testing.assert_close(y[b, t - first, h], at.softmax(0) @ v[b, best, h // 2])
@@ -145,6 +146,31 @@ def test_kept_tokens_are_those_that_surprise_a_memory_most():
         return keeping.attend(attention._attend, q, keeping.start(k), k, v, new[2][:1, :12], 3)[:2]
 
     assert torch.autograd.gradcheck(ends, given)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+
+
+@pytest.mark.parametrize("fields", [{}, {"rope_parameters": YARN}], ids=["plain", "yarn"])
+@torch.no_grad()
+def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_the_window(fields):
+    options = adapt.MemoryOptions(**SHORT, kept=LENGTH, layers=())
+    model, x = (
+        adapt.convert(source("llama", num_hidden_layers=1, **fields), options),
+        torch.randn(2, LENGTH, 32),
+    )
+    own, index = model.layers()[0].self_attn, torch.arange(LENGTH)
+    rotary = model.base_model.rotary_emb(x, index[None])
+    q, k, v = (z.repeat_interleave(4 // z.shape[2], 2) for z in own.family.heads(own, x))
+    at = lambda q_at, k_at: torch.einsum(  # noqa: E731
+        "bqhe,bkhe->bhqk", attention.rotate(q, rotary, q_at), attention.rotate(k, rotary, k_at)
+    )
+    age = index[:, None] - index
+    scores = torch.where(age < WINDOW, at(index, index), at(index * 0 + WINDOW, index * 0))
+    sinks = at(index.clamp(max=SINKS + WINDOW - 1), index)
+    scores = torch.where((age >= WINDOW) & (index < SINKS), sinks, scores).masked_fill(age < 0, -torch.inf)
+    expected = torch.einsum("bhqk,bkhe->bqhe", (scores * own.scaling).softmax(-1), v)
+    assert largest(own(x, position_embeddings=rotary)[0], own.family.output(own, expected.flatten(2))) < 1e-5
 
 
 @torch.no_grad()
@@ -232,6 +258,7 @@ def test_memory_is_float32_under_autocast_and_beside_weights_in_bf16(kind, tmp_p
     with torch.autocast("cpu", torch.bfloat16):
         state = model(text, use_cache=True).past_key_values.groups[0].state
     parts = tree_leaves([(carry.memory.state, carry.memory.steps) for carry in state.blocks])
+    parts += [x for carry in state.blocks if carry.kept for x in tree_leaves(carry.kept[2:]) if x is not None]
     assert {x.dtype for x in parts} == {torch.float32}
     adapt.convert(source("llama").bfloat16(), model.options).save_pretrained(tmp_path)
     half = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
