@@ -1,8 +1,8 @@
-"""Where a fact is lost: `python experiments/adapt/ceilings.py MODEL TEXTS.jsonl.xz`.
+"""Find where a fact is lost: `python experiments/adapt/ceilings.py MODEL TEXTS.jsonl.xz`.
 
 A row with a fact is read with the window alone. For the tokens that ask for it each layer also sees the far
 tokens, or what stands for them: their softmax at their own distances, at one distance, at none; a matrix that
-maps keys to values as well as any can; all of them, those of the fact, or some. MODEL is an adapted model
+maps keys to values as well as any can; all of them, the fact's, or some. MODEL is an adapted model
 with the source's weights, `my-model/base` of `titans adapt --lora`, which has no tokenizer: --tokenizer.
 
 Shapes: P tokens before the question, a of the question, H query heads, E head width.
@@ -49,7 +49,7 @@ RIDGE = 0.1
 
 
 class Stand:
-    """Stands for the far tokens in every layer."""
+    """A stand-in for the far tokens in every layer."""
 
     kind, which = "window", "all"
     fact: slice
@@ -119,7 +119,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
-    model = transformers.AutoModelForCausalLM.from_pretrained(given.model).eval()
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(given.model).eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.tokenizer or given.model)
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     with lzma.open(given.texts, "rt", encoding="utf-8") as file:

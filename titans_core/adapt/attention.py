@@ -21,8 +21,8 @@ from torch.utils._pytree import tree_leaves
 
 from titans_core.adapt import kept as keeping
 from titans_core.adapt.families import Family
-from titans_core.adapt.kept import Kept
-from titans_core.adapt.memory import AROUND, AttentionMemory, MemoryCarry, MemoryOptions
+from titans_core.adapt.kept import AROUND, Kept
+from titans_core.adapt.memory import AttentionMemory, MemoryCarry, MemoryOptions
 from titans_kernels import without_autocast
 from titans_kernels.memory.options import operand_dtype
 

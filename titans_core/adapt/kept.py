@@ -1,10 +1,10 @@
-"""Tokens kept whole beyond the window: those that surprised the layer most.
+"""Tokens kept whole beyond the window: the ones which surprised the layer most.
 
 A matrix reads back a blend of what was written to it; a name or a number needs the sharp read of softmax. So
-a layer can keep some tokens as they are, and surprise decides which (in EM-LLM, arXiv 2407.09450, that of
-the next token bounds events). Every token is written to a small untrained memory M of each head of keys and
-values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``, the loss before the write. A
-token's score is the mean surprise of the tokens around it. Of the tokens that have left the window those with
+a layer can keep some tokens as they are, and surprise decides which (in EM-LLM, arXiv 2407.09450, surprise
+at the next token bounds events). Every token is written to a small untrained memory M of each head of keys
+and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``, the loss before the write.
+A token's score is the mean surprise of the tokens around it. Of the tokens that have left the window those with
 the highest scores are kept; every query sees them at distance W, or where they stood by a table of positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
@@ -20,10 +20,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from titans_core.adapt.memory import AROUND, extend_matrix
-from titans_core.memory import zero_momentum
-from titans_kernels import AnyState, DecodeState, MemoryState
+from titans_core.memory import expand_momentum, zero_momentum
+from titans_kernels import AnyState, DecodeState, Extension, MemoryState, extend_memory, find_rule
 
+AROUND = 8
+"""Tokens before and after one whose surprise counts for it."""
 STEP, FORGET = 0.5, 0.001
 """The part of the error that a write removes, and of the memory that a token forgets."""
 MOST = 4.0
@@ -34,7 +35,7 @@ PIECE = 256
 
 
 class Kept(NamedTuple):
-    """What a layer keeps after any token."""
+    """The tokens that a layer keeps, and the memory that they surprised, after any token."""
 
     k: Tensor
     """[B, N, G, E], at position 0, in the order of the text."""
@@ -44,6 +45,28 @@ class Kept(NamedTuple):
     surprise: Tensor
     """[B, h], of the last tokens."""
     memory: AnyState
+
+
+def extend_matrix(
+    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor, state: AnyState
+) -> tuple[Tensor, AnyState]:
+    """Write each token to a matrix under the gated delta rule, then read with its query.
+
+    Args:
+        q: [B, T, M, E], keys ``k`` and values ``v`` alike; keys have norm 1.
+        alpha: [B, T, M], the part of the matrix that is forgotten.
+        theta: [B, T, M], the part of the error that is removed.
+        state: whose momentum is a scalar, since the rule has none.
+
+    Returns:
+        The reads [B, T, M, E], and the state after the last token.
+    """
+    state = state._replace(momentum=expand_momentum(state.momentum, state.weights))
+    y, after = extend_memory(
+        q, k, v, alpha, torch.zeros_like(alpha), theta / 2, state, chunk_size=1,
+        extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
+    )  # fmt: skip
+    return y, after._replace(momentum=zero_momentum(after.weights))
 
 
 def start(k_BTGE: Tensor) -> Kept:
@@ -70,7 +93,7 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
     surprise = torch.cat([kept.surprise, error.clamp(max=MOST).mean(2)], 1)
     score = F.avg_pool1d(surprise, 2 * AROUND + 1, 1, AROUND, count_include_pad=False)
     score = F.pad(score, (window, 0))[:, held : held + k.shape[1]]
-    last = surprise[:, -(window + AROUND) :].clone()  # a copy: a view would keep that of all tokens
+    last = surprise[:, -(window + AROUND) :].clone()  # a copy: a view would keep all tokens'
     return score, kept._replace(surprise=last, memory=memory)
 
 
@@ -101,7 +124,7 @@ def attend(
         y, level = (x[0].unflatten(2, (-1, q.shape[1])) for x in of)  # [G, B, R, T, ..]
         outputs.append(y.permute(1, 3, 0, 2, 4).flatten(2, 3))
         levels.append(level.permute(1, 3, 0, 2).flatten(2, 3))
-        # those that stay, in the order of the text; their number without asking the device
+        # in the order of the text; their number without asking the device
         order = seen[:, -1].to(torch.uint8).argsort(dim=1, descending=True, stable=True)
         order = order[:, :limit]
         pick = lambda x: x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)  # noqa: B023, E731

@@ -18,15 +18,15 @@ from pydantic import Field, ValidationInfo, field_validator
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from titans_core.adapt.kept import AROUND, extend_matrix
 from titans_core.config import Frozen, PositiveInt
-from titans_core.memory import expand_momentum, zero_momentum
+from titans_core.memory import zero_momentum
 from titans_kernels import (
     AnyState,
     DecodeState,
     Extension,
     MemoryState,
     extend_memory,
-    find_rule,
     without_autocast,
 )
 from titans_kernels.memory.budget import effective_steps
@@ -37,8 +37,6 @@ GATE_RATE = 10.0
 """Scale of the gate's two coefficients a head, which a few hundred steps take from 0 towards 1."""
 SURPRISE_BOUND, WRITE_BUDGET, MAX_THETA = 0.3, 2.0, 0.1
 """Of the deep memory, as in `titans init` (`MemoryConfig`)."""
-AROUND = 8
-"""Tokens before and after one whose surprise counts for it, where tokens are kept."""
 
 
 class MemoryOptions(Frozen):
@@ -179,28 +177,6 @@ class AttentionMemory(nn.Module):
         logit = _float(self.mix, x_BTD) + (q_BTHE.float() * self.mix_query_HE.float()).sum(-1)
         far_BTH = self.count_H.float() * growth_BT[..., None] - self.level_H.float() * level_BTH
         return (logit + GATE_RATE * far_BTH).sigmoid()[..., None]
-
-
-def extend_matrix(
-    q: Tensor, k: Tensor, v: Tensor, alpha: Tensor, theta: Tensor, state: AnyState
-) -> tuple[Tensor, AnyState]:
-    """Write each token to a matrix under the gated delta rule, then read with its query.
-
-    Args:
-        q: [B, T, M, E], keys ``k`` and values ``v`` alike; keys have norm 1.
-        alpha: [B, T, M], the part of the matrix that is forgotten.
-        theta: [B, T, M], the part of the error that is removed.
-        state: whose momentum is a scalar, since the rule has none.
-
-    Returns:
-        The reads [B, T, M, E], and the state after the last token.
-    """
-    state = state._replace(momentum=expand_momentum(state.momentum, state.weights))
-    y, after = extend_memory(
-        q, k, v, alpha, torch.zeros_like(alpha), theta / 2, state, chunk_size=1,
-        extension=Extension(rule=find_rule("gated_delta"), is_delta_rule=True),
-    )  # fmt: skip
-    return y, after._replace(momentum=zero_momentum(after.weights))
 
 
 def _float(layer: nn.Linear, x: Tensor) -> Tensor:
