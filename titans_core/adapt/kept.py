@@ -4,8 +4,9 @@ A matrix reads back a blend of what was written to it; a name or a number needs 
 a layer can keep some tokens as they are, and surprise decides which (in EM-LLM, arXiv 2407.09450, surprise
 at the next token bounds events). Every token is written to a small untrained memory M of each head of keys
 and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``, the loss before the write.
-A token's score is the mean surprise of the tokens around it. Of the tokens that have left the window those with
-the highest scores are kept; every query sees them at distance W, or where they stood by a table of positions.
+A token's score is the mean surprise of the tokens around it. Of the tokens that have left the window the ones
+with the highest scores are kept; every query sees them at distance W, or where they stood by a table of
+positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
 E head width, W window.
