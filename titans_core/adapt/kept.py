@@ -1,12 +1,16 @@
-"""Tokens kept whole beyond the window: the ones which surprised the layer most.
+"""Tokens kept whole beyond the window: those that were attended to, and those that surprised the layer.
 
 A matrix reads back a blend of what was written to it; a name or a number needs the sharp read of softmax. So
-a layer can keep some tokens as they are, and surprise decides which (in EM-LLM, arXiv 2407.09450, surprise
-at the next token bounds events). Every token is written to a small untrained memory M of each head of keys
-and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``, the loss before the write.
-A token's score is the mean surprise of the tokens around it. Of the tokens that have left the window the ones
-with the highest scores are kept; every query sees them at distance W, or where they stood by a table of
-positions.
+a layer can keep some of the tokens that leave the window as they are. Two scores decide which:
+
+- the attention that a token receives in the older half of its time in the window, from the queries of a head
+  of keys and values (H2O, arXiv 2306.14048, sums all of it; what the next tokens give says less of far ones);
+- surprise (in EM-LLM, arXiv 2407.09450, it bounds events). Every token is written to a small untrained memory
+  M of each head of keys and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``,
+  the loss before the write; a token's score is the mean surprise of the tokens around it.
+
+A head of keys and values keeps the best by either score, a third of them by surprise. Every query sees them
+at distance W, or where they stood by a table of positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
 E head width, W window.
@@ -31,18 +35,24 @@ STEP, FORGET = 0.5, 0.001
 MOST = 4.0
 """Surprise of a value that is predicted with the wrong sign. Values near zero, as of tokens that heads attend
 to for want of another, would have any."""
+SURPRISING = 1 / 3
+"""The part of the kept tokens that is chosen by surprise."""
 PIECE = 256
 """Queries whose kept tokens are selected at once."""
+EMPTY = -torch.inf
+"""Scores of a place without a token: the best by one score may be among the best by the other."""
 
 
 class Kept(NamedTuple):
-    """The tokens that a layer keeps, and the memory that they surprised, after any token."""
+    """The tokens that a layer keeps, and what it knows of those in its window, after any token."""
 
     k: Tensor
-    """[B, N, G, E], at position 0, in the order of the text."""
+    """[B, G, N, E], at position 0, in the order of the text; then empty places."""
     v: Tensor
-    score: Tensor
-    """[B, N]."""
+    scores: Tensor
+    """[B, G, N, 2]: attention received, and surprise."""
+    received: Tensor
+    """[B, h, G], the attention that tokens of the window have received so far."""
     surprise: Tensor
     """[B, h], of the last tokens."""
     memory: AnyState
@@ -73,9 +83,13 @@ def extend_matrix(
 def start(k_BTGE: Tensor) -> Kept:
     """Return what is kept before the first token."""
     B, _, G, E = k_BTGE.shape
-    none, score = k_BTGE[:, :0], k_BTGE.new_zeros(B, 0, dtype=torch.float32)
+    none, empty = (
+        k_BTGE.new_empty(B, G, 0, E),
+        lambda *shape: k_BTGE.new_empty(B, *shape, dtype=torch.float32),
+    )
     weights = (k_BTGE.new_zeros(B, G, E, E, dtype=torch.float32),)
-    return Kept(none, none, score, score, DecodeState.of(MemoryState(weights, zero_momentum(weights))))
+    memory = DecodeState.of(MemoryState(weights, zero_momentum(weights)))
+    return Kept(none, none, empty(G, 0, 2), empty(0, G), empty(0), memory)
 
 
 @torch.no_grad()
@@ -100,7 +114,7 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
 
 def attend(
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q_BTHE: Tensor, kept: Kept,
-    k_BTGE: Tensor, v_BTGE: Tensor, score_BT: Tensor, limit: int,
+    k_BTGE: Tensor, v_BTGE: Tensor, scores_BTG2: Tensor, limit: int,
 ) -> tuple[Tensor, Tensor, Kept]:  # fmt: skip
     """Attend to the kept tokens, which each token that leaves the window may join in the place of another.
 
@@ -109,36 +123,44 @@ def attend(
         q_BTHE: scaled queries, at position W.
         kept: before these tokens.
         k_BTGE: keys at position 0 of the tokens that leave the window with each query.
-        v_BTGE: their values, and ``score_BT`` their scores.
+        v_BTGE: their values.
+        scores_BTG2: their scores.
         limit: N.
 
     Returns:
         [B, T, H, E], log sums of exponentials [B, T, H], and the state after.
     """
-    outputs, levels = [], []
-    for q, *new in zip(*(x.split(PIECE, 1) for x in (q_BTHE, k_BTGE, v_BTGE, score_BT)), strict=True):
-        k, v, score = (torch.cat(pair, 1) for pair in zip(kept[:3], new, strict=True))
-        seen = _seen(score, q.shape[1], limit)
-        queries = q.unflatten(2, (k.shape[2], -1)).permute(2, 0, 3, 1, 4).flatten(2, 3)  # [G, B, R T, E]
-        keys, values = (x.permute(2, 0, 1, 3) for x in (k, v))
-        of = attention(queries[None], keys[None], values[None], seen)
-        y, level = (x[0].unflatten(2, (-1, q.shape[1])) for x in of)  # [G, B, R, T, ..]
-        outputs.append(y.permute(1, 3, 0, 2, 4).flatten(2, 3))
-        levels.append(level.permute(1, 3, 0, 2).flatten(2, 3))
+    outputs, levels, G = [], [], k_BTGE.shape[2]
+    for q, *new in zip(*(x.split(PIECE, 1) for x in (q_BTHE, k_BTGE, v_BTGE, scores_BTG2)), strict=True):
+        k, v, scores = (
+            torch.cat([held, x.transpose(1, 2)], 2) for held, x in zip(kept[:3], new, strict=True)
+        )
+        seen = _seen(scores, q.shape[1], limit)
+        queries = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, R T, E]
+        # each head of keys and values of a row is a block: they do not keep the same tokens
+        of = attention(*(x.flatten(0, 1)[None, None] for x in (queries, k, v)), seen.flatten(0, 1))
+        y, level = (x[0, 0].unflatten(0, (-1, G)).unflatten(2, (-1, q.shape[1])) for x in of)
+        outputs.append(y.permute(0, 3, 1, 2, 4).flatten(2, 3))
+        levels.append(level.permute(0, 3, 1, 2).flatten(2, 3))
         # in the order of the text; their number without asking the device
-        order = seen[:, -1].to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-        order = order[:, :limit]
-        pick = lambda x: x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)  # noqa: B023, E731
-        kept = kept._replace(k=pick(k), v=pick(v), score=pick(score))
+        last, order = seen[:, :, -1].to(torch.uint8).sort(dim=2, descending=True, stable=True)
+        order, none = order[..., :limit, None], last[..., :limit, None] == 0
+        k, v = (x.take_along_dim(order, 2).masked_fill(none, 0) for x in (k, v))
+        kept = kept._replace(k=k, v=v, scores=scores.take_along_dim(order, 2).masked_fill(none, EMPTY))
     return torch.cat(outputs, 1), torch.cat(levels, 1), kept
 
 
-def _seen(score_BC: Tensor, queries: int, limit: int) -> Tensor:
-    """[B, queries, C]: the last ``queries`` candidates come one by one; a query sees the best until then."""
-    n = score_BC.shape[1] - queries
-    index = torch.arange(n + queries, device=score_BC.device)
-    # of two with equal scores the earlier stays
-    other, own = score_BC[:, :, None], score_BC[:, None]
-    above = (other > own) | ((other == own) & (index[:, None] < index))
-    rank = above[:, :n].sum(1, keepdim=True) + above[:, n:].cumsum(1)
-    return (rank < limit) & (index <= index[n:, None])
+def _seen(scores_BGC2: Tensor, queries: int, limit: int) -> Tensor:
+    """[B, G, queries, C]: candidates come one by one with the queries; each sees the best until then."""
+    surprising = int(SURPRISING * limit)
+    n, index = scores_BGC2.shape[2] - queries, torch.arange(scores_BGC2.shape[2], device=scores_BGC2.device)
+    seen = torch.zeros((), dtype=torch.bool, device=scores_BGC2.device)
+    for score, most in zip(scores_BGC2.unbind(-1), (limit - surprising, surprising), strict=True):
+        held, new = score[..., :n], score[..., n:]
+        # of two with equal scores the earlier stays
+        order = held.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
+        rank = torch.cat([order, (held[..., None] >= new[..., None, :]).sum(-2)], -1)
+        other, own = new[..., None], score[..., None, :]
+        above = (other > own) | ((other == own) & (index[n:, None] < index))
+        seen = seen | (rank[..., None, :] + above.cumsum(-2) < most)
+    return seen & (index <= index[n:, None]) & (scores_BGC2[..., None, :, 0] > EMPTY)

@@ -50,7 +50,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
-@click.option("--kept", type=click.IntRange(0), default=192, help="Surprising tokens kept whole, by layer.")
+@click.option("--kept", type=click.IntRange(0), default=192, help="Tokens a layer keeps whole.")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
 @click.option(
