@@ -88,8 +88,8 @@ class WindowAttention(nn.Module):
         held = 2 * (like.nbytes + like[:, :S].nbytes)
         if self.most:
             kept = keeping.start(like)
-            G, size = self.shape[0], kept.scores.itemsize
-            held += (2 * like[:, :1].nbytes + 2 * G * size) * min(max(length - W - S, 0), self.most)
+            G, size = self.shape[0], kept.score.itemsize
+            held += (2 * like[:, :1].nbytes + G * size) * min(max(length - W - S, 0), self.most)
             held += size * (min(length, W + AROUND) + G * min(length, W)) + _bytes(kept.memory)
         if self.memory is None:
             return held
@@ -231,11 +231,10 @@ class WindowAttention(nn.Module):
         first = before.k.shape[1] + lead - W
         leaving = slice(first, first + T - lead)
         k, v = (torch.cat(pair, 1)[:, leaving] for pair in ((before.k, k), (before.v, v)))
-        received = received[:, leaving]
-        scores = torch.stack([received, surprise[:, lead:, None].expand_as(received)], -1)
+        score = received[:, leaving] + surprise[:, lead:, None]
         at = torch.zeros(T - lead, dtype=torch.long, device=q.device)
         keys, queries = rotate(k, rotary, at), rotate(q[:, lead:], rotary, at + W) * self.scaling
-        read, far, kept = keeping.attend(_attend, queries, kept, keys, v, scores, self.most)
+        read, far, kept = keeping.attend(_attend, queries, kept, keys, v, score, self.most)
         near, far = level[:, lead:], far - math.log(W + S)  # as the window's levels are
         both = torch.logaddexp(near, far)
         mixed = y[:, lead:] * (near - both).exp()[..., None] + read * (far - both).exp()[..., None]

@@ -1,16 +1,16 @@
 """Tokens kept whole beyond the window: those that were attended to, and those that surprised the layer.
 
 A matrix reads back a blend of what was written to it; a name or a number needs the sharp read of softmax. So
-a layer can keep some of the tokens that leave the window as they are. Two scores decide which:
+a layer can keep some of the tokens that leave the window as they are. The sum of two scores decides which:
 
 - the attention that a token receives in the older half of its time in the window, from the queries of a head
   of keys and values (H2O, arXiv 2306.14048, sums all of it; what the next tokens give says less of far ones);
 - surprise (in EM-LLM, arXiv 2407.09450, it bounds events). Every token is written to a small untrained memory
   M of each head of keys and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``,
-  the loss before the write; a token's score is the mean surprise of the tokens around it.
+  the loss before the write; what counts is the mean surprise of the tokens around one.
 
-A head of keys and values keeps the best by either score, a third of them by surprise. Every query sees them
-at distance W, or where they stood by a table of positions.
+Each head of keys and values keeps its own. Every query sees them at distance W, or where they stood by a
+table of positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
 E head width, W window.
@@ -35,22 +35,18 @@ STEP, FORGET = 0.5, 0.001
 MOST = 4.0
 """Surprise of a value that is predicted with the wrong sign. Values near zero, as of tokens that heads attend
 to for want of another, would have any."""
-SURPRISING = 1 / 3
-"""The part of the kept tokens that is chosen by surprise."""
 PIECE = 256
 """Queries whose kept tokens are selected at once."""
-EMPTY = -torch.inf
-"""Scores of a place without a token: the best by one score may be among the best by the other."""
 
 
 class Kept(NamedTuple):
     """The tokens that a layer keeps, and what it knows of those in its window, after any token."""
 
     k: Tensor
-    """[B, G, N, E], at position 0, in the order of the text; then empty places."""
+    """[B, G, N, E], at position 0, in the order of the text."""
     v: Tensor
-    scores: Tensor
-    """[B, G, N, 2]: attention received, and surprise."""
+    score: Tensor
+    """[B, G, N]."""
     received: Tensor
     """[B, h, G], the attention that tokens of the window have received so far."""
     surprise: Tensor
@@ -83,13 +79,10 @@ def extend_matrix(
 def start(k_BTGE: Tensor) -> Kept:
     """Return what is kept before the first token."""
     B, _, G, E = k_BTGE.shape
-    none, empty = (
-        k_BTGE.new_empty(B, G, 0, E),
-        lambda *shape: k_BTGE.new_empty(B, *shape, dtype=torch.float32),
-    )
-    weights = (k_BTGE.new_zeros(B, G, E, E, dtype=torch.float32),)
+    none, weights = k_BTGE.new_empty(B, G, 0, E), (k_BTGE.new_zeros(B, G, E, E, dtype=torch.float32),)
+    score, received, surprise = (weights[0].new_empty(shape) for shape in ((B, G, 0), (B, 0, G), (B, 0)))
     memory = DecodeState.of(MemoryState(weights, zero_momentum(weights)))
-    return Kept(none, none, empty(G, 0, 2), empty(0, G), empty(0), memory)
+    return Kept(none, none, score, received, surprise, memory)
 
 
 @torch.no_grad()
@@ -114,7 +107,7 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
 
 def attend(
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q_BTHE: Tensor, kept: Kept,
-    k_BTGE: Tensor, v_BTGE: Tensor, scores_BTG2: Tensor, limit: int,
+    k_BTGE: Tensor, v_BTGE: Tensor, score_BTG: Tensor, limit: int,
 ) -> tuple[Tensor, Tensor, Kept]:  # fmt: skip
     """Attend to the kept tokens, which each token that leaves the window may join in the place of another.
 
@@ -124,18 +117,16 @@ def attend(
         kept: before these tokens.
         k_BTGE: keys at position 0 of the tokens that leave the window with each query.
         v_BTGE: their values.
-        scores_BTG2: their scores.
+        score_BTG: their scores.
         limit: N.
 
     Returns:
         [B, T, H, E], log sums of exponentials [B, T, H], and the state after.
     """
     outputs, levels, G = [], [], k_BTGE.shape[2]
-    for q, *new in zip(*(x.split(PIECE, 1) for x in (q_BTHE, k_BTGE, v_BTGE, scores_BTG2)), strict=True):
-        k, v, scores = (
-            torch.cat([held, x.transpose(1, 2)], 2) for held, x in zip(kept[:3], new, strict=True)
-        )
-        seen = _seen(scores, q.shape[1], limit)
+    for q, *new in zip(*(x.split(PIECE, 1) for x in (q_BTHE, k_BTGE, v_BTGE, score_BTG)), strict=True):
+        k, v, score = (torch.cat([x, y.transpose(1, 2)], 2) for x, y in zip(kept[:3], new, strict=True))
+        seen = _seen(score, q.shape[1], limit)
         queries = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, R T, E]
         # each head of keys and values of a row is a block: they do not keep the same tokens
         of = attention(*(x.flatten(0, 1)[None, None] for x in (queries, k, v)), seen.flatten(0, 1))
@@ -143,24 +134,19 @@ def attend(
         outputs.append(y.permute(0, 3, 1, 2, 4).flatten(2, 3))
         levels.append(level.permute(0, 3, 1, 2).flatten(2, 3))
         # in the order of the text; their number without asking the device
-        last, order = seen[:, :, -1].to(torch.uint8).sort(dim=2, descending=True, stable=True)
-        order, none = order[..., :limit, None], last[..., :limit, None] == 0
-        k, v = (x.take_along_dim(order, 2).masked_fill(none, 0) for x in (k, v))
-        kept = kept._replace(k=k, v=v, scores=scores.take_along_dim(order, 2).masked_fill(none, EMPTY))
+        order = seen[:, :, -1].to(torch.uint8).argsort(dim=2, descending=True, stable=True)[..., :limit]
+        k, v = (x.take_along_dim(order[..., None], 2) for x in (k, v))
+        kept = kept._replace(k=k, v=v, score=score.take_along_dim(order, 2))
     return torch.cat(outputs, 1), torch.cat(levels, 1), kept
 
 
-def _seen(scores_BGC2: Tensor, queries: int, limit: int) -> Tensor:
+def _seen(score_BGC: Tensor, queries: int, limit: int) -> Tensor:
     """[B, G, queries, C]: candidates come one by one with the queries; each sees the best until then."""
-    surprising = int(SURPRISING * limit)
-    n, index = scores_BGC2.shape[2] - queries, torch.arange(scores_BGC2.shape[2], device=scores_BGC2.device)
-    seen = torch.zeros((), dtype=torch.bool, device=scores_BGC2.device)
-    for score, most in zip(scores_BGC2.unbind(-1), (limit - surprising, surprising), strict=True):
-        held, new = score[..., :n], score[..., n:]
-        # of two with equal scores the earlier stays
-        order = held.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
-        rank = torch.cat([order, (held[..., None] >= new[..., None, :]).sum(-2)], -1)
-        other, own = new[..., None], score[..., None, :]
-        above = (other > own) | ((other == own) & (index[n:, None] < index))
-        seen = seen | (rank[..., None, :] + above.cumsum(-2) < most)
-    return seen & (index <= index[n:, None]) & (scores_BGC2[..., None, :, 0] > EMPTY)
+    n, index = score_BGC.shape[2] - queries, torch.arange(score_BGC.shape[2], device=score_BGC.device)
+    held, new = score_BGC.split([n, queries], 2)
+    # of two with equal scores the earlier stays
+    rank = held.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+    rank = torch.cat([rank, (held[..., None] >= new[..., None, :]).sum(2)], 2)
+    other, own = new[..., None], score_BGC[..., None, :]
+    above = (other > own) | ((other == own) & (index[n:, None] < index))
+    return (rank[..., None, :] + above.cumsum(2) < limit) & (index <= index[n:, None])
