@@ -87,9 +87,10 @@ class Adapted(RefusesUnknown):
         nn.ModuleDict(self.memories()).to(cast(Any, self).device)
 
     def source_hash(self) -> str:
-        """Return a hash of the source's weights and of the memory's options, 16 hex digits."""
+        """Return a hash of the source's weights and of the options that weights depend on, 16 hex digits."""
         source = {name: x for name, x in cast(Any, self).state_dict().items() if ".memory." not in name}
-        return hash_of(json.dumps(self.config.titans, sort_keys=True), source)[:16]
+        options = {name: x for name, x in self.config.titans.items() if name != "kept"}
+        return hash_of(json.dumps(options, sort_keys=True), source)[:16]
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""

@@ -113,7 +113,10 @@ def adapt(
 
 
 def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, Any]) -> None:
-    """Write the model with untrained memories, its tokenizer, and the run files; checks what is there."""
+    """Write the model with untrained memories, its tokenizer, and the run files; checks what is there.
+
+    Kept tokens have no weights: their number can be changed later. Run files have the number to train with.
+    """
     import transformers
 
     from titans_core.adapt import convert
@@ -124,10 +127,15 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         source, gguf = str(path.parent), {"gguf_file": path.name}
     if (made := out / "adapt.json").is_file():
         before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
-        for name in (name for name in about if before.get(name) != about[name]):
+        for name in (name for name in about if name != "kept" and before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
             raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
+        if before["kept"] != about["kept"]:
+            config = json.loads((out / "config.json").read_text(encoding="utf-8"))
+            config["titans"]["kept"] = about["kept"]
+            write_text(out / "config.json", json.dumps(config, indent=2))
+            write_text(made, json.dumps(about, indent=2))
         return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")
@@ -155,7 +163,10 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
             "objective": {
-                "kind": stage, "options": {"model": str(base.resolve()), "weights": weights, "lora": lora},
+                "kind": stage,
+                "options": {
+                    "model": str(base.resolve()), "weights": weights, "lora": lora, "kept": about["kept"],
+                },
             },
             "data": {
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
