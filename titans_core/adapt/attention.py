@@ -231,7 +231,7 @@ class WindowAttention(nn.Module):
         first = before.k.shape[1] + lead - W
         leaving = slice(first, first + T - lead)
         k, v = (torch.cat(pair, 1)[:, leaving] for pair in ((before.k, k), (before.v, v)))
-        score = received[:, leaving] + surprise[:, lead:, None]
+        score = received[:, leaving] + keeping.WEIGHT * surprise[:, lead:, None]
         at = torch.zeros(T - lead, dtype=torch.long, device=q.device)
         keys, queries = rotate(k, rotary, at), rotate(q[:, lead:], rotary, at + W) * self.scaling
         read, far, kept = keeping.attend(_attend, queries, kept, keys, v, score, self.most)

@@ -1,7 +1,7 @@
-"""Tokens kept whole beyond the window: those that were attended to, and those that surprised the layer.
+"""Tokens kept whole beyond the window: the most attended to and the most surprising.
 
 A matrix reads back a blend of what was written to it; a name or a number needs the sharp read of softmax. So
-a layer can keep some of the tokens that leave the window as they are. The sum of two scores decides which:
+a layer can keep some of the tokens that leave the window as they are. A weighted sum of two decides which:
 
 - the attention that a token receives in the older half of its time in the window, from the queries of a head
   of keys and values (H2O, arXiv 2306.14048, sums all of it; what the next tokens give says less of far ones);
@@ -35,6 +35,8 @@ STEP, FORGET = 0.5, 0.001
 MOST = 4.0
 """Surprise of a value that is predicted with the wrong sign. Values near zero, as of tokens that heads attend
 to for want of another, would have any."""
+WEIGHT = 4.0
+"""The weight of surprise, beside 1 of the attention received."""
 PIECE = 256
 """Queries whose kept tokens are selected at once."""
 

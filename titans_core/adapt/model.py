@@ -247,6 +247,15 @@ def replace_weights(
         os.replace(temporary, folder / path.name)
 
 
+def change_kept(folder: Path, kept: int) -> None:
+    """Change the number of kept tokens of the model in a folder; no weight depends on it."""
+    path, temporary = folder / "config.json", folder / "config.json.partial"
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["titans"]["kept"] = kept
+    temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")
+    os.replace(temporary, path)
+
+
 def options_of(config: Any) -> MemoryOptions:
     """Return the memory's options of an adapted model's config. Raises ValueError: it is of another model."""
     try:

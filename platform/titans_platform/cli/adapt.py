@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -119,7 +119,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     """
     import transformers
 
-    from titans_core.adapt import convert
+    from titans_core.adapt import change_kept, convert
     from titans_platform.data.tokenizer import load_tokenizer
 
     path, gguf = Path(source).expanduser(), {}
@@ -132,9 +132,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
             raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
         if before["kept"] != about["kept"]:
-            config = json.loads((out / "config.json").read_text(encoding="utf-8"))
-            config["titans"]["kept"] = about["kept"]
-            write_text(out / "config.json", json.dumps(config, indent=2))
+            change_kept(out, about["kept"])
             write_text(made, json.dumps(about, indent=2))
         return
     if out.is_dir() and any(out.iterdir()):
@@ -158,16 +156,12 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
     sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
     text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
+    trained = {"model": str(base.resolve()), "weights": weights, "kept": about["kept"]}
     for (stage, rate), steps in zip(STAGES.items(), about["rows"], strict=True):
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
-            "objective": {
-                "kind": stage,
-                "options": {
-                    "model": str(base.resolve()), "weights": weights, "lora": lora, "kept": about["kept"],
-                },
-            },
+            "objective": {"kind": stage, "options": trained | {"lora": lora}},
             "data": {
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
                 "sequence_length": about["length"],
@@ -209,8 +203,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
         began = time.perf_counter()
         trainer.step()
         seconds = (time.perf_counter() - began) * cfg.optim.steps
-    rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = torch.cuda.max_memory_allocated() if gpus else rss
+    peak = torch.cuda.max_memory_allocated() if gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
     planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
     console.print(

@@ -93,8 +93,7 @@ class Adapting(NextToken):
     def least_activations(self, rows: int) -> int:
         """Count also the frozen weights, in values of four bytes."""
         model: Any = build_small(self, self.cfg.model.n_layers)
-        frozen = model.adapted.parameters()
-        return super().least_activations(rows) + sum(p.nbytes for p in frozen) // 4
+        return super().least_activations(rows) + sum(p.nbytes for p in model.adapted.parameters()) // 4
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row."""
