@@ -171,7 +171,7 @@ def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_t
     scores = torch.where((age >= WINDOW) & (index < SINKS), sinks, scores).masked_fill(age < 0, -torch.inf)
     expected = torch.einsum("bhqk,bkhe->bqhe", (scores * own.scaling).softmax(-1), v)
     assert largest(own(x, position_embeddings=rotary)[0], own.family.output(own, expected.flatten(2))) < 1e-5
-    # what a token receives of the window's attention, in the older half of its time there
+    # what a token receives of the window's attention, in the older half of its time there, is its score
     near = scores.masked_fill((age >= WINDOW) & (index >= SINKS), -torch.inf)
     given = (near * own.scaling).softmax(-1).unflatten(1, (2, 2)).sum(2)
     given = given * ((age >= WINDOW // 2) & (age < WINDOW))
@@ -182,6 +182,10 @@ def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_t
         held = slice(max(0, end - WINDOW), end)
         assert largest(kept.received, given[:, :, :end, held].sum(2).mT) < 1e-5
         blocks, start = tuple(call.after.values()), end
+    surprise, _ = keeping.write(keeping.start(k[:, :, ::2]), k[:, :, ::2], v[:, :, ::2], WINDOW)
+    near, far = WINDOW + SINKS, slice(SINKS, LENGTH - WINDOW)
+    score = given.sum(2)[:, :, far] + keeping.WEIGHT * surprise[:, None, near:]
+    assert largest(kept.score, score) < 1e-5
 
 
 @torch.no_grad()
