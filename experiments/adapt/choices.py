@@ -1,8 +1,9 @@
 """Compare what may decide which tokens are kept: `python experiments/adapt/choices.py MODEL TEXTS.jsonl`.
 
-MODEL is an adapted model with the source's weights, as `my-model/base` of `titans adapt --lora`, without its
-memories here. Rows are read with full attention, the window, and the window with kept tokens that each choice
-picks; prints losses beyond the window, the share of the context's worth that comes back, and facts.
+MODEL is an adapted model with the source's weights, `my-model/base` of `titans adapt --lora`, which has no
+tokenizer: --tokenizer. Its memories are not used. Rows are read with full attention, the window, and the
+window with the tokens that each choice keeps; prints losses beyond the first 512 tokens, the share of the
+context's worth that comes back, and facts.
 
 Shapes: T tokens, C candidates, H query heads, G heads of keys and values, R = H / G, E head width.
 """
@@ -130,6 +131,7 @@ def main() -> None:
     encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     with (lzma.open if given.texts.endswith("xz") else open)(given.texts, "rt", encoding="utf-8") as file:
         texts = [encode(json.loads(line)["text"][20_000:220_000]) for line in file]
+    texts = [text for text in texts if len(text) > 2048]
     for attention in attentions(model):
         attention.memory, attention.most = None, 0
     drawn, asked_rows = rows(texts, given.rows, 2048, random.Random(given.seed)), []

@@ -240,6 +240,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    if given.csv:
+        given.csv.mkdir(parents=True, exist_ok=True)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = source = load(given.model).eval().to(given.device)
     if (base := Path(given.model) / "base").is_dir():  # of `titans adapt --lora`: the source's weights

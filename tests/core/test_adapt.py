@@ -173,7 +173,7 @@ def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_t
     assert largest(own(x, position_embeddings=rotary)[0], own.family.output(own, expected.flatten(2))) < 1e-5
     # what a token receives of the window's attention, in the older half of its time there, is its score
     near = scores.masked_fill((age >= WINDOW) & (index >= SINKS), -torch.inf)
-    given = (near * own.scaling).softmax(-1).unflatten(1, (2, 2)).sum(2)
+    given = (near * own.scaling).softmax(-1).unflatten(1, (2, 2)).mean(2)
     given = given * ((age >= WINDOW // 2) & (age < WINDOW))
     blocks, start = None, 0
     for end in (5, 30, 31, 32, LENGTH):

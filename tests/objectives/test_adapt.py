@@ -156,7 +156,7 @@ def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
     assert capsys.readouterr().out.count("is finished; nothing to do") == 3
     more["objective"]["options"]["kept"] = 9
     (adapted / "more" / "tune-3.yaml").write_text(yaml.safe_dump(more))
-    assert adapt(adapted, "more", "--kept", "9") == 0
+    assert adapt(adapted, "more") == 0
     assert capsys.readouterr().out.count("is finished; nothing to do") == 3
     config = json.loads((adapted / "more" / "config.json").read_text())
     assert config["titans"]["kept"] == 9

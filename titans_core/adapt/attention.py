@@ -163,7 +163,7 @@ class WindowAttention(nn.Module):
 
         Returns:
             [B, T, H, E]; [B, T, H], the log mean exp of its scores; and if tokens are kept [B, h + T, G], the
-            attention that each token receives in the older half of its time in the window.
+            attention that tokens receive from queries of this call that stand at least W / 2 later.
         """
         (B, T, H, E), G, W, S = q.shape, k.shape[2], self.options.window, self.options.sinks
         h, start, device = before.k.shape[1], min(position, S + W), q.device
@@ -190,10 +190,10 @@ class WindowAttention(nn.Module):
         q = q * self.scaling
         query, key = torch.arange(c, device=device)[:, None], torch.arange(W + c, device=device)
         block = c * torch.arange(n, device=device)[:, None, None]
-        sees = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
+        sees = inside = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
         query_at, held_and_new = queries(rotate(q, rotary, at)), torch.cat([before.v, v], 1)
         y, level = _attend(query_at, keys, blocks(held_and_new), sees)
-        count, given, inside = sees.sum(-1), None, sees
+        count, given = sees.sum(-1), None
         if S:
             near, near_level, sees = y, level, sinks <= start + block + query - W
             far = queries(rotate(q, rotary, at.clamp(max=S + W - 1)))
@@ -284,7 +284,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tens
 
 @torch.no_grad()
 def _received(q: Tensor, k: Tensor, level: Tensor, sees: Tensor) -> Tensor:
-    """[B, K + (n - 1) c, G]: the attention that tokens receive from n blocks of queries, c tokens apart.
+    """[B, K + (n - 1) c, G]: the attention that tokens receive from n blocks of queries; mean of R heads.
 
     Args:
         q: scaled queries [B, G, n, R c, E].
@@ -294,7 +294,7 @@ def _received(q: Tensor, k: Tensor, level: Tensor, sees: Tensor) -> Tensor:
     """
     dtype, (n, c, K) = operand_dtype(q), sees.shape
     p = (q.to(dtype) @ k.to(dtype).mT).to(level.dtype).sub_(level[..., None]).exp_()
-    p = p.unflatten(3, (-1, c)).masked_fill_(~sees[:, None], 0).sum((3, 4))
+    p = p.unflatten(3, (-1, c)).masked_fill_(~sees[:, None], 0).sum(4).mean(3).float()
     return F.fold(p.flatten(0, 1).mT, (K + (n - 1) * c, 1), (K, 1), stride=(c, 1)).view(*p.shape[:2], -1).mT
 
 

@@ -1,19 +1,20 @@
 """Tokens kept whole beyond the window: the most attended to and the most surprising.
 
 A matrix reads back a blend of what was written to it; a name or a number needs the sharp read of softmax. So
-a layer can keep some of the tokens that leave the window as they are. A weighted sum of two decides which:
+a layer can keep some of the tokens that leave the window as they are. A weighted sum of two scores decides:
 
-- the attention that a token receives in the older half of its time in the window, from the queries of a head
-  of keys and values (H2O, arXiv 2306.14048, sums all of it; what the next tokens give says less of far ones);
+- the attention that a token receives in the older half of its time in the window, the mean of a group's query
+  heads (H2O, arXiv 2306.14048, counts all of it; attention from the next few tokens says little about what
+  later ones will need);
 - surprise (in EM-LLM, arXiv 2407.09450, it bounds events). Every token is written to a small untrained memory
   M of each head of keys and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``,
   the loss before the write; what counts is the mean surprise of the tokens around one.
 
-Each head of keys and values keeps its own. Every query sees them at distance W, or where they stood by a
+Each group keeps its own. Every query sees them at distance W, or where they stood by a
 table of positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
-E head width, W window.
+E head width, W window. A group is a head of keys and values with its query heads.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ STEP, FORGET = 0.5, 0.001
 MOST = 4.0
 """Surprise of a value that is predicted with the wrong sign. Values near zero, as of tokens that heads attend
 to for want of another, would have any."""
-WEIGHT = 4.0
+WEIGHT = 4 / 3
 """The weight of surprise, beside 1 of the attention received."""
 PIECE = 256
 """Queries whose kept tokens are selected at once."""
@@ -50,7 +51,7 @@ class Kept(NamedTuple):
     score: Tensor
     """[B, G, N]."""
     received: Tensor
-    """[B, h, G], the attention that tokens of the window have received so far."""
+    """[B, h, G], the attention that tokens of the window have received from queries W / 2 later and more."""
     surprise: Tensor
     """[B, h], of the last tokens."""
     memory: AnyState
@@ -92,8 +93,8 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
     """Write tokens to the memory, before positions.
 
     Returns:
-        [B, T], the scores of the tokens that leave the window as these come in, without meaning where none
-        does; and the state after, whose kept tokens `attend` updates.
+        [B, T], the mean surprise around the tokens that leave the window as these come in, without meaning
+        where none does; and the state after, whose kept tokens `attend` updates.
     """
     k, v, held = F.normalize(k_BTGE.float(), dim=-1), v_BTGE.float(), kept.surprise.shape[1]
     rate = torch.ones_like(k[..., 0])
@@ -101,10 +102,10 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
     # the write has removed STEP of the error
     error = ((v - read) / (1 - STEP)).square().sum(-1) / v.square().sum(-1).clamp(min=1e-12)
     surprise = torch.cat([kept.surprise, error.clamp(max=MOST).mean(2)], 1)
-    score = F.avg_pool1d(surprise, 2 * AROUND + 1, 1, AROUND, count_include_pad=False)
-    score = F.pad(score, (window, 0))[:, held : held + k.shape[1]]
+    around = F.avg_pool1d(surprise, 2 * AROUND + 1, 1, AROUND, count_include_pad=False)
+    around = F.pad(around, (window, 0))[:, held : held + k.shape[1]]
     last = surprise[:, -(window + AROUND) :].clone()  # a copy: a view would keep all tokens'
-    return score, kept._replace(surprise=last, memory=memory)
+    return around, kept._replace(surprise=last, memory=memory)
 
 
 def attend(
@@ -151,4 +152,4 @@ def _seen(score_BGC: Tensor, queries: int, limit: int) -> Tensor:
     rank = torch.cat([rank, (held[..., None] >= new[..., None, :]).sum(2)], 2)
     other, own = new[..., None], score_BGC[..., None, :]
     above = (other > own) | ((other == own) & (index[n:, None] < index))
-    return (rank[..., None, :] + above.cumsum(2) < limit) & (index <= index[n:, None])
+    return (rank[..., None, :] + above.cumsum(2, dtype=torch.int32) < limit) & (index <= index[n:, None])

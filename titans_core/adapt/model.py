@@ -248,20 +248,30 @@ def replace_weights(
 
 
 def change_kept(folder: Path, kept: int) -> None:
-    """Change the number of kept tokens of the model in a folder; no weight depends on it."""
-    path, temporary = folder / "config.json", folder / "config.json.partial"
-    config = json.loads(path.read_text(encoding="utf-8"))
-    config["titans"]["kept"] = kept
-    temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")
-    os.replace(temporary, path)
+    """Change the number of kept tokens of a folder's model, and of its ``base``; no weight depends on it."""
+    for path in (folder / "config.json", folder / "base" / "config.json"):
+        if not path.is_file():
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["titans"]["kept"] = kept
+        temporary = path.with_name("config.json.partial")
+        temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        os.replace(temporary, path)
 
 
 def options_of(config: Any) -> MemoryOptions:
-    """Return the memory's options of an adapted model's config. Raises ValueError: it is of another model."""
+    """Return the memory's options of an adapted model's config.
+
+    Raises:
+        ValueError: it is of another model, or an option cannot be; one line.
+    """
+    if not getattr(config, "titans", None):
+        raise ValueError(f"a {config.model_type} model without a memory")
     try:
         return MemoryOptions.model_validate(config.titans, strict=False)
-    except (AttributeError, ValidationError):
-        raise ValueError(f"a {config.model_type} model without a memory") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _mixed(part: type, base: type, family: Family) -> Any:

@@ -28,7 +28,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import UsageError, one_line, within
-from titans_platform.files import write_text
+from titans_platform.files import read_json, write_text
 from titans_platform.text import clock
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
-@click.option("--kept", type=click.IntRange(0), default=192, help="Tokens a layer keeps whole.")
+@click.option("--kept", type=click.IntRange(0), help="Tokens that a layer keeps  [default: 192]")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
 @click.option(
@@ -64,7 +64,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @json_option
 def adapt(
     source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str | None,
-    heads: int, depth: int, chunk: int, kept: int, lora: int, length: int, rows: tuple[int, int],
+    heads: int, depth: int, chunk: int, kept: int | None, lora: int, length: int, rows: tuple[int, int],
     threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
@@ -72,8 +72,8 @@ def adapt(
     SOURCE is a transformers folder, a Hub name or a GGUF file of the Llama, Qwen2, Qwen3 or GPT-2 family; its
     weights stay as they are. Two runs train the memories: transfer, on the attention of each layer, then
     tune, on the model's distribution. Their run files are in OUT and may be edited; the same command goes on
-    where it stopped. A copy of tune.yaml with other text, rows or seed, tune-2.yaml, is a further run. After
-    `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
+    where it stopped. A copy of tune.yaml with other text, rows, seed or kept tokens, tune-2.yaml, is one more
+    run. After `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
 
     \b
     Example:
@@ -90,8 +90,9 @@ def adapt(
     if lora and find_spec("peft") is None:
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
+    own = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
     given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
-    given |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
+    given |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": own if kept is None else kept}
     try:
         options = MemoryOptions.model_validate(given, strict=False)
     except ValidationError as error:
@@ -131,9 +132,8 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
             raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
-        if before["kept"] != about["kept"]:
-            change_kept(out, about["kept"])
-            write_text(made, json.dumps(about, indent=2))
+        change_kept(out, about["kept"])
+        write_text(made, json.dumps(about, indent=2))
         return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")

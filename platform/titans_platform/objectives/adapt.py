@@ -57,13 +57,13 @@ class Adapting(NextToken):
 
         from titans_core.adapt import options_of
 
-        folder = self.options.model
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(self.options.model, local_files_only=True)
             options_of(config)
             config.titans["kept"] = self.options.kept
+            options_of(config)
         except (OSError, ValueError) as error:
-            raise UsageError(f"objective.options.model: {folder}: {one_line(error)}") from None
+            raise UsageError(f"objective.options.model: {self.options.model}: {one_line(error)}") from None
         return config
 
     def build_model(self) -> Any:
