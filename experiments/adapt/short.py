@@ -23,7 +23,7 @@ import titans_core.adapt  # noqa: F401 - registers its models
 from titans_core.adapt.attention import Pass
 
 Item = tuple[str, list[str], int]
-"""What is read, the endings, and the number of the right one."""
+"""The text before, the endings, and the number of the right one."""
 
 
 def lambada(line: dict[str, Any]) -> Item:
