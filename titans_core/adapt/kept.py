@@ -10,8 +10,7 @@ a layer can keep some of the tokens that leave the window as they are. A weighte
   M of each head of keys and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``,
   the loss before the write; what counts is the mean surprise of the tokens around one.
 
-Each group keeps its own. Every query sees them at distance W, or where they stood by a
-table of positions.
+Each group keeps its own. Every query sees them at distance W, or where they stood by a table of positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
 E head width, W window. A group is a head of keys and values with its query heads.
