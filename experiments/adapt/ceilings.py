@@ -25,8 +25,10 @@ from torch.nn import functional as F
 
 import titans_core.adapt  # noqa: F401 - registers its models
 from titans_core.adapt.attention import Pass, WindowAttention, rotate
-from titans_core.adapt.kept import start, write
+from titans_core.adapt.kept import AROUND, start, write
 
+SOME = 92
+"""Far tokens that are seen where not all are; twice as many in half of the layers."""
 MODES = (
     ("window alone", "window", "all"),
     ("softmax, own distances", "own", "all"),
@@ -39,11 +41,11 @@ MODES = (
     ("matrix, own share", "matrix", "all"),
     ("matrix, own share, the fact's tokens", "matrix", "fact"),
     ("matrix of centred keys and queries, own share, the fact's tokens", "centred", "fact"),
-    ("softmax, one distance, 92 at random", "one", "random"),
-    ("softmax, one distance, 92 of the largest loss", "one", "loss"),
-    ("softmax, one distance, 92 by loss around them", "one", "loss around"),
-    ("softmax, one distance, 92 by surprise around them", "one", "surprise"),
-    ("the same, 184 in layers 15 to 29", "one", "surprise, upper"),
+    (f"softmax, one distance, {SOME} at random", "one", "random"),
+    (f"softmax, one distance, {SOME} of the largest loss", "one", "loss"),
+    (f"softmax, one distance, {SOME} by loss around them", "one", "loss around"),
+    (f"softmax, one distance, {SOME} by surprise around them", "one", "surprise"),
+    (f"the same, {2 * SOME} in layers 15 to 29", "one", "surprise, upper"),
 )
 RIDGE = 0.1
 
@@ -68,12 +70,12 @@ class Stand:
             seen = torch.zeros(P, dtype=torch.bool)
             seen[far if which == "all" else self.fact] = True
             return seen
-        around = F.avg_pool1d(self.loss_P[None], 17, 1, 8, count_include_pad=False)[0]
+        around = F.avg_pool1d(self.loss_P[None], 2 * AROUND + 1, 1, AROUND, count_include_pad=False)[0]
         scores = {"random": torch.rand(P, generator=torch.Generator().manual_seed(5)), "loss": self.loss_P}
         scores |= {"loss around": around, "surprise": self.keys[layer.layer_idx][2]}
         score, seen = torch.full((P,), -torch.inf), torch.zeros(P, dtype=torch.bool)
         score[far] = scores[which][far]
-        seen[score.topk(184 if where else 92).indices] = True
+        seen[score.topk(2 * SOME if where else SOME).indices] = True
         return seen
 
     def __call__(self, layer: Any, q: Tensor, y: Tensor, level: Tensor, at: int) -> Tensor:
@@ -130,13 +132,13 @@ def main() -> None:
     stand.rotary = model.base_model.rotary_emb(torch.zeros(1, 1), torch.arange(2048)[None])
 
     def window(self: Any, q: Tensor, k: Tensor, v: Tensor, before: Any, position: int, rotary: Any) -> Any:
-        y, level = within(self, q, k, v, before, position, rotary)
+        y, level, _ = within(self, q, k, v, before, position, rotary)
         if position:
-            return stand(self, q, y, level, position), level
+            return stand(self, q, y, level, position), level, None
         W = self.options.window
         score = torch.cat([write(start(k), k, v, W)[0][0, W:], torch.zeros(W)])
         stand.keys[self.layer_idx] = k[0], v[0], score
-        return y, level
+        return y, level, None
 
     WindowAttention._window = window  # pyright: ignore[reportAttributeAccessIssue]
     after, length = len(encode('x "')), 1024

@@ -14,28 +14,31 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 FOLDER = Path(__file__).parent
-COLOURS = ("#b0413e", "#c98b3f", "#7f7f7f", "#2f6690")
+ALONE, KEPT = "LoRA 16", "LoRA 16, tuned with kept tokens"
+"""Models of context.csv; the memory alone was measured at both lengths in its first training."""
+BARS = (
+    ("window of 256", KEPT, "window", "#c98b3f"),
+    ("window of as many bytes", KEPT, "larger window", "#7f7f7f"),
+    ("memory", ALONE, "memory", "#9dbad5"),
+    ("memory and kept tokens", KEPT, "memory", "#2f6690"),
+)
 
 
 def main() -> None:
-    """Draw one panel for each model and length."""
+    """Draw one panel for each length of rows."""
     with (FOLDER / "context.csv").open(encoding="utf-8") as file:
         records = list(csv.DictReader(file))
-    runs: list[list[dict[str, str]]] = []
-    for record in records:
-        if record["start"] == "0":
-            runs.append([])
-        runs[-1].append(record)
-    figure, panels = pyplot.subplots(1, len(runs), figsize=(4.6 * len(runs), 3.2), sharey=True, squeeze=False)
-    for panel, run in zip(panels[0], runs, strict=True):
-        parts = run[1:-1]  # beyond the window, without the mean of all
-        modes = [mode for mode in parts[0] if "window" in mode] + ["memory"]
-        for i, mode in enumerate(modes):
+    counts = sorted({record["rows"] for record in records if record["model"] == KEPT}, key=int, reverse=True)
+    size = 4.6 * len(counts), 3.2
+    figure, panels = pyplot.subplots(1, len(counts), figsize=size, sharey=True, squeeze=False)
+    for panel, count in zip(panels[0], counts, strict=True):
+        for i, (label, model, mode, colour) in enumerate(BARS):
+            own = [x for x in records if (x["model"], x["rows"]) == (model, count)]
+            parts = own[1:-1]  # beyond the window, without the mean of all
             lost = [float(part[mode]) - float(part["full"]) for part in parts]
-            places = [x + 0.2 * (i - 1.5) for x in range(len(parts))]
-            panel.bar(places, lost, 0.2, label=mode, color=COLOURS[i])
-        panel.set_xticks(range(len(parts)), [part["end"] for part in parts])
-        panel.set_title(f"{run[0]['model']}, {run[0]['rows']} rows", fontsize=10)
+            panel.bar([x + 0.2 * (i - 1.5) for x in range(len(parts))], lost, 0.2, label=label, color=colour)
+            panel.set_xticks(range(len(parts)), [part["end"] for part in parts])
+            panel.set_title(f"{count} rows of {own[-1]['end']} tokens", fontsize=10)
         panel.set_xlabel("tokens of a row, up to")
     panels[0][0].set_ylabel("nats a token above full attention")
     panels[0][0].legend(fontsize=8, frameon=False)

@@ -162,15 +162,9 @@ def fact(kind: str, rng: random.Random) -> tuple[str, str, str]:
 
 
 def facts(
-    model: Any,
-    source: Any,
-    tokenizer: Any,
-    texts: Sequence[list[int]],
-    count: int,
-    length: int,
-    name: str,
+    model: Any, source: Any, tokenizer: Any, texts: Sequence[list[int]], count: int, length: int, name: str,
     seed: int = 11,
-) -> list[dict[str, Any]]:
+) -> list[dict[str, Any]]:  # fmt: skip
     """Print how often a word told in the first 128 of ``length`` tokens is the likeliest of 20 at the end.
 
     Args as in `context`; ``count`` of each kind. Returns a record for each kind.
@@ -189,12 +183,10 @@ def facts(
             row[-len(asked) :] = asked
             state, emptied = model.read(row[: len(row) - len(asked) + 1]).state, []
             for block, attention in zip(state.blocks, attentions(model), strict=True):
-                empty, memory = attention._start(block.k, block.k), attention.memory
-                empty = {
-                    "memory": memory and empty.memory._replace(far_B=block.memory.far_B),
-                    "kept": empty.kept,
-                }
-                emptied.append(block._replace(**empty))
+                empty, held = attention._start(block.k, block.k), block.kept
+                memory = attention.memory and empty.memory._replace(far_B=block.memory.far_B)
+                kept = held and empty.kept._replace(received=held.received, surprise=held.surprise)
+                emptied.append(block._replace(memory=memory, kept=kept))
             for mode in ("full", "window", "memory", "emptied"):
                 if mode in ("full", "window"):
                     own, x, call = source, torch.tensor([row], device=model.device), Pass(far=mode)
@@ -218,9 +210,11 @@ def facts(
     return records
 
 
-def append(path: Path, records: list[dict[str, Any]]) -> None:
-    """Add records to a CSV file, with a header if it is new."""
-    new = not path.exists()
+def append(folder: Path | None, name: str, records: list[dict[str, Any]]) -> None:
+    """Add records to a CSV file, with a header if it is new; nothing is written without a folder."""
+    if folder is None:
+        return
+    new = not (path := folder / f"{name}.csv").exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
         if new:
@@ -246,6 +240,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    if given.csv:
+        given.csv.mkdir(parents=True, exist_ok=True)
     load = transformers.AutoModelForCausalLM.from_pretrained
     model = source = load(given.model).eval().to(given.device)
     if (base := Path(given.model) / "base").is_dir():  # of `titans adapt --lora`: the source's weights
@@ -261,16 +257,14 @@ def main() -> None:
         texts = [json.loads(line)["text"][20_000:220_000] for line in file]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     encoded = [text for text in encoded if len(text) > given.length + 1]
-    name, records = given.name or Path(given.model).name, {}
+    name = given.name or Path(given.model).name
     with torch.inference_mode():
         if given.rows:
             drawn = rows(encoded, given.rows, given.length, random.Random(7))
-            records["context"] = context(model, source, drawn, name)
+            append(given.csv, "context", context(model, source, drawn, name))
         if given.facts:
             asked = given.facts, given.facts_length, name, given.facts_seed
-            records["facts"] = facts(model, source, tokenizer, encoded, *asked)
-    for kind, of in records.items() if given.csv else ():
-        append(given.csv / f"{kind}.csv", of)
+            append(given.csv, "facts", facts(model, source, tokenizer, encoded, *asked))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Adapted models of every family: the source within the window, a memory of constant size beyond it."""
 
+import itertools
 import random
 
 import pytest
@@ -108,13 +109,13 @@ def test_state_does_not_grow_in_100_000_tokens(kind):
         assert sum(x.nbytes for x in leaves if x is not None) == model.state_bytes(10**6)
 
 
-def test_kept_tokens_are_those_that_surprise_a_memory_most(monkeypatch):
+def test_kept_tokens_have_the_largest_sums_of_attention_and_surprise(monkeypatch):
     """Held to loops over tokens, and its gradients to finite differences."""
     monkeypatch.setattr(keeping, "PIECE", 5)
-    B, T, G, H, E, most, first = 2, 60, 2, 4, 6, 5, WINDOW + SINKS
+    B, T, G, H, E, most, first = 2, 60, 2, 4, 6, 7, WINDOW + SINKS
     torch.manual_seed(0)
     q, k, v = (torch.randn(B, T, heads, E, dtype=torch.float64) for heads in (H, G, G))
-    M, surprise = torch.zeros(B, G, E, E, dtype=torch.float64), []
+    received, M, surprise = torch.rand(B, T, G), torch.zeros(B, G, E, E, dtype=torch.float64), []
     for t in range(T):
         M = M * (1 - keeping.FORGET)
         key = torch.nn.functional.normalize(k[:, t], dim=-1)[..., None]
@@ -128,22 +129,23 @@ def test_kept_tokens_are_those_that_surprise_a_memory_most(monkeypatch):
         score, state = keeping.write(state, k[:, part], v[:, part], WINDOW)
         scores.append(score)
     leaves = slice(SINKS, T - WINDOW)
-    new = k[:, leaves], v[:, leaves], torch.cat(scores, 1)[:, first:]
-    y, level, after = keeping.attend(attention._attend, q[:, first:], state, *new, most)
-    for b in range(B):
-        for t in range(first, T):
-            far = range(SINKS, t - WINDOW + 1)
-            near = {i: surprise[b, max(0, i - keeping.AROUND) : i + keeping.AROUND + 1].mean() for i in far}
-            best = sorted(sorted(far, key=near.get)[-most:])
-            for h in range(H):
-                at = k[b, best, h // 2] @ q[b, t, h]
-                torch.testing.assert_close(y[b, t - first, h], at.softmax(0) @ v[b, best, h // 2])
-                torch.testing.assert_close(level[b, t - first, h], at.logsumexp(0))
-        assert torch.equal(after.k[b], k[b, best])
-    given = [x[:1, :12].requires_grad_(True) for x in (q[:, first:], *new[:2])]
+    both = received[:, leaves] + torch.cat(scores, 1)[:, first:, None]
+    y, level, after = keeping.attend(
+        attention._attend, q[:, first:], state, k[:, leaves], v[:, leaves], both, most
+    )
+    for b, g, t in itertools.product(range(B), range(G), range(first, T)):
+        far = range(SINKS, t - WINDOW + 1)
+        near = {i: surprise[b, max(0, i - keeping.AROUND) : i + keeping.AROUND + 1].mean() for i in far}
+        best = sorted(sorted(far, key=lambda i: near[i] + received[b, i, g])[-most:])
+        for h in (2 * g, 2 * g + 1):
+            at = k[b, best, g] @ q[b, t, h]
+            torch.testing.assert_close(y[b, t - first, h], at.softmax(0) @ v[b, best, g])
+            torch.testing.assert_close(level[b, t - first, h], at.logsumexp(0))
+        assert t < T - 1 or torch.equal(after.k[b, g], k[b, best, g])
+    given = [x[:1, :12].requires_grad_(True) for x in (q[:, first:], k[:, leaves], v[:, leaves])]
 
     def ends(q, k, v):
-        return keeping.attend(attention._attend, q, keeping.start(k), k, v, new[2][:1, :12], 3)[:2]
+        return keeping.attend(attention._attend, q, keeping.start(k), k, v, both[:1, :12], 3)[:2]
 
     assert torch.autograd.gradcheck(ends, given)
 
@@ -155,10 +157,8 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_pos
 @torch.no_grad()
 def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_the_window(fields):
     options = adapt.MemoryOptions(**SHORT, kept=LENGTH, layers=())
-    model, x = (
-        adapt.convert(source("llama", num_hidden_layers=1, **fields), options),
-        torch.randn(2, LENGTH, 32),
-    )
+    model = adapt.convert(source("llama", num_hidden_layers=1, **fields), options)
+    x = torch.randn(2, LENGTH, 32)
     own, index = model.layers()[0].self_attn, torch.arange(LENGTH)
     rotary = model.base_model.rotary_emb(x, index[None])
     q, k, v = (z.repeat_interleave(4 // z.shape[2], 2) for z in own.family.heads(own, x))
@@ -171,6 +171,21 @@ def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_t
     scores = torch.where((age >= WINDOW) & (index < SINKS), sinks, scores).masked_fill(age < 0, -torch.inf)
     expected = torch.einsum("bhqk,bkhe->bqhe", (scores * own.scaling).softmax(-1), v)
     assert largest(own(x, position_embeddings=rotary)[0], own.family.output(own, expected.flatten(2))) < 1e-5
+    # what a token receives of the window's attention, in the older half of its time there, is its score
+    near = scores.masked_fill((age >= WINDOW) & (index >= SINKS), -torch.inf)
+    given = (near * own.scaling).softmax(-1).unflatten(1, (2, 2)).mean(2)
+    given = given * ((age >= WINDOW // 2) & (age < WINDOW))
+    blocks, start = None, 0
+    for end in (5, 30, 31, 32, LENGTH):
+        own(x[:, start:end], position_embeddings=rotary, call=(call := attention.Pass(start, blocks)))
+        (kept,) = (carry.kept for carry in call.after.values())
+        held = slice(max(0, end - WINDOW), end)
+        assert largest(kept.received, given[:, :, :end, held].sum(2).mT) < 1e-5
+        blocks, start = tuple(call.after.values()), end
+    surprise, _ = keeping.write(keeping.start(k[:, :, ::2]), k[:, :, ::2], v[:, :, ::2], WINDOW)
+    near, far = WINDOW + SINKS, slice(SINKS, LENGTH - WINDOW)
+    score = given.sum(2)[:, :, far] + keeping.WEIGHT * surprise[:, None, near:]
+    assert largest(kept.score, score) < 1e-5
 
 
 @torch.no_grad()

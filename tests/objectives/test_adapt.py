@@ -151,8 +151,18 @@ def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
     after, before = weights(adapted, "more"), weights(adapted, "out")
     changed = {name for name in after if not torch.equal(after[name], before[name])}
     assert changed == {name for name in after if ".memory." in name}
+    # kept tokens have no weights, and a run its own number of them
+    assert adapt(adapted, "more", "--kept", "9") == 0
+    assert capsys.readouterr().out.count("is finished; nothing to do") == 3
+    more["objective"]["options"]["kept"] = 9
+    (adapted / "more" / "tune-3.yaml").write_text(yaml.safe_dump(more))
     assert adapt(adapted, "more") == 0
     assert capsys.readouterr().out.count("is finished; nothing to do") == 3
+    config = json.loads((adapted / "more" / "config.json").read_text())
+    assert config["titans"]["kept"] == 9
+    assert changed == {
+        name for name, x in weights(adapted, "more").items() if not torch.equal(x, after[name])
+    }
 
 
 @pytest.mark.parametrize(("out", "lora", "last"), [("out", (), 4), ("low", ("--lora", "2"), 8)])

@@ -8,11 +8,11 @@ leaves it is written to a memory. `titans adapt` trains the memories.
 
 from titans_core.adapt.chat import Chat
 from titans_core.adapt.memory import MemoryOptions
-from titans_core.adapt.model import MODELS, Adapted, convert, options_of, replace_weights
+from titans_core.adapt.model import MODELS, Adapted, change_kept, convert, options_of, replace_weights
 from titans_core.adapt.sessions import Sessions
 from titans_core.adapt.training import Memories
 
 __all__ = [
-    "MODELS", "Adapted", "Chat", "Memories", "MemoryOptions", "Sessions", "convert", "options_of",
-    "replace_weights",
+    "MODELS", "Adapted", "Chat", "Memories", "MemoryOptions", "Sessions", "change_kept", "convert",
+    "options_of", "replace_weights",
 ]  # fmt: skip

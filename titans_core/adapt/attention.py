@@ -88,8 +88,9 @@ class WindowAttention(nn.Module):
         held = 2 * (like.nbytes + like[:, :S].nbytes)
         if self.most:
             kept = keeping.start(like)
-            held += (2 * like[:, :1].nbytes + kept.score.itemsize) * min(max(length - W - S, 0), self.most)
-            held += kept.surprise.itemsize * min(length, W + AROUND) + _bytes(kept.memory)
+            G, size = self.shape[0], kept.score.itemsize
+            held += (2 * like[:, :1].nbytes + G * size) * min(max(length - W - S, 0), self.most)
+            held += size * (min(length, W + AROUND) + G * min(length, W)) + _bytes(kept.memory)
         if self.memory is None:
             return held
         gates = 4 * min(length, W) * self.memory.write.out_features
@@ -115,19 +116,19 @@ class WindowAttention(nn.Module):
         start, beyond = self._start(q, k), self.options.window + self.options.sinks
         error = lambda y: (y - full.float())[:, beyond:].square().sum((1, 2, 3))  # noqa: E731
         with torch.no_grad():
-            window, level = self._window(q, k, v, start, 0, rotary)
+            window, level, given = self._window(q, k, v, start, 0, rotary)
             window = window.float()
         with torch.enable_grad():
-            read, near, _ = self._with_kept(q, window, level, start, k, v, 0, rotary)
+            read, near, _ = self._with_kept(q, window, level, given, start, k, v, 0, rotary)
             learnt, *_ = self._with_memory(x, q, read, near, start, k, v, 0)
             return _differentiated(error(learnt) / error(window).clamp(min=1e-9), cast(Any, self.memory))
 
     def _carried(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, call: Pass) -> Tensor:
         before = call.blocks[self.layer_idx] if call.blocks else self._start(q, k)
-        y, level = self._window(q, k, v, before, call.position, rotary)
+        y, level, given = self._window(q, k, v, before, call.position, rotary)
         memory, gates, kept = before.memory, before.gates, before.kept
         if call.far == "memory":
-            y, level, kept = self._with_kept(q, y, level, before, k, v, call.position, rotary)
+            y, level, kept = self._with_kept(q, y, level, given, before, k, v, call.position, rotary)
         if self.memory is not None and call.far == "memory":
             y, memory, gates = self._with_memory(x, q, y, level, before, k, v, call.position)
         elif self.memory is not None:
@@ -157,8 +158,13 @@ class WindowAttention(nn.Module):
 
     def _window(
         self, q: Tensor, k: Tensor, v: Tensor, before: Carry, position: int, rotary: Any
-    ) -> tuple[Tensor, Tensor]:
-        """[B, T, H, E], attention to window and sinks, and [B, T, H], the log mean exp of its scores."""
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Attend to window and sinks.
+
+        Returns:
+            [B, T, H, E]; [B, T, H], the log mean exp of its scores; and if tokens are kept [B, h + T, G], the
+            attention that tokens receive from queries of this call that stand at least W / 2 later.
+        """
         (B, T, H, E), G, W, S = q.shape, k.shape[2], self.options.window, self.options.sinks
         h, start, device = before.k.shape[1], min(position, S + W), q.device
         c = min(max(W // 4, 16), T)  # of W + c keys a query sees W
@@ -184,9 +190,10 @@ class WindowAttention(nn.Module):
         q = q * self.scaling
         query, key = torch.arange(c, device=device)[:, None], torch.arange(W + c, device=device)
         block = c * torch.arange(n, device=device)[:, None, None]
-        sees = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
-        y, level = _attend(queries(rotate(q, rotary, at)), keys, blocks(torch.cat([before.v, v], 1)), sees)
-        count = sees.sum(-1)
+        sees = inside = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
+        query_at, held_and_new = queries(rotate(q, rotary, at)), torch.cat([before.v, v], 1)
+        y, level = _attend(query_at, keys, blocks(held_and_new), sees)
+        count, given = sees.sum(-1), None
         if S:
             near, near_level, sees = y, level, sinks <= start + block + query - W
             far = queries(rotate(q, rotary, at.clamp(max=S + W - 1)))
@@ -194,6 +201,10 @@ class WindowAttention(nn.Module):
             both = torch.logaddexp(near_level, level)
             y = near * (near_level - both).exp()[..., None] + y * (level - both).exp()[..., None]
             level, count = both, count + sees.sum(-1)
+        if self.most:
+            K = c + W // 2
+            old = (inside & (key <= query + W // 2) & (block + query < T))[..., :K]
+            given = F.pad(_received(query_at, keys[..., :K, :], level, old), (0, 0, 0, W))[:, W - h : W + T]
 
         def tokens(x: Tensor) -> Tensor:
             """[B, G, n, R c, ..] to [B, T, H, ..]."""
@@ -202,25 +213,28 @@ class WindowAttention(nn.Module):
             return x.permute(order).flatten(1, 2).flatten(2, 3)[:, :T]
 
         level = level.unflatten(3, (-1, c)) - count[:, None].log()
-        return tokens(y.to(v.dtype)), tokens(level.flatten(3, 4))
+        return tokens(y.to(v.dtype)), tokens(level.flatten(3, 4)), given
 
     def _with_kept(
-        self, q: Tensor, y: Tensor, level: Tensor, before: Carry, k: Tensor, v: Tensor, position: int,
-        rotary: Any,
+        self, q: Tensor, y: Tensor, level: Tensor, given: Tensor | None, before: Carry, k: Tensor, v: Tensor,
+        position: int, rotary: Any,
     ) -> tuple[Tensor, Tensor, Kept | None]:  # fmt: skip
         """Return the window's output and levels with the kept tokens mixed in, and those kept after."""
         kept, T, W, S = before.kept, q.shape[1], self.options.window, self.options.sinks
-        if kept is None:
+        if kept is None or given is None:
             return y, level, None
-        score, kept = keeping.write(kept, k, v, W)
+        received = given + F.pad(kept.received, (0, 0, 0, T))
+        surprise, kept = keeping.write(kept._replace(received=received[:, -W:].clone()), k, v, W)
         lead = max(S + W - position, 0)
         if lead >= T:
             return y, level, kept
         first = before.k.shape[1] + lead - W
-        k, v = (torch.cat(pair, 1)[:, first : first + T - lead] for pair in ((before.k, k), (before.v, v)))
+        leaving = slice(first, first + T - lead)
+        k, v = (torch.cat(pair, 1)[:, leaving] for pair in ((before.k, k), (before.v, v)))
+        score = received[:, leaving] + keeping.WEIGHT * surprise[:, lead:, None]
         at = torch.zeros(T - lead, dtype=torch.long, device=q.device)
         keys, queries = rotate(k, rotary, at), rotate(q[:, lead:], rotary, at + W) * self.scaling
-        read, far, kept = keeping.attend(_attend, queries, kept, keys, v, score[:, lead:], self.most)
+        read, far, kept = keeping.attend(_attend, queries, kept, keys, v, score, self.most)
         near, far = level[:, lead:], far - math.log(W + S)  # as the window's levels are
         both = torch.logaddexp(near, far)
         mixed = y[:, lead:] * (near - both).exp()[..., None] + read * (far - both).exp()[..., None]
@@ -266,6 +280,22 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, sees: Tensor) -> tuple[Tensor, Tens
     """Call `_Attention` on operands of autocast's dtype, as its backward pass runs outside of autocast."""
     dtype = operand_dtype(q)
     return _Attention.apply(q.to(dtype), k.to(dtype), v.to(dtype), sees)
+
+
+@torch.no_grad()
+def _received(q: Tensor, k: Tensor, level: Tensor, sees: Tensor) -> Tensor:
+    """[B, K + (n - 1) c, G]: the attention that tokens receive from n blocks of queries; mean of R heads.
+
+    Args:
+        q: scaled queries [B, G, n, R c, E].
+        k: keys of each block, [B, G, n, K, E].
+        level: log sums of exponentials of the queries, [B, G, n, R c].
+        sees: [n, c, K].
+    """
+    dtype, (n, c, K) = operand_dtype(q), sees.shape
+    p = (q.to(dtype) @ k.to(dtype).mT).to(level.dtype).sub_(level[..., None]).exp_()
+    p = p.unflatten(3, (-1, c)).masked_fill_(~sees[:, None], 0).sum(4).mean(3).float()
+    return F.fold(p.flatten(0, 1).mT, (K + (n - 1) * c, 1), (K, 1), stride=(c, 1)).view(*p.shape[:2], -1).mT
 
 
 class _Attention(torch.autograd.Function):

@@ -1,15 +1,19 @@
-"""Tokens kept whole beyond the window: the ones which surprised the layer most.
+"""Tokens kept whole beyond the window: the most attended to and the most surprising.
 
 A matrix reads back a blend of what was written to it; a name or a number needs the sharp read of softmax. So
-a layer can keep some tokens as they are, and surprise decides which (in EM-LLM, arXiv 2407.09450, surprise
-at the next token bounds events). Every token is written to a small untrained memory M of each head of keys
-and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``, the loss before the write.
-A token's score is the mean surprise of the tokens around it. Of the tokens that have left the window the ones
-with the highest scores are kept; every query sees them at distance W, or where they stood by a table of
-positions.
+a layer can keep some of the tokens that leave the window as they are. A weighted sum of two scores decides:
+
+- the attention that a token receives in the older half of its time in the window, the mean of a group's query
+  heads (H2O, arXiv 2306.14048, counts all of it; attention from the next few tokens says little about what
+  later ones will need);
+- surprise (in EM-LLM, arXiv 2407.09450, it bounds events). Every token is written to a small untrained memory
+  M of each head of keys and values under the gated delta rule, and surprises it by ``|v - M k|^2 / |v|^2``,
+  the loss before the write; what counts is the mean surprise of the tokens around one.
+
+Each group keeps its own. Every query sees them at distance W, or where they stood by a table of positions.
 
 Shapes: B rows, T tokens, N kept tokens, C candidates, H query heads, G heads of keys and values, R = H / G,
-E head width, W window.
+E head width, W window. A group is a head of keys and values with its query heads.
 """
 
 from __future__ import annotations
@@ -31,18 +35,22 @@ STEP, FORGET = 0.5, 0.001
 MOST = 4.0
 """Surprise of a value that is predicted with the wrong sign. Values near zero, as of tokens that heads attend
 to for want of another, would have any."""
+WEIGHT = 4 / 3
+"""The weight of surprise, beside 1 of the attention received."""
 PIECE = 256
 """Queries whose kept tokens are selected at once."""
 
 
 class Kept(NamedTuple):
-    """The tokens that a layer keeps, and the memory that they surprised, after any token."""
+    """The tokens that a layer keeps, and what it knows of those in its window, after any token."""
 
     k: Tensor
-    """[B, N, G, E], at position 0, in the order of the text."""
+    """[B, G, N, E], at position 0, in the order of the text."""
     v: Tensor
     score: Tensor
-    """[B, N]."""
+    """[B, G, N]."""
+    received: Tensor
+    """[B, h, G], the attention that tokens of the window have received from queries W / 2 later and more."""
     surprise: Tensor
     """[B, h], of the last tokens."""
     memory: AnyState
@@ -73,9 +81,10 @@ def extend_matrix(
 def start(k_BTGE: Tensor) -> Kept:
     """Return what is kept before the first token."""
     B, _, G, E = k_BTGE.shape
-    none, score = k_BTGE[:, :0], k_BTGE.new_zeros(B, 0, dtype=torch.float32)
-    weights = (k_BTGE.new_zeros(B, G, E, E, dtype=torch.float32),)
-    return Kept(none, none, score, score, DecodeState.of(MemoryState(weights, zero_momentum(weights))))
+    none, weights = k_BTGE.new_empty(B, G, 0, E), (k_BTGE.new_zeros(B, G, E, E, dtype=torch.float32),)
+    score, received, surprise = (weights[0].new_empty(shape) for shape in ((B, G, 0), (B, 0, G), (B, 0)))
+    memory = DecodeState.of(MemoryState(weights, zero_momentum(weights)))
+    return Kept(none, none, score, received, surprise, memory)
 
 
 @torch.no_grad()
@@ -83,8 +92,8 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
     """Write tokens to the memory, before positions.
 
     Returns:
-        [B, T], the scores of the tokens that leave the window as these come in, without meaning where none
-        does; and the state after, whose kept tokens `attend` updates.
+        [B, T], the mean surprise around the tokens that leave the window as these come in, without meaning
+        where none does; and the state after, whose kept tokens `attend` updates.
     """
     k, v, held = F.normalize(k_BTGE.float(), dim=-1), v_BTGE.float(), kept.surprise.shape[1]
     rate = torch.ones_like(k[..., 0])
@@ -92,15 +101,15 @@ def write(kept: Kept, k_BTGE: Tensor, v_BTGE: Tensor, window: int) -> tuple[Tens
     # the write has removed STEP of the error
     error = ((v - read) / (1 - STEP)).square().sum(-1) / v.square().sum(-1).clamp(min=1e-12)
     surprise = torch.cat([kept.surprise, error.clamp(max=MOST).mean(2)], 1)
-    score = F.avg_pool1d(surprise, 2 * AROUND + 1, 1, AROUND, count_include_pad=False)
-    score = F.pad(score, (window, 0))[:, held : held + k.shape[1]]
+    around = F.avg_pool1d(surprise, 2 * AROUND + 1, 1, AROUND, count_include_pad=False)
+    around = F.pad(around, (window, 0))[:, held : held + k.shape[1]]
     last = surprise[:, -(window + AROUND) :].clone()  # a copy: a view would keep all tokens'
-    return score, kept._replace(surprise=last, memory=memory)
+    return around, kept._replace(surprise=last, memory=memory)
 
 
 def attend(
     attention: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]], q_BTHE: Tensor, kept: Kept,
-    k_BTGE: Tensor, v_BTGE: Tensor, score_BT: Tensor, limit: int,
+    k_BTGE: Tensor, v_BTGE: Tensor, score_BTG: Tensor, limit: int,
 ) -> tuple[Tensor, Tensor, Kept]:  # fmt: skip
     """Attend to the kept tokens, which each token that leaves the window may join in the place of another.
 
@@ -109,36 +118,37 @@ def attend(
         q_BTHE: scaled queries, at position W.
         kept: before these tokens.
         k_BTGE: keys at position 0 of the tokens that leave the window with each query.
-        v_BTGE: their values, and ``score_BT`` their scores.
+        v_BTGE: their values.
+        score_BTG: their scores.
         limit: N.
 
     Returns:
         [B, T, H, E], log sums of exponentials [B, T, H], and the state after.
     """
-    outputs, levels = [], []
-    for q, *new in zip(*(x.split(PIECE, 1) for x in (q_BTHE, k_BTGE, v_BTGE, score_BT)), strict=True):
-        k, v, score = (torch.cat(pair, 1) for pair in zip(kept[:3], new, strict=True))
+    outputs, levels, G = [], [], k_BTGE.shape[2]
+    for q, *new in zip(*(x.split(PIECE, 1) for x in (q_BTHE, k_BTGE, v_BTGE, score_BTG)), strict=True):
+        k, v, score = (torch.cat([x, y.transpose(1, 2)], 2) for x, y in zip(kept[:3], new, strict=True))
         seen = _seen(score, q.shape[1], limit)
-        queries = q.unflatten(2, (k.shape[2], -1)).permute(2, 0, 3, 1, 4).flatten(2, 3)  # [G, B, R T, E]
-        keys, values = (x.permute(2, 0, 1, 3) for x in (k, v))
-        of = attention(queries[None], keys[None], values[None], seen)
-        y, level = (x[0].unflatten(2, (-1, q.shape[1])) for x in of)  # [G, B, R, T, ..]
-        outputs.append(y.permute(1, 3, 0, 2, 4).flatten(2, 3))
-        levels.append(level.permute(1, 3, 0, 2).flatten(2, 3))
+        queries = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, R T, E]
+        # each head of keys and values of a row is a block: they do not keep the same tokens
+        of = attention(*(x.flatten(0, 1)[None, None] for x in (queries, k, v)), seen.flatten(0, 1))
+        y, level = (x[0, 0].unflatten(0, (-1, G)).unflatten(2, (-1, q.shape[1])) for x in of)
+        outputs.append(y.permute(0, 3, 1, 2, 4).flatten(2, 3))
+        levels.append(level.permute(0, 3, 1, 2).flatten(2, 3))
         # in the order of the text; their number without asking the device
-        order = seen[:, -1].to(torch.uint8).argsort(dim=1, descending=True, stable=True)
-        order = order[:, :limit]
-        pick = lambda x: x.take_along_dim(order.view(*order.shape, *[1] * (x.ndim - 2)), 1)  # noqa: B023, E731
-        kept = kept._replace(k=pick(k), v=pick(v), score=pick(score))
+        order = seen[:, :, -1].to(torch.uint8).argsort(dim=2, descending=True, stable=True)[..., :limit]
+        k, v = (x.take_along_dim(order[..., None], 2) for x in (k, v))
+        kept = kept._replace(k=k, v=v, score=score.take_along_dim(order, 2))
     return torch.cat(outputs, 1), torch.cat(levels, 1), kept
 
 
-def _seen(score_BC: Tensor, queries: int, limit: int) -> Tensor:
-    """[B, queries, C]: the last ``queries`` candidates come one by one; a query sees the best until then."""
-    n = score_BC.shape[1] - queries
-    index = torch.arange(n + queries, device=score_BC.device)
+def _seen(score_BGC: Tensor, queries: int, limit: int) -> Tensor:
+    """[B, G, queries, C]: candidates come one by one with the queries; each sees the best until then."""
+    n, index = score_BGC.shape[2] - queries, torch.arange(score_BGC.shape[2], device=score_BGC.device)
+    held, new = score_BGC.split([n, queries], 2)
     # of two with equal scores the earlier stays
-    other, own = score_BC[:, :, None], score_BC[:, None]
-    above = (other > own) | ((other == own) & (index[:, None] < index))
-    rank = above[:, :n].sum(1, keepdim=True) + above[:, n:].cumsum(1)
-    return (rank < limit) & (index <= index[n:, None])
+    rank = held.argsort(dim=2, descending=True, stable=True).argsort(dim=2)
+    rank = torch.cat([rank, (held[..., None] >= new[..., None, :]).sum(2)], 2)
+    other, own = new[..., None], score_BGC[..., None, :]
+    above = (other > own) | ((other == own) & (index[n:, None] < index))
+    return (rank[..., None, :] + above.cumsum(2, dtype=torch.int32) < limit) & (index <= index[n:, None])

@@ -58,7 +58,7 @@ class MemoryOptions(Frozen):
     chunk: PositiveInt = 64
     """titans: tokens whose gradients are taken at the same weights."""
     kept: Annotated[int, Field(ge=0, le=4096)] = 0
-    """Tokens that each layer of the upper half keeps whole beyond the window: the most surprising."""
+    """Tokens that each layer of the upper half keeps whole: the most attended to and the most surprising."""
 
     @field_validator("kept")
     @classmethod

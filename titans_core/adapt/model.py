@@ -87,9 +87,10 @@ class Adapted(RefusesUnknown):
         nn.ModuleDict(self.memories()).to(cast(Any, self).device)
 
     def source_hash(self) -> str:
-        """Return a hash of the source's weights and of the memory's options, 16 hex digits."""
+        """Return a hash of the source's weights and of the options that weights depend on, 16 hex digits."""
         source = {name: x for name, x in cast(Any, self).state_dict().items() if ".memory." not in name}
-        return hash_of(json.dumps(self.config.titans, sort_keys=True), source)[:16]
+        options = {name: x for name, x in self.config.titans.items() if name != "kept"}
+        return hash_of(json.dumps(options, sort_keys=True), source)[:16]
 
     def state_bytes(self, length: int) -> int:
         """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""
@@ -246,12 +247,31 @@ def replace_weights(
         os.replace(temporary, folder / path.name)
 
 
+def change_kept(folder: Path, kept: int) -> None:
+    """Change the number of kept tokens of a folder's model, and of its ``base``; no weight depends on it."""
+    for path in (folder / "config.json", folder / "base" / "config.json"):
+        if not path.is_file():
+            continue
+        config = json.loads(path.read_text(encoding="utf-8"))
+        config["titans"]["kept"] = kept
+        temporary = path.with_name("config.json.partial")
+        temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")
+        os.replace(temporary, path)
+
+
 def options_of(config: Any) -> MemoryOptions:
-    """Return the memory's options of an adapted model's config. Raises ValueError: it is of another model."""
+    """Return the memory's options of an adapted model's config.
+
+    Raises:
+        ValueError: it is of another model, or an option cannot be; one line.
+    """
+    if not getattr(config, "titans", None):
+        raise ValueError(f"a {config.model_type} model without a memory")
     try:
         return MemoryOptions.model_validate(config.titans, strict=False)
-    except (AttributeError, ValidationError):
-        raise ValueError(f"a {config.model_type} model without a memory") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ValueError(f"{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
 
 
 def _mixed(part: type, base: type, family: Family) -> Any:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import resource
 import sys
 import time
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -28,7 +28,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import UsageError, one_line, within
-from titans_platform.files import write_text
+from titans_platform.files import read_json, write_text
 from titans_platform.text import clock
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
-@click.option("--kept", type=click.IntRange(0), default=192, help="Surprising tokens kept whole, by layer.")
+@click.option("--kept", type=click.IntRange(0), help="Tokens that a layer keeps  [default: 192]")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
 @click.option(
@@ -64,7 +64,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @json_option
 def adapt(
     source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str | None,
-    heads: int, depth: int, chunk: int, kept: int, lora: int, length: int, rows: tuple[int, int],
+    heads: int, depth: int, chunk: int, kept: int | None, lora: int, length: int, rows: tuple[int, int],
     threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
@@ -72,8 +72,8 @@ def adapt(
     SOURCE is a transformers folder, a Hub name or a GGUF file of the Llama, Qwen2, Qwen3 or GPT-2 family; its
     weights stay as they are. Two runs train the memories: transfer, on the attention of each layer, then
     tune, on the model's distribution. Their run files are in OUT and may be edited; the same command goes on
-    where it stopped. A copy of tune.yaml with other text, rows or seed, tune-2.yaml, is a further run. After
-    `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
+    where it stopped. A copy of tune.yaml with other text, rows, seed or kept tokens, tune-2.yaml, is one more
+    run. After `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
 
     \b
     Example:
@@ -90,8 +90,9 @@ def adapt(
     if lora and find_spec("peft") is None:
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
+    own = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
     given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
-    given |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
+    given |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": own if kept is None else kept}
     try:
         options = MemoryOptions.model_validate(given, strict=False)
     except ValidationError as error:
@@ -113,10 +114,13 @@ def adapt(
 
 
 def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, Any]) -> None:
-    """Write the model with untrained memories, its tokenizer, and the run files; checks what is there."""
+    """Write the model with untrained memories, its tokenizer, and the run files; checks what is there.
+
+    Kept tokens have no weights: their number can be changed later. Run files have the number to train with.
+    """
     import transformers
 
-    from titans_core.adapt import convert
+    from titans_core.adapt import change_kept, convert
     from titans_platform.data.tokenizer import load_tokenizer
 
     path, gguf = Path(source).expanduser(), {}
@@ -124,10 +128,12 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         source, gguf = str(path.parent), {"gguf_file": path.name}
     if (made := out / "adapt.json").is_file():
         before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
-        for name in (name for name in about if before.get(name) != about[name]):
+        for name in (name for name in about if name != "kept" and before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
             raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
+        change_kept(out, about["kept"])
+        write_text(made, json.dumps(about, indent=2))
         return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")
@@ -150,13 +156,12 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
     sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
     text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
+    trained = {"model": str(base.resolve()), "weights": weights, "kept": about["kept"]}
     for (stage, rate), steps in zip(STAGES.items(), about["rows"], strict=True):
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
-            "objective": {
-                "kind": stage, "options": {"model": str(base.resolve()), "weights": weights, "lora": lora},
-            },
+            "objective": {"kind": stage, "options": trained | {"lora": lora}},
             "data": {
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
                 "sequence_length": about["length"],
@@ -198,8 +203,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
         began = time.perf_counter()
         trainer.step()
         seconds = (time.perf_counter() - began) * cfg.optim.steps
-    rss = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    peak = torch.cuda.max_memory_allocated() if gpus else rss
+    peak = torch.cuda.max_memory_allocated() if gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
     planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
     console.print(

@@ -39,6 +39,8 @@ class AdaptOptions(Frozen):
     """Hash of the frozen weights, in the place of the folder in the run's name."""
     lora: Annotated[int, Field(ge=0)] = 0
     """Rank of changes of the attention's projections (LoRA, by peft), which tune trains too; 0: none."""
+    kept: Annotated[int, Field(ge=0)] = 0
+    """Tokens that layers keep whole while the memories are trained."""
 
 
 class Adapting(NextToken):
@@ -55,12 +57,13 @@ class Adapting(NextToken):
 
         from titans_core.adapt import options_of
 
-        folder = self.options.model
         try:
-            config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = transformers.AutoConfig.from_pretrained(self.options.model, local_files_only=True)
+            options_of(config)
+            config.titans["kept"] = self.options.kept
             options_of(config)
         except (OSError, ValueError) as error:
-            raise UsageError(f"objective.options.model: {folder}: {one_line(error)}") from None
+            raise UsageError(f"objective.options.model: {self.options.model}: {one_line(error)}") from None
         return config
 
     def build_model(self) -> Any:
@@ -76,7 +79,7 @@ class Adapting(NextToken):
             return trained(AutoModelForCausalLM.from_config(config))
         if layers != config.num_hidden_layers:
             raise UsageError(f"model.n_layers: {layers}, but {folder} has {config.num_hidden_layers}")
-        adapted: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True)
+        adapted: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True)
         if (own := adapted.source_hash()) != (given := self.options.weights):
             raise UsageError(f"objective.options.weights: {given}, but the model in {folder} has {own}")
         adapted.renew_memories()
@@ -90,8 +93,7 @@ class Adapting(NextToken):
     def least_activations(self, rows: int) -> int:
         """Count also the frozen weights, in values of four bytes."""
         model: Any = build_small(self, self.cfg.model.n_layers)
-        frozen = model.adapted.parameters()
-        return super().least_activations(rows) + sum(p.nbytes for p in frozen) // 4
+        return super().least_activations(rows) + sum(p.nbytes for p in model.adapted.parameters()) // 4
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row."""

@@ -205,7 +205,10 @@ class Babilong(Babi):
             earlier = earlier[1:]
         *hidden, last = _told(drawn, earlier)
         depths, start = sorted(rng.random() for _ in hidden), rng.random()
-        text, first = self._book(), 0
+        try:
+            text, first = self.options.books and load_prose(self.options.books), 0
+        except UsageError as error:
+            raise UsageError(str(error).replace("options.path", "options.books", 1)) from None
         # the book starts with the first sentence that begins after the share ``start`` of it
         if text and (begins := ENDS.search(text, int(start * len(text)))):
             first = begins.end() % len(text)
@@ -225,12 +228,6 @@ class Babilong(Babi):
         if not parts[self.options.part]:
             raise UsageError(f"options.part: {len(questions)} questions make no held-out part; use part: all")
         return parts[self.options.part]
-
-    def _book(self) -> str | None:
-        try:
-            return self.options.books and load_prose(self.options.books)
-        except UsageError as error:
-            raise UsageError(str(error).replace("options.path", "options.books", 1)) from None
 
 
 class HubOptions(Frozen):
