@@ -132,7 +132,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
             given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
             raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
-        change_kept(out, about["kept"])
+        change_kept(out, options.kept)
         write_text(made, json.dumps(about, indent=2))
         return
     if out.is_dir() and any(out.iterdir()):
@@ -156,7 +156,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
     sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
     text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
-    trained = {"model": str(base.resolve()), "weights": weights, "kept": about["kept"]}
+    trained = {"model": str(base.resolve()), "weights": weights, "kept": options.kept}
     for (stage, rate), steps in zip(STAGES.items(), about["rows"], strict=True):
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
