@@ -210,11 +210,9 @@ def facts(
     return records
 
 
-def append(folder: Path | None, name: str, records: list[dict[str, Any]]) -> None:
-    """Add records to a CSV file, with a header if it is new; nothing is written without a folder."""
-    if folder is None:
-        return
-    new = not (path := folder / f"{name}.csv").exists()
+def append(path: Path, records: list[dict[str, Any]]) -> None:
+    """Add records to a CSV file, with a header if it is new."""
+    new = not path.exists()
     with path.open("a", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(records[0]), lineterminator="\n")
         if new:
@@ -261,10 +259,14 @@ def main() -> None:
     with torch.inference_mode():
         if given.rows:
             drawn = rows(encoded, given.rows, given.length, random.Random(7))
-            append(given.csv, "context", context(model, source, drawn, name))
+            records = context(model, source, drawn, name)
+            if given.csv:
+                append(given.csv / "context.csv", records)
         if given.facts:
             asked = given.facts, given.facts_length, name, given.facts_seed
-            append(given.csv, "facts", facts(model, source, tokenizer, encoded, *asked))
+            records = facts(model, source, tokenizer, encoded, *asked)
+            if given.csv:
+                append(given.csv / "facts.csv", records)
 
 
 if __name__ == "__main__":

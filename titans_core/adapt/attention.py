@@ -116,19 +116,19 @@ class WindowAttention(nn.Module):
         start, beyond = self._start(q, k), self.options.window + self.options.sinks
         error = lambda y: (y - full.float())[:, beyond:].square().sum((1, 2, 3))  # noqa: E731
         with torch.no_grad():
-            window, level, given = self._window(q, k, v, start, 0, rotary)
+            window, level, received = self._window(q, k, v, start, 0, rotary)
             window = window.float()
         with torch.enable_grad():
-            read, near, _ = self._with_kept(q, window, level, given, start, k, v, 0, rotary)
+            read, near, _ = self._with_kept(q, window, level, received, start, k, v, 0, rotary)
             learnt, *_ = self._with_memory(x, q, read, near, start, k, v, 0)
             return _differentiated(error(learnt) / error(window).clamp(min=1e-9), cast(Any, self.memory))
 
     def _carried(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, rotary: Any, call: Pass) -> Tensor:
         before = call.blocks[self.layer_idx] if call.blocks else self._start(q, k)
-        y, level, given = self._window(q, k, v, before, call.position, rotary)
+        y, level, received = self._window(q, k, v, before, call.position, rotary)
         memory, gates, kept = before.memory, before.gates, before.kept
         if call.far == "memory":
-            y, level, kept = self._with_kept(q, y, level, given, before, k, v, call.position, rotary)
+            y, level, kept = self._with_kept(q, y, level, received, before, k, v, call.position, rotary)
         if self.memory is not None and call.far == "memory":
             y, memory, gates = self._with_memory(x, q, y, level, before, k, v, call.position)
         elif self.memory is not None:
@@ -193,7 +193,7 @@ class WindowAttention(nn.Module):
         sees = inside = (key > query) & (key <= W + query) & (block + key >= W - h)  # [n, c, W + c]
         query_at, held_and_new = queries(rotate(q, rotary, at)), torch.cat([before.v, v], 1)
         y, level = _attend(query_at, keys, blocks(held_and_new), sees)
-        count, given = sees.sum(-1), None
+        count, received = sees.sum(-1), None
         if S:
             near, near_level, sees = y, level, sinks <= start + block + query - W
             far = queries(rotate(q, rotary, at.clamp(max=S + W - 1)))
@@ -204,7 +204,8 @@ class WindowAttention(nn.Module):
         if self.most:
             K = c + W // 2
             old = (inside & (key <= query + W // 2) & (block + query < T))[..., :K]
-            given = F.pad(_received(query_at, keys[..., :K, :], level, old), (0, 0, 0, W))[:, W - h : W + T]
+            received = _received(query_at, keys[..., :K, :], level, old)
+            received = F.pad(received, (0, 0, 0, W))[:, W - h : W + T]
 
         def tokens(x: Tensor) -> Tensor:
             """[B, G, n, R c, ..] to [B, T, H, ..]."""
@@ -213,17 +214,17 @@ class WindowAttention(nn.Module):
             return x.permute(order).flatten(1, 2).flatten(2, 3)[:, :T]
 
         level = level.unflatten(3, (-1, c)) - count[:, None].log()
-        return tokens(y.to(v.dtype)), tokens(level.flatten(3, 4)), given
+        return tokens(y.to(v.dtype)), tokens(level.flatten(3, 4)), received
 
     def _with_kept(
-        self, q: Tensor, y: Tensor, level: Tensor, given: Tensor | None, before: Carry, k: Tensor, v: Tensor,
-        position: int, rotary: Any,
+        self, q: Tensor, y: Tensor, level: Tensor, received: Tensor | None, before: Carry, k: Tensor,
+        v: Tensor, position: int, rotary: Any,
     ) -> tuple[Tensor, Tensor, Kept | None]:  # fmt: skip
         """Return the window's output and levels with the kept tokens mixed in, and those kept after."""
         kept, T, W, S = before.kept, q.shape[1], self.options.window, self.options.sinks
-        if kept is None or given is None:
+        if kept is None or received is None:
             return y, level, None
-        received = given + F.pad(kept.received, (0, 0, 0, T))
+        received = received + F.pad(kept.received, (0, 0, 0, T))
         surprise, kept = keeping.write(kept._replace(received=received[:, -W:].clone()), k, v, W)
         lead = max(S + W - position, 0)
         if lead >= T:

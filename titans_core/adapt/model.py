@@ -253,6 +253,8 @@ def change_kept(folder: Path, kept: int) -> None:
         if not path.is_file():
             continue
         config = json.loads(path.read_text(encoding="utf-8"))
+        if config["titans"].get("kept") == kept:
+            continue
         config["titans"]["kept"] = kept
         temporary = path.with_name("config.json.partial")
         temporary.write_text(json.dumps(config, indent=2), encoding="utf-8")

@@ -90,11 +90,11 @@ def adapt(
     if lora and find_spec("peft") is None:
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
-    own = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
-    given = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen}
-    given |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": own if kept is None else kept}
+    default = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
+    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen, "heads": heads}
+    fields |= {"depth": depth, "chunk": chunk, "kept": default if kept is None else kept}
     try:
-        options = MemoryOptions.model_validate(given, strict=False)
+        options = MemoryOptions.model_validate(fields, strict=False)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
