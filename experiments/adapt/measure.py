@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import gzip
 import json
 import lzma
 import math
@@ -251,7 +252,8 @@ def main() -> None:
             for attention in attentions(own):
                 attention.memory = None
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
-    with lzma.open(given.texts, "rt", encoding="utf-8") as file:
+    compressed = {".xz": lzma, ".gz": gzip}[Path(given.texts).suffix]
+    with compressed.open(given.texts, "rt", encoding="utf-8") as file:
         texts = [json.loads(line)["text"][20_000:220_000] for line in file]
     encoded = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     encoded = [text for text in encoded if len(text) > given.length + 1]

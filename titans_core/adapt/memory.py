@@ -117,6 +117,11 @@ class AttentionMemory(nn.Module):
             for i, pair in enumerate(pairwise(self.widths if self.deep else []))
         )
 
+    def freeze_maps(self) -> None:
+        """Leave the gates alone to be trained."""
+        for fixed in (self.query_MEE, self.key_MEE, self.out_MEE, *self.initial):
+            fixed.requires_grad_(False)
+
     def start(self, rows: int, like: Tensor) -> MemoryCarry:
         """Return the memory before the first token: M_0, or zero."""
         # offsets from M_0, towards which the deep memory forgets

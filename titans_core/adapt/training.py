@@ -34,6 +34,7 @@ class Memories(Model):
         adapted: all but the trained part is frozen, and drops nothing out.
         recompute: keep the input of each layer alone for the backward pass, and compute the rest again.
         lora: rank of changes of the attention's projections, which are trained with the memories; 0: none.
+        only_gates: of the memories train what writes, forgets and mixes, and neither maps nor M_0.
 
     Raises:
         ValueError: ``lora``, but peft is not installed.
@@ -42,12 +43,14 @@ class Memories(Model):
     adapted: Any
     added = ("lora",)
 
-    def __init__(self, adapted: Any, recompute: bool = False, lora: int = 0):
+    def __init__(self, adapted: Any, recompute: bool = False, lora: int = 0, only_gates: bool = False):
         super().__init__()
         adapted.requires_grad_(False)
         if lora:
             self.lora = add_lora(adapted, lora).requires_grad_(True)
         self.memories = nn.ModuleDict(adapted.memories()).requires_grad_(True)
+        for memory in self.memories.values() if only_gates else ():
+            memory.freeze_maps()
         self.__dict__["adapted"] = adapted
         for module in adapted.modules():
             if isinstance(module, nn.Dropout):

@@ -46,7 +46,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--memory", "kind", type=click.Choice(["delta", "titans"]), default="delta", help="Its kind.")
 @click.option("--window", type=click.IntRange(1), default=256, help="Tokens that attention sees.")
 @click.option("--sinks", type=click.IntRange(0, 64), default=4, help="First tokens that it always sees.")
-@click.option("--layers", metavar="I,J,...", help="Layers with a memory  [default: all]")
+@click.option("--layers", metavar="I,J,...", help="Layers with a memory, or none  [default: all]")
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
@@ -90,6 +90,10 @@ def adapt(
     if lora and find_spec("peft") is None:
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
+    if layers == "none":
+        chosen = []
+        if not lora:
+            raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
     default = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
     fields = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen, "heads": heads}
     fields |= {"depth": depth, "chunk": chunk, "kept": default if kept is None else kept}
@@ -105,10 +109,11 @@ def adapt(
     with TemporaryDirectory(prefix="titans-adapt-") if dry_run else nullcontext(out) as folder:
         folder = Path(folder)
         _convert(source, folder, options, about)
+        stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").is_file()]
         if dry_run:
-            planned = {stage: _plan(_config(folder, stage, overrides), gpus, console) for stage in STAGES}
+            planned = {stage: _plan(_config(folder, stage, overrides), gpus, console) for stage in stages}
             return echo_json(planned) if as_json else None
-        result = _train(folder, root, overrides, gpus, console)
+        result = _train(folder, stages, root, overrides, gpus, console)
     if as_json:
         echo_json(result)
 
@@ -158,6 +163,8 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
     trained = {"model": str(base.resolve()), "weights": weights, "kept": options.kept}
     for (stage, rate), steps in zip(STAGES.items(), about["rows"], strict=True):
+        if stage == "transfer" and options.layers == ():
+            continue  # which trains memories alone
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
@@ -214,7 +221,9 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     return planned
 
 
-def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
+def _train(
+    out: Path, stages: list[str], root: Path, overrides: tuple[str, ...], gpus: int, console: Console
+) -> dict[str, Any]:
     """Run all stages, each from its last checkpoint, and write the memories into the model after each."""
     from titans_platform.cli.live import preparing, train_run
     from titans_platform.objectives import build_objective
@@ -224,7 +233,7 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
 
     runs, before, result = {}, None, None
     further = sorted((path.stem for path in out.glob("tune-*.yaml")), key=lambda name: (len(name), name))
-    for stage in (*STAGES, *further):
+    for stage in (*stages, *further):
         cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
         objective = build_objective(cfg)
         objective.check()

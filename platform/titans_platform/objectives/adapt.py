@@ -41,6 +41,8 @@ class AdaptOptions(Frozen):
     """Rank of changes of the attention's projections (LoRA, by peft), which tune trains too; 0: none."""
     kept: Annotated[int, Field(ge=0)] = 0
     """Tokens that layers keep whole while the memories are trained."""
+    only_gates: bool = False
+    """Of the memories train the gates alone: keys, queries and values stay the attention's own."""
 
 
 class Adapting(NextToken):
@@ -73,7 +75,8 @@ class Adapting(NextToken):
         from titans_core.adapt import Memories
 
         config, folder, layers = self.adapted_config(), self.options.model, self.cfg.model.n_layers
-        trained = partial(Memories, recompute=bool(self.cfg.optim.recompute), lora=self.options.lora)
+        only = {"lora": self.options.lora, "only_gates": self.options.only_gates}
+        trained = partial(Memories, recompute=bool(self.cfg.optim.recompute), **only)
         if torch.get_default_device().type == "meta":
             config.num_hidden_layers = layers
             return trained(AutoModelForCausalLM.from_config(config))
