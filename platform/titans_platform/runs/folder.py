@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from titans_platform.errors import TitansError
+from titans_platform.errors import TitansError, one_line
 from titans_platform.files import file_lock, is_locked, read_json, write_bytes, write_json
 
 Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
@@ -273,7 +273,8 @@ class RunFolder:
 
     def record_failure(self, error: BaseException, commit: str) -> None:
         """Record why the attempt failed, for the table and for the next attempt."""
-        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        # an error of torch.compile can have pages of C++ frames
+        reason = f"{type(error).__name__}: {one_line(error, 600)}"
         trace = "".join(traceback.format_exception(error))[-8000:]
         self.update(failure={"reason": reason, "trace": trace, "commit": commit, "time": time.time()})
 
