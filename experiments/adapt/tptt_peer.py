@@ -1,9 +1,8 @@
 """Train TPTT 0.12.1 (arXiv 2506.17671) and measure it as `measure.py` does: `tptt_peer.py MODEL TRAIN TEXTS`.
 
-TPTT puts a linear attention, with the same projections, beside each softmax attention and adds both with
-constant weights. Its recipe: LoRA, next-token loss, AdamW at 5e-4 falling linearly to zero, the linear part's
-weight rising to 0.5 within 100 steps. It has no sliding window: ``max_self_attn_length`` cuts a row to its
-last tokens, which fails on longer rows. So softmax attention gets the window and the sinks as a mask.
+TPTT adds to each softmax attention a linear one, of the same projections, by constant weights. Its recipe:
+LoRA, next-token loss, AdamW at 5e-4 falling to zero, the linear part's weight rising to 0.5 in 100 steps. It
+has no window: ``max_self_attn_length`` fails on longer rows, so the window and the sinks are given as a mask.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def peer(given: Options) -> Any:
     names, source = ["q_proj", "k_proj", "v_proj", "o_proj"], AutoConfig.from_pretrained(given.model)
     lora = LoraConfig(r=16, lora_alpha=32, lora_dropout=0.05, target_modules=names, task_type="CAUSAL_LM")
     options = {"operator_mode": given.operator, "max_chunk_size": given.chunk, "mag_weight": given.mag}
-    options |= {"lora_config": lora.to_dict(), "use_linear_checkpoint": False}  # but whole layers, below
-    config = TpttConfig(source, given.model, **options)
+    options |= {"base_scale_attn": bool(given.scale), "use_linear_checkpoint": False}
+    config = TpttConfig(source, given.model, lora_config=lora.to_dict(), **options)
     model = TpttModel(config, dtype=torch.float32).to(given.device)
     for module in model.modules():
         if isinstance(module, LiZAttention):
@@ -77,7 +76,7 @@ def train(model: Any, texts: list[list[int]], given: Options) -> float:
     rising = LiZACallback(model, "gradual", 0.01, given.mag, max(1, min(given.rise, given.steps // 2)))
     model.train()
     model.tptt_model.gradient_checkpointing_enable({"use_reentrant": False})  # else 50 GB a row of 2,048
-    start = 0.0
+    start = time.perf_counter()
     for step in range(given.steps):
         rising.on_step_end(None, SimpleNamespace(global_step=step), None)
         row = torch.cat(drawn[step * given.batch : (step + 1) * given.batch]).to(given.device)
@@ -148,9 +147,10 @@ def main() -> None:
     for name in ("model", "train", "texts"):
         parser.add_argument(name)
     options = {"steps": 200, "batch": 4, "lr": 5e-4, "seed": 0, "rows": 16, "facts": 20, "length": 2048}
-    options |= {"window": 256, "sinks": 4, "mag": 0.5, "rise": 100, "chunk": 64, "operator": "delta_rule"}
+    options |= {"window": 256, "sinks": 4, "mag": 0.5, "rise": 100, "chunk": 64, "scale": 0}
     for name, default in options.items():
         parser.add_argument(f"--{name}", type=type(default), default=default)
+    parser.add_argument("--operator", default="delta_rule", help="of TpttConfig.RECURRENT_MODES")
     parser.add_argument("--no-linear", action="store_true", help="a control: LoRA with the window alone")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--csv", type=Path, help="file that gets the record")
