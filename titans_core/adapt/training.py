@@ -50,7 +50,7 @@ class Memories(Model):
             self.lora = add_lora(adapted, lora).requires_grad_(True)
         self.memories = nn.ModuleDict(adapted.memories()).requires_grad_(True)
         for memory in self.memories.values() if only_gates else ():
-            memory.freeze_maps()
+            cast(Any, memory).freeze_maps()
         self.__dict__["adapted"] = adapted
         for module in adapted.modules():
             if isinstance(module, nn.Dropout):
