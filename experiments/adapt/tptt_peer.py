@@ -153,7 +153,7 @@ def main() -> None:
     parser.add_argument("--operator", default="delta_rule", help="of TpttConfig.RECURRENT_MODES")
     parser.add_argument("--no-linear", action="store_true", help="a control: LoRA with the window alone")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--csv", type=Path, help="file that gets the record")
+    parser.add_argument("--csv", type=Path, help="gets the record; one file for the same options")
     given = parser.parse_args()
     torch.manual_seed(given.seed)
     tokenizer, encoded = AutoTokenizer.from_pretrained(given.model), []

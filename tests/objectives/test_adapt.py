@@ -219,12 +219,17 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-3)
 
 
-def test_without_memories_low_rank_changes_are_trained_alone(place):
+def test_without_memories_low_rank_changes_are_trained_alone(place, capsys):
     assert adapt(place, "bare", "--layers", "none", "--lora", "2") == 0
     own, given = weights(place, "bare"), weights(place, "source")
     assert own.keys() == given.keys()
     assert sum(not torch.equal(own[name], given[name]) for name in given) == 8
-    assert not (place / "bare" / "transfer.yaml").exists()
+    assert adapt(place, "bare", "--layers", "none", "--lora", "2", "--kept", "0") == 0  # nothing to do
+    assert adapt(place, "bare", "--lora", "2") == 2
+    assert "--layers: all, but" in capsys.readouterr().err
+    (place / "bare" / "tune.yaml").unlink()
+    assert adapt(place, "bare", "--layers", "none", "--lora", "2") == 2
+    assert "tune.yaml: no such file" in capsys.readouterr().err
 
 
 def test_flops_are_counted_with_low_rank_changes_too(adapted):

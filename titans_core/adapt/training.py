@@ -109,7 +109,7 @@ class Memories(Model):
 
 
 class _Divergence(torch.autograd.Function):
-    """[B, T] nats from the teacher's distribution to the student's, of inputs [B, T, D] of a frozen head.
+    """[B, T] nats from the teacher's distribution to the student's, of inputs [B, T, D] of a frozen `Linear`.
 
     The gradient of the logits is (student - teacher), the probabilities, and is taken to the inputs at once:
     logits of all tokens would be the largest tensor, and to find them again costs two products more.
@@ -125,7 +125,8 @@ class _Divergence(torch.autograd.Function):
         nats = teacher.sub_(student).mul_(p).sum(-1)
         if ctx.needs_input_grad[0]:
             dlogits = student.exp_().sub_(p).to(logits.dtype)
-            ctx.save_for_backward(dlogits @ head.weight.to(dlogits.dtype))
+            dx_BTD = dlogits @ head.weight.to(dlogits.dtype)
+            ctx.save_for_backward(dx_BTD.to(student_BTD.dtype))
         return nats
 
     @staticmethod

@@ -132,8 +132,9 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
         for name in (name for name in about if name != "kept" and before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
-            given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
-            raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
+            given, own = (_shown(name, of.get(name)) for of in (about, before))
+            fix = "give another folder, or edit rows, text or threads in its run files"
+            raise UsageError(f"{option}: {given}, but {out} was made with {own}; {fix}")
         change_kept(out, options.kept)
         write_text(made, json.dumps(about, indent=2))
         return
@@ -181,10 +182,18 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     write_text(made, json.dumps(about, indent=2))
 
 
+def _shown(name: str, value: Any) -> Any:
+    """Return an option as it is written on the command line."""
+    if name != "layers":
+        return value
+    return "all" if value is None else ",".join(map(str, value)) or "none"
+
+
 def _stages(folder: Path) -> list[str]:
     """Return the names of a folder's run files, in the order of the runs."""
     further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
-    return [stage for stage in (*STAGES, *further) if (folder / f"{stage}.yaml").is_file()]
+    # without memories there is no transfer
+    return [*STAGES][json.loads((folder / "adapt.json").read_text())["layers"] == [] :] + further
 
 
 def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
