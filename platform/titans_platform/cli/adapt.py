@@ -253,6 +253,8 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
         before = str(spec.folder.path)
         runs[stage] = result.record()
         export(objective, find_checkpoint(before, root), out)
+        about = read_json(out / "adapt.json") or {}
+        write_text(out / "adapt.json", json.dumps(about | {"run": str(spec.folder.path.resolve())}, indent=2))
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
             f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True, highlight=False,
