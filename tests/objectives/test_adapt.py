@@ -232,6 +232,13 @@ def test_without_memories_low_rank_changes_are_trained_alone(place, capsys):
     assert "tune.yaml: no such file" in capsys.readouterr().err
 
 
+def test_model_is_evaluated_as_its_last_run(adapted, capsys):
+    root = "--root", str(adapted / "runs")
+    assert run(["eval", str(adapted / "out"), *root, "--set", "eval.perplexity_tokens=480", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert (measured["step"], measured["tasks"]["share/context_share@48"]["items"]) == (4, 10)
+
+
 def test_flops_are_counted_with_low_rank_changes_too(adapted):
     cfg = objective(adapted, "tune").cfg
     options = {"objective": cfg.objective.model_copy(update={"options": cfg.objective.options | {"lora": 2}})}
