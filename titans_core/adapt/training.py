@@ -19,10 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_core.adapt.attention import Far, Pass
+from titans_core.adapt.model import HEAD_TOKENS
 from titans_core.backbone import Model
 
-HEAD_TOKENS = 256
-"""Tokens whose logits are in memory at once."""
 NAME = "default"
 """peft's name for the only changes that a model has."""
 
