@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from titans_core import LanguageModel, MemoryTrace, Nearest, watch
 from titans_platform.data import Tokenizer
 from titans_platform.data.tokenizer import TextStream
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.files import write_bytes
 from titans_platform.report import picture as plot
 from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Picture, panel
@@ -93,9 +93,9 @@ def inspect_text(
     row, left = torch.tensor([tokens], device=next(model.parameters()).device), 1 + len(ids) - len(tokens)
     texts = token_texts(tokenizer, tokens)
     if not isinstance(model, LanguageModel):
-        loss, window = (
-            F.pad(model.nats(row, far)[0], (1, 0), value=math.nan) for far in ("memory", "window")
-        )
+        with within(f"{title}: ", ValueError, ""):  # such as a text longer than a table of positions
+            both = [model.nats(row, far)[0] for far in ("memory", "window")]
+        loss, window = (F.pad(nats, (1, 0), value=math.nan).cpu() for nats in both)
         return Inspected(title, model.config.model_type, tokens, texts, loss, [], left, window - loss)
     with watch(model) as seen, torch.no_grad():
         logits = model(row).logits[0]
