@@ -2,14 +2,16 @@
 
     python experiments/adapt/arms.py SOURCE novels_a.jsonl novels_b.jsonl.xz OUT --texts source.jsonl.xz
 
-writes OUT/ARM-SEED, one folder a model, and the records of `measure.py` to OUT/context.csv and OUT/facts.csv.
-Arms of ``OUT`` that are complete are not trained again.
+writes OUT/ARM-SEED, one folder a model, and the records of `measure.py` to OUT/records/ARM-SEED. What is
+trained or measured is not done again; exit code 1: an arm failed.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -31,12 +33,14 @@ ARMS = {
 HERE = Path(__file__).parent
 
 
-def run(given: argparse.Namespace, arm: str, seed: int) -> str:
-    """Train and measure an arm with a seed; returns its last line. The output is in OUT/ARM-SEED.log."""
+def run(given: argparse.Namespace, arm: str, seed: int) -> bool:
+    """Train and measure an arm with a seed, unless the same commands did so; OUT/ARM-SEED.log has the output.
+
+    Returns:
+        True if it is measured.
+    """
     name, threads = f"{arm}-{seed}", "1"
-    out, environment = given.out / name, os.environ | {"OMP_NUM_THREADS": threads}
-    if (measured := given.out / f"{name}.measured").exists():
-        return f"{name}: was measured before"
+    out, records = given.out / name, given.out / "records" / name
     train = [
         sys.executable, "-m", "titans_platform", "adapt", given.source, out, "--data", given.data,
         "--length", given.length, "--rows", *given.steps, "--gpus", given.gpus, "--root", given.out / "runs",
@@ -44,22 +48,28 @@ def run(given: argparse.Namespace, arm: str, seed: int) -> str:
         "--set", f"optim.precision={given.precision}", *ARMS[arm],
     ]  # fmt: skip
     measure = [sys.executable, HERE / "measure.py", out]
-    device = ["--device", "cuda" if given.gpus else "cpu", "--threads", threads, "--csv", given.out]
-    on = [*device, "--rows", given.rows, "--facts", given.facts, "--facts-seed", 21, "--name", name]
-    commands = [train, [*measure, given.held_out, *on, "--length", given.length]]
+    on = ["--device", "cuda" if given.gpus else "cpu", "--threads", threads, "--csv", records]
+    on += ["--rows", given.rows]
+    facts = ["--facts", given.facts, "--facts-seed", 21]
+    commands = [train, [*measure, given.held_out, *on, *facts, "--length", given.length, "--name", name]]
     if given.longer:
-        longer = ["--rows", given.rows, "--facts", 0, "--length", given.longer, "--name", f"{name}-long"]
-        commands.append([*measure, given.held_out, *device, *longer])
+        longer = ["--facts", 0, "--length", given.longer, "--name", f"{name}-long"]
+        commands.append([*measure, given.held_out, *on, *longer])
     if given.texts:
-        other = ["--rows", given.rows, "--facts", 0, "--length", given.length, "--name", f"{name}-source"]
-        commands.append([*measure, given.texts, *device, *other])
+        other = ["--facts", 0, "--length", given.length, "--name", f"{name}-source"]
+        commands.append([*measure, given.texts, *on, *other])
+    texts = [list(map(str, command)) for command in commands]
+    done, wanted = records / "commands.json", json.dumps(texts)
+    if done.exists() and done.read_text() == wanted:
+        return True
+    shutil.rmtree(records, ignore_errors=True)
     with (given.out / f"{name}.log").open("a", encoding="utf-8") as log:
-        for command in commands:
-            text = list(map(str, command))
+        for text in texts:
+            environment = os.environ | {"OMP_NUM_THREADS": threads}
             if subprocess.run(text, stdout=log, stderr=log, env=environment, check=False).returncode:
-                return f"{name}: failed, see {log.name}"
-    measured.touch()
-    return f"{name}: done"
+                return False
+    done.write_text(wanted)
+    return True
 
 
 def main() -> None:
@@ -85,9 +95,11 @@ def main() -> None:
     given = parser.parse_args()
     given.out.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(given.at_once) as pool:
-        waiting = [pool.submit(run, given, arm, seed) for seed in given.seeds for arm in given.arms]
-        for each in waiting:
-            print(each.result(), flush=True)
+        pairs = [(arm, seed) for seed in given.seeds for arm in given.arms]
+        running = {pair: pool.submit(run, given, *pair) for pair in pairs}
+        for (arm, seed), each in running.items():
+            print(f"{arm}-{seed}: {'measured' if each.result() else 'failed, see its log'}", flush=True)
+    sys.exit(not all(each.result() for each in running.values()))
 
 
 if __name__ == "__main__":

@@ -14,34 +14,30 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 
 FOLDER = Path(__file__).parent
-ALONE, KEPT = "LoRA 16", "LoRA 16, tuned with kept tokens"
-"""Models of context.csv; the memory alone was measured at both lengths in its first training."""
 BARS = (
-    ("window of 256", KEPT, "window", "#c98b3f"),
-    ("window of as many bytes", KEPT, "larger window", "#7f7f7f"),
-    ("memory", ALONE, "memory", "#9dbad5"),
-    ("memory and kept tokens", KEPT, "memory", "#2f6690"),
+    ("window of 256", "delta-kept", "window", "#c98b3f"),
+    ("window of as many bytes", "delta-kept", "larger window", "#7f7f7f"),
+    ("memory", "delta", "memory", "#9dbad5"),
+    ("kept tokens", "kept", "memory", "#5f93bd"),
+    ("memory and kept tokens", "delta-kept", "memory", "#1f4e73"),
 )
+"""Labels, arms of arms.py, columns of context.csv and colours."""
 
 
 def main() -> None:
-    """Draw one panel for each length of rows."""
+    """Draw the arms on rows of 8,192 tokens, by position."""
     with (FOLDER / "context.csv").open(encoding="utf-8") as file:
         records = list(csv.DictReader(file))
-    counts = sorted({record["rows"] for record in records if record["model"] == KEPT}, key=int, reverse=True)
-    size = 4.6 * len(counts), 3.2
-    figure, panels = pyplot.subplots(1, len(counts), figsize=size, sharey=True, squeeze=False)
-    for panel, count in zip(panels[0], counts, strict=True):
-        for i, (label, model, mode, colour) in enumerate(BARS):
-            own = [x for x in records if (x["model"], x["rows"]) == (model, count)]
-            parts = own[1:-1]  # beyond the window, without the mean of all
-            lost = [float(part[mode]) - float(part["full"]) for part in parts]
-            panel.bar([x + 0.2 * (i - 1.5) for x in range(len(parts))], lost, 0.2, label=label, color=colour)
-            panel.set_xticks(range(len(parts)), [part["end"] for part in parts])
-            panel.set_title(f"{count} rows of {own[-1]['end']} tokens", fontsize=10)
-        panel.set_xlabel("tokens of a row, up to")
-    panels[0][0].set_ylabel("nats a token above full attention")
-    panels[0][0].legend(fontsize=8, frameon=False)
+    figure, panel = pyplot.subplots(figsize=(7.5, 3.4))
+    for i, (label, arm, mode, colour) in enumerate(BARS):
+        own = [x for x in records if x["model"] == f"{arm}-10-long"]
+        parts = own[1:-1]  # beyond the window, without the mean of all
+        lost = [float(part[mode]) - float(part["full"]) for part in parts]
+        panel.bar([x + 0.16 * (i - 2) for x in range(len(parts))], lost, 0.16, label=label, color=colour)
+        panel.set_xticks(range(len(parts)), [f"{int(p['start']):,} to {int(p['end']):,}" for p in parts])
+        panel.set_xlabel(f"tokens of a row, {own[0]['rows']} rows")
+    panel.set_ylabel("nats a token above full attention")
+    panel.legend(fontsize=8, frameon=False)
     figure.tight_layout()
     figure.savefig(FOLDER / "context.png", dpi=110)
 

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch.nn import functional as F
 
 import titans_core.adapt  # noqa: F401 - registers its models
 from titans_core.adapt.attention import Pass
@@ -91,9 +90,7 @@ def larger_window(model: Any) -> int:
 
 def losses(model: Any, row: torch.Tensor, far: Any) -> torch.Tensor:
     """[T] nats of each token of a row [1, T + 1] but the first."""
-    features = model.encode(model.get_input_embeddings()(row[:, :-1]), Pass(far=far))[0].split(256)
-    parts = zip(features, row[0, 1:].split(256), strict=True)
-    return torch.cat([F.cross_entropy(model.lm_head(x), y, reduction="none").double() for x, y in parts])
+    return model.nats(row, far)[0].double()
 
 
 def context(model: Any, source: Any, drawn: list[torch.Tensor], name: str) -> list[dict[str, Any]]:

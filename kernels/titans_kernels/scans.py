@@ -196,7 +196,7 @@ def scan_parts_backward(dy, dend, states, dt, x, b, c, rate, state, starts):
 
 
 def _part_tokens(state: Tensor) -> int:
-    return max(1, PART_BYTES // state.nbytes)
+    return max(1, PART_BYTES // (state.numel() * state.element_size()))
 
 
 def _parts(state: Tensor, *tokens: Tensor | None) -> list[tuple[Any, ...]]:

@@ -1,6 +1,7 @@
 """`titans chat` and `titans generate` with a model of `titans adapt`; other commands name what to use."""
 
 import pytest
+from pandas import read_feather
 
 from tests.objectives.test_adapt import write_source
 from titans_platform.cli import run
@@ -67,8 +68,15 @@ def test_generate_takes_the_model_and_commands_for_runs_refuse_it(model, capsys,
     assert run(["generate", model, "--prompt", "The quick brown fox", *words]) == 0
     assert run(["generate", model, "--prompt", "?", *words, "--memory-in", str(tmp_path / "m")]) == 0
     assert "after 33 tokens" in capsys.readouterr().err
-    for command in (["eval"], ["inspect", "--text", __file__], ["export", "x"]):
+    for command in (["eval"], ["export", "x"]):
         assert run([command[0], model, *command[1:]]) == 2
         assert "a transformers model, and not a run; give the run" in capsys.readouterr().err.splitlines()[-1]
+    page, table = tmp_path / "page.html", tmp_path / "table.arrow"
+    assert run(["inspect", model, "--text", __file__, "--out", str(page), "--arrow", str(table)]) == 0
+    frame = read_feather(table)
+    within = frame["gain"][1 : 1 + 16]
+    assert (within.abs() < 1e-5).all()
+    assert frame["gain"].abs().max() > 1e-4
+    assert "memory and kept tokens lower the loss" in page.read_text()
     assert run(["chat", str(tmp_path)]) == 2
     assert f"error: {tmp_path}: has no config.json; give a folder" in capsys.readouterr().err

@@ -296,7 +296,6 @@ def test_defaults_have_kernels_on_a_gpu(dtype):
 
 @each_family
 def test_low_rank_changes_leave_the_teacher_and_are_added_to_the_weights(family, tmp_path):
-    pytest.importorskip("peft")
     model, text = adapted(family), tokens()
     own = adapt.Memories(model, lora=2)
     own(text, "tune").sum().backward()
@@ -311,6 +310,17 @@ def test_low_rank_changes_leave_the_teacher_and_are_added_to_the_weights(family,
     merged = adapt.Memories(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     assert largest(merged(text, "memory"), before) < 2e-5
     assert largest(adapt.Memories(adapted(family))(text, "memory"), before) > 1e-4
+
+
+def test_gates_alone_are_trained_if_asked():
+    own = adapt.Memories(adapted(kind="titans"), only_gates=True)
+    own(tokens(), "tune").sum().backward()
+    trained = {
+        name.rpartition("memories.")[2].split(".")[1]
+        for name, p in own.named_parameters()
+        if p.grad is not None
+    }
+    assert trained == {"write", "mix", "mix_query_HE", "level_H", "count_H"}
 
 
 def test_loss_counts_the_tokens_that_are_read():

@@ -106,16 +106,16 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
-def test_lengths_take_two_graphs_where_kernels_compute_the_states(monkeypatch):
+@pytest.mark.parametrize("sizes", [[(1, T) for T in (64, 96, 128, 160)], [(B, 96) for B in (1, 2, 3, 5)]])
+def test_lengths_and_rows_take_two_graphs_where_kernels_compute_the_states(monkeypatch, sizes):
     monkeypatch.setattr(online, "COMPILED", 0)
     monkeypatch.setattr(online, "_by_kernel", lambda k, v: True)
-    memory, sizes = torch.compile(online._memory, backend=(counter := CompileCounter())), []
-    for T in (64, 96, 128, 160):
-        gates, state = 0.1 * torch.rand(3, 1, T, 1), torch.zeros(1, 1, 16, 16)
+    memory = torch.compile(online._memory, fullgraph=True, backend=(counter := CompileCounter()))
+    for B, T in sizes:
+        gates, state = 0.1 * torch.rand(3, B, T, 1), torch.zeros(B, 1, 16, 16)
         with torch.no_grad():
-            y, *_ = memory(online.Inputs.of(*torch.full((3, 1, T, 1, 16), 0.2), *gates), state, state, False)
-        sizes.append(y.shape[1])
-    assert sizes == [64, 96, 128, 160]
+            y, *_ = memory(online.Inputs.of(*torch.full((3, B, T, 1, 16), 0.2), *gates), state, state, False)
+        assert y.shape[:2] == (B, T)
     assert counter.frame_count == 2
 
 

@@ -16,6 +16,7 @@ from titans_platform.config import RunConfig
 from titans_platform.data.tokenizer import load_tokenizer, write_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
+from titans_platform.runs.check import training_flops
 from titans_platform.training.loop import Trainer
 
 transformers = pytest.importorskip("transformers")
@@ -167,8 +168,6 @@ def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
 
 @pytest.mark.parametrize(("out", "lora", "last"), [("out", (), 4), ("low", ("--lora", "2"), 8)])
 def test_interrupted_run_resumes_to_the_same_weights(adapted, monkeypatch, out, lora, last):
-    if lora:
-        pytest.importorskip("peft")
     steps, often = [], ("--set", "checkpoint.every=1", *lora)
     assert adapt(adapted, out, *lora) == 0
 
@@ -220,7 +219,34 @@ def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
     torch.testing.assert_close(*gradients, atol=1e-6, rtol=1e-3)
 
 
+def test_without_memories_low_rank_changes_are_trained_alone(place, capsys):
+    assert adapt(place, "bare", "--layers", "none", "--lora", "2") == 0
+    own, given = weights(place, "bare"), weights(place, "source")
+    assert own.keys() == given.keys()
+    assert sum(not torch.equal(own[name], given[name]) for name in given) == 8
+    assert adapt(place, "bare", "--layers", "none", "--lora", "2", "--kept", "0") == 0  # nothing to do
+    assert adapt(place, "bare", "--lora", "2") == 2
+    assert "--layers: all, but" in capsys.readouterr().err
+    (place / "bare" / "tune.yaml").unlink()
+    assert adapt(place, "bare", "--layers", "none", "--lora", "2") == 2
+    assert "tune.yaml: no such file" in capsys.readouterr().err
+
+
+def test_model_is_evaluated_as_its_last_run(adapted, capsys):
+    root = "--root", str(adapted / "runs")
+    assert run(["eval", str(adapted / "out"), *root, "--set", "eval.perplexity_tokens=480", "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    assert (measured["step"], measured["tasks"]["share/context_share@48"]["items"]) == (4, 10)
+
+
+def test_flops_are_counted_with_low_rank_changes_too(adapted):
+    cfg = objective(adapted, "tune").cfg
+    options = {"objective": cfg.objective.model_copy(update={"options": cfg.objective.options | {"lora": 2}})}
+    assert training_flops(cfg.model_copy(update=options)) > training_flops(cfg) > 0
+
+
 @pytest.mark.parametrize(("options", "message"), [
+    (["--layers", "none"], "--layers: none, and without --lora there is nothing to train"),
     (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
     (["--layers", "0,x"], "--layers: "), (["--lora", "2"], "--lora: peft is not installed; pip install peft"),
     (["--layers", "2"], "layers: 2 does not exist; the source has 2"),

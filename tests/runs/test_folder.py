@@ -57,6 +57,9 @@ def test_states_and_results_of_a_folder(folder):
     folder.record_failure(ValueError("no\nluck"), "one")
     assert folder.state() == "failed"
     assert folder.failure()["reason"] == "ValueError: no luck"
+    folder.record_failure(RuntimeError(f"first {'frames ' * 900}last"), "c0ffee")
+    reason = folder.failure()["reason"]
+    assert (len(reason), reason[:19], reason[-4:]) == (605, "RuntimeError: first", "last")
     write_json(folder.path / "result.json", result())
     assert folder.state() == "done"
     write_json(folder.path / "result.json", {**result(), "cell": "abd"})

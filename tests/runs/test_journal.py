@@ -12,6 +12,7 @@ from mlflow import MlflowClient
 
 from tests.runs.test_execute import full
 from tests.small import until
+from titans_platform.cli.live import progress_line
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError
 from titans_platform.runs import reporter
@@ -19,7 +20,8 @@ from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
 from titans_platform.runs.load import spec_for
 from titans_platform.runs.reporter import Journal, Reporter, curve, send_left, unsent
-from titans_platform.runs.spec import RunSpec, Tracking
+from titans_platform.runs.spec import Resources, RunSpec, Tracking
+from titans_platform.text import clock
 from titans_platform.tracking import open_store
 
 
@@ -76,6 +78,25 @@ def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_p
     assert losses == sorted({*range(5, 1001, 5), 333})
     assert [step for step, _ in curve(tmp_path / "cells/run", "lr")] == list(range(20, 1001, 20))
     assert curve(tmp_path / "cells/run", "validation_loss") == [(333, 2.0)]
+
+
+def test_steps_that_compile_on_a_gpu_say_nothing_of_the_time_left(tiny_run, tmp_path, monkeypatch):
+    now = 0.0
+    monkeypatch.setattr("titans_platform.runs.reporter.time.monotonic", lambda: now)
+    reporter = Reporter(RunSpec(tiny_run, tmp_path, "run", "c0ffee", "data", Resources(gpus_per_worker=1)))
+    shown = []
+    for step, seconds in enumerate((120, 90, 2), 1):
+        now += seconds
+        reporter.on_step(step, {"loss": 1.0, "lr": 0.1, "tokens_per_second": 8 / seconds})
+        progress = RunFolder(tmp_path, "run").progress()
+        assert progress
+        shown.append((progress["compiling"], progress_line(progress)))
+    left = clock(2 * (tiny_run.optim.steps - 3))
+    assert shown == [
+        (True, "loss 1.000"),
+        (False, "loss 1.000"),
+        (False, f"loss 1.000  4 tok/s  {left} left"),
+    ]
 
 
 def test_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):

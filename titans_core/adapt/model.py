@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers.modeling_outputs import CausalLMOutputWithPast  # pyright: ignore[reportMissingImports]
 from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMissingImports]
@@ -31,7 +32,7 @@ from transformers.models.auto.modeling_auto import (  # pyright: ignore[reportMi
 )
 from transformers.utils.generic import can_return_tuple  # pyright: ignore[reportMissingImports]
 
-from titans_core.adapt.attention import Pass, WindowAttention
+from titans_core.adapt.attention import Far, Pass, WindowAttention
 from titans_core.adapt.families import FAMILIES, Family, find_family
 from titans_core.adapt.memory import AttentionMemory, MemoryOptions
 from titans_core.adapt.sessions import Sessions
@@ -50,6 +51,8 @@ from titans_core.ragged import (
 )
 from titans_core.state import ModelState
 
+HEAD_TOKENS = 256
+"""Tokens whose logits are in memory at once."""
 PIECE = 2048
 """Tokens of a call while a text is read."""
 
@@ -160,6 +163,15 @@ class Adapted(RefusesUnknown):
         features = self.encode(x_BTD, call)
         blocks = tuple(call.after[i] for i in sorted(call.after))
         return [features], ModelState(call.position + x_BTD.shape[1], blocks)
+
+    @torch.no_grad()
+    def nats(self, tokens_BT: Tensor, far: Far = "memory") -> Tensor:
+        """[B, T - 1] nats of each token but the first; ``far`` stands for what has left the window."""
+        own = cast(Any, self)
+        features = self.encode(own.get_input_embeddings()(tokens_BT[:, :-1]), Pass(far=far))
+        pairs = zip(*(x.split(HEAD_TOKENS, 1) for x in (features, tokens_BT[:, 1:])), strict=True)
+        logits = ((own.lm_head(part).mT.float(), wanted) for part, wanted in pairs)
+        return torch.cat([F.cross_entropy(*pair, reduction="none") for pair in logits], 1)
 
     def read(self, tokens: Sequence[int], start: Reading = EMPTY_READING) -> Reading:
         """Read a sequence, or more of one, to generate from it any number of times."""

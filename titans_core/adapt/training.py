@@ -19,10 +19,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from titans_core.adapt.attention import Far, Pass
+from titans_core.adapt.model import HEAD_TOKENS
 from titans_core.backbone import Model
 
-HEAD_TOKENS = 256
-"""Tokens whose logits are in memory at once."""
 NAME = "default"
 """peft's name for the only changes that a model has."""
 
@@ -50,7 +49,7 @@ class Memories(Model):
             self.lora = add_lora(adapted, lora).requires_grad_(True)
         self.memories = nn.ModuleDict(adapted.memories()).requires_grad_(True)
         for memory in self.memories.values() if only_gates else ():
-            memory.freeze_maps()
+            cast(Any, memory).freeze_maps()
         self.__dict__["adapted"] = adapted
         for module in adapted.modules():
             if isinstance(module, nn.Dropout):
@@ -109,26 +108,24 @@ class Memories(Model):
 
 
 class _Divergence(torch.autograd.Function):
-    """[B, T] nats from the teacher's distribution to the student's, of inputs [B, T, D] of a frozen head.
+    """[B, T] nats from the teacher's distribution to the student's, of inputs [B, T, D] of a frozen `Linear`.
 
     The gradient of the logits is (student - teacher), the probabilities, and is taken to the inputs at once:
     logits of all tokens would be the largest tensor, and to find them again costs two products more.
     """
 
     @staticmethod
-    def forward(ctx: Any, student_BTD: Tensor, teacher_BTD: Tensor, head: nn.Module) -> Tensor:
+    def forward(ctx: Any, student_BTD: Tensor, teacher_BTD: Tensor, head: nn.Linear) -> Tensor:
         """Return the divergences [B, T] in float32."""
-        trained = ctx.needs_input_grad[0]
         teacher = head(teacher_BTD).float().log_softmax(-1)
-        with torch.set_grad_enabled(trained):
-            x_BTD = student_BTD.detach().requires_grad_(trained)
-            logits = head(x_BTD)
-        student = logits.detach().float().log_softmax(-1)
+        logits = head(student_BTD)
+        student = logits.float().log_softmax(-1)
         p = teacher.exp()
         nats = teacher.sub_(student).mul_(p).sum(-1)
-        if trained:
+        if ctx.needs_input_grad[0]:
             dlogits = student.exp_().sub_(p).to(logits.dtype)
-            ctx.save_for_backward(*torch.autograd.grad(logits, x_BTD, dlogits))
+            dx_BTD = dlogits @ head.weight.to(dlogits.dtype)
+            ctx.save_for_backward(dx_BTD.to(student_BTD.dtype))
         return nats
 
     @staticmethod

@@ -89,13 +89,11 @@ def adapt(
         raise UsageError("--gpus: this machine has no GPU that torch can use; leave it out")
     if lora and find_spec("peft") is None:
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
-    chosen = None if layers is None else [int(i) if i.isdecimal() else i for i in layers.split(",")]
-    if layers == "none":
-        chosen = []
-        if not lora:
-            raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
+    if layers == "none" and not lora:
+        raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
+    chosen = [int(i) if i.isdecimal() else i for i in (layers or "").split(",") if layers != "none"]
     default = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
-    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": chosen, "heads": heads}
+    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": layers and chosen, "heads": heads}
     fields |= {"depth": depth, "chunk": chunk, "kept": default if kept is None else kept}
     try:
         options = MemoryOptions.model_validate(fields, strict=False)
@@ -109,11 +107,10 @@ def adapt(
     with TemporaryDirectory(prefix="titans-adapt-") if dry_run else nullcontext(out) as folder:
         folder = Path(folder)
         _convert(source, folder, options, about)
-        stages = [stage for stage in STAGES if (folder / f"{stage}.yaml").is_file()]
         if dry_run:
-            planned = {stage: _plan(_config(folder, stage, overrides), gpus, console) for stage in stages}
+            planned = {x: _plan(_config(folder, x, overrides), gpus, console) for x in _stages(folder)}
             return echo_json(planned) if as_json else None
-        result = _train(folder, stages, root, overrides, gpus, console)
+        result = _train(folder, root, overrides, gpus, console)
     if as_json:
         echo_json(result)
 
@@ -135,8 +132,9 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
         for name in (name for name in about if name != "kept" and before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
-            given = f"{option}: {about[name]}, but {out} was made with {before.get(name)}"
-            raise UsageError(f"{given}; give another folder, or edit rows, text or threads in its run files")
+            given, own = (_shown(name, of.get(name)) for of in (about, before))
+            fix = "give another folder, or edit rows, text or threads in its run files"
+            raise UsageError(f"{option}: {given}, but {out} was made with {own}; {fix}")
         change_kept(out, options.kept)
         write_text(made, json.dumps(about, indent=2))
         return
@@ -162,9 +160,8 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
     text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
     trained = {"model": str(base.resolve()), "weights": weights, "kept": options.kept}
-    for (stage, rate), steps in zip(STAGES.items(), about["rows"], strict=True):
-        if stage == "transfer" and options.layers == ():
-            continue  # which trains memories alone
+    stages = list(zip(STAGES, about["rows"], strict=True))
+    for stage, steps in stages if options.layers != () else stages[1:]:  # transfer trains memories alone
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
@@ -173,7 +170,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
                 "sequence_length": about["length"],
             },
-            "optim": {"steps": steps, "global_batch_size": 1, "lr": rate, "weight_decay": 0.0},
+            "optim": {"steps": steps, "global_batch_size": 1, "lr": STAGES[stage], "weight_decay": 0.0},
             "eval": {
                 "columns": {"share": share} if share else {}, "perplexity_tokens": 8 * about["length"],
                 "batch_tokens": about["length"],
@@ -183,6 +180,20 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         (out / f"{stage}.yaml").write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
     # last: a folder without it is not whole
     write_text(made, json.dumps(about, indent=2))
+
+
+def _shown(name: str, value: Any) -> Any:
+    """Return an option as it is written on the command line."""
+    if name != "layers":
+        return value
+    return "all" if value is None else ",".join(map(str, value)) or "none"
+
+
+def _stages(folder: Path) -> list[str]:
+    """Return the names of a folder's run files, in the order of the runs."""
+    further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
+    # without memories there is no transfer
+    return [*STAGES][json.loads((folder / "adapt.json").read_text())["layers"] == [] :] + further
 
 
 def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
@@ -221,9 +232,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     return planned
 
 
-def _train(
-    out: Path, stages: list[str], root: Path, overrides: tuple[str, ...], gpus: int, console: Console
-) -> dict[str, Any]:
+def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console: Console) -> dict[str, Any]:
     """Run all stages, each from its last checkpoint, and write the memories into the model after each."""
     from titans_platform.cli.live import preparing, train_run
     from titans_platform.objectives import build_objective
@@ -232,8 +241,7 @@ def _train(
     from titans_platform.runs.spec import Resources
 
     runs, before, result = {}, None, None
-    further = sorted((path.stem for path in out.glob("tune-*.yaml")), key=lambda name: (len(name), name))
-    for stage in (*stages, *further):
+    for stage in _stages(out):
         cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
         objective = build_objective(cfg)
         objective.check()
@@ -245,6 +253,8 @@ def _train(
         before = str(spec.folder.path)
         runs[stage] = result.record()
         export(objective, find_checkpoint(before, root), out)
+        about = read_json(out / "adapt.json") or {}
+        write_text(out / "adapt.json", json.dumps(about | {"run": str(spec.folder.path.resolve())}, indent=2))
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
             f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True, highlight=False,

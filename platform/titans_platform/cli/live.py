@@ -203,6 +203,8 @@ def running_line(item: CellStatus) -> list[str]:
         return [*who, "starting"]
     if str(p.get("phase") or "").startswith("eval") or p.get("step") == p.get("steps"):
         return [*who, "evaluating"]
+    if p.get("compiling"):
+        return [*who, "compiling"]
     loss = [f"loss {float(p['loss']):.3f}"] if p.get("loss") is not None else []
     speed = [f"{count(int(p['tokens_per_second']))} tok/s"] if p.get("tokens_per_second") else []
     return [*who, f"{p.get('step', 0)}/{p.get('steps', '?')}", *loss, *speed, clock(p.get("eta_seconds"))]
@@ -220,7 +222,8 @@ def run_display(progress: Callable[[], dict[str, Any] | None], console: Console)
             state = progress()
             if not state or state["age"] > time.time() - began + 1:
                 return
-            phase, step, steps, line = state["phase"], state["step"], state["steps"], progress_line(state)
+            phase = "compile" if state.get("compiling") else state["phase"]
+            step, steps, line = state["step"], state["steps"], progress_line(state)
             bars.update(bar, description=phase, total=steps, completed=step, shown=line)
             plain(lambda: f"{phase} {step}/{steps}  {line}".rstrip())
 
@@ -233,8 +236,9 @@ def progress_line(state: dict[str, Any]) -> str:
     if "loss" not in state:
         return ""
     held_out = f"  validation {state['validation_loss']:.3f}" if "validation_loss" in state else ""
-    speed = f"{state['tokens_per_second']:,.0f} tok/s"
-    return f"loss {state['loss']:.3f}{held_out}  {speed}  {clock(state['eta_seconds'])} left"
+    known = "tokens_per_second" in state
+    speed = f"  {state['tokens_per_second']:,.0f} tok/s  {clock(state['eta_seconds'])} left" if known else ""
+    return f"loss {state['loss']:.3f}{held_out}{speed}"
 
 
 def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:

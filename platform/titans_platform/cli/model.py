@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from contextlib import nullcontext
 from lzma import LZMAError
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -72,12 +72,7 @@ def generate(
         first = error.errors(include_url=False)[0]
         raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
     text = plain((_read_text("--read", file) if file else "") + prompt)
-    if (Path(run) / "tune.yaml").is_file():
-        from titans_platform.objectives.adapt import load_adapted
-
-        model, tokenizer, cfg = load_adapted(Path(run))
-    else:
-        model, tokenizer, cfg = _language_model(run, root, "generate text")
+    model, tokenizer, cfg = _reader(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(seed, cfg.threads):
         try:
@@ -193,7 +188,8 @@ def inspect(
 
     The page shows surprise over the text, gates, the norm of the state, what each token retrieves, and what
     is forgotten or kept. RUN is a run's name (or a prefix of it), its folder, its MLflow run id, or the
-    folder of one checkpoint.
+    folder of one checkpoint; or a model of `titans adapt`, whose page shows what memory and kept tokens bring
+    to each token.
 
     \b
     Example:
@@ -204,7 +200,7 @@ def inspect(
     from titans_platform.training.loop import deterministic
 
     text = _read_text("--text", str(file))
-    model, tokenizer, cfg = _language_model(run, root, "read text")
+    model, tokenizer, cfg = _reader(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):
         inspected = inspect_text(model, tokenizer, text, Path(run).name, tokens)
     read = len(inspected.tokens)
@@ -229,6 +225,15 @@ def _read_text(option: str, file: str) -> str:
         raise UsageError(f"{option} {file}: not UTF-8 at byte {error.start}") from None
     except (OSError, EOFError, LZMAError) as error:
         raise UsageError(f"{option} {file}: {getattr(error, 'strerror', None) or error}") from None
+
+
+def _reader(run: str, root: Path, can: str) -> tuple[Any, Tokenizer, RunConfig]:
+    """Load a model of `titans adapt`, or the language model of a run. Raises UsageError."""
+    if not (Path(run) / "tune.yaml").is_file():
+        return _language_model(run, root, can)
+    from titans_platform.objectives.adapt import load_adapted
+
+    return load_adapted(Path(run))
 
 
 def _language_model(run: str, root: Path, can: str) -> tuple[LanguageModel, Tokenizer, RunConfig]:

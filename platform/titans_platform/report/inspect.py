@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from titans_core import LanguageModel, MemoryTrace, Nearest, watch
 from titans_platform.data import Tokenizer
 from titans_platform.data.tokenizer import TextStream
-from titans_platform.errors import UsageError
+from titans_platform.errors import UsageError, within
 from titans_platform.files import write_bytes
 from titans_platform.report import picture as plot
 from titans_platform.report.picture import KINDS, NARROW, WIDE, Line, Picture, panel
@@ -64,18 +64,24 @@ class Inspected:
     traces: list[MemoryTrace]
     left_out: int = 0
     """Tokens of the text that were not read."""
+    gain: Tensor | None = None
+    """Of an adapted model, which has no trace: loss with the window alone less ``loss``, [T]."""
 
     def largest(self) -> dict[str, float]:
         """Return the largest weight norm and surprise of a token, as `titans_core.telemetry` has them."""
+        if not self.traces:
+            return {}
         norms = (trace.weight_norm.nan_to_num(0).square().sum(-1).sqrt() for trace in self.traces)
         largest = max(float(norm.max()) for norm in norms)
         return {"weight_norm": largest, "surprise": max(float(t.surprise.max()) for t in self.traces)}
 
 
 def inspect_text(
-    model: LanguageModel, tokenizer: Tokenizer, text: str, title: str, max_tokens: int, nearest: int = NEAREST
+    model: Any, tokenizer: Tokenizer, text: str, title: str, max_tokens: int, nearest: int = NEAREST
 ) -> Inspected:
     """Read the first ``max_tokens`` tokens of ``text`` and record what each memory does.
+
+    Of a model of `titans_core.adapt`, what memory and kept tokens bring to each token.
 
     Raises:
         UsageError: the text is empty, or the model has no neural memory.
@@ -84,7 +90,13 @@ def inspect_text(
     if not ids:
         raise UsageError("--text: the file is empty; give one with something to read")
     tokens = [tokenizer.bos, *ids[: max_tokens - 1]]
-    row = torch.tensor([tokens], device=next(model.parameters()).device)
+    row, left = torch.tensor([tokens], device=next(model.parameters()).device), 1 + len(ids) - len(tokens)
+    texts = token_texts(tokenizer, tokens)
+    if not isinstance(model, LanguageModel):
+        with within(f"{title}: ", ValueError, ""):  # such as a text longer than a table of positions
+            both = [model.nats(row, far)[0] for far in ("memory", "window")]
+        loss, window = (F.pad(nats, (1, 0), value=math.nan).cpu() for nats in both)
+        return Inspected(title, model.config.model_type, tokens, texts, loss, [], left, window - loss)
     with watch(model) as seen, torch.no_grad():
         logits = model(row).logits[0]
     if not (traces := seen.traces(nearest)):
@@ -92,8 +104,7 @@ def inspect_text(
         raise UsageError(f"{title}: {variant}; inspect a run of lmm, mac, mag or mal")
     loss = F.cross_entropy(logits[:-1].float(), row[0, 1:], reduction="none").cpu()
     loss = F.pad(loss, (1, 0), value=math.nan)
-    left = 1 + len(ids) - len(tokens)
-    return Inspected(title, model.config.variant, tokens, token_texts(tokenizer, tokens), loss, traces, left)
+    return Inspected(title, model.config.variant, tokens, texts, loss, traces, left)
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
@@ -104,12 +115,17 @@ def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
 
 
 def as_frame(inspected: Inspected) -> DataFrame:
-    """Return a row for each memory, token and head, in this order; NaN for an unknown number."""
+    """Return a row for each memory, token and head, in this order; NaN for an unknown number.
+
+    Of an adapted model a row for each token.
+    """
+    by_token: dict[str, Any] = {"position": range(len(inspected.tokens)), "token": inspected.tokens}
+    by_token |= {"text": inspected.texts, "loss": inspected.loss}
+    if inspected.gain is not None:
+        return DataFrame(by_token | {"gain": inspected.gain})
     parts = []
     for trace in inspected.traces:
         T, H = trace.surprise.shape
-        by_token: dict[str, Any] = {"position": range(T), "token": inspected.tokens}
-        by_token |= {"text": inspected.texts, "loss": inspected.loss}
         columns: dict[str, Any] = {key: np.repeat(np.asarray(x), H) for key, x in by_token.items()}
         columns |= {"memory": trace.name, "head": np.tile(np.arange(H), T)}
         columns |= {name: getattr(trace, name).flatten().numpy() for name in MEASURED}
@@ -169,10 +185,10 @@ def page(inspected: Inspected, source: str, position: int | None = None, warning
     """
     chosen = len(inspected.tokens) - 1 if position is None else position
     reads = list(all_reads(inspected.traces))
-    kept = kept_shares(inspected.traces).tolist()
+    kept = kept_shares(inspected.traces).tolist() if reads else []
     shares, found_reads = [round(x, 2) for x in kept], [read._asdict() for read in reads]
-    figures = zip(*(map(figure, charts(i, trace)) for i, trace in enumerate(inspected.traces)), strict=True)
-    gates, errors = map(list, figures)
+    figures = [[*map(figure, charts(i, trace))] for i, trace in enumerate(inspected.traces)]
+    gates, errors = zip(*figures, strict=True) if figures else ((), ())
     return html(
         "inspect.html", inspected=inspected, source=source, warning=warning, shades=shades(inspected),
         chosen=chosen,
@@ -191,11 +207,15 @@ def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
 
 def shades(inspected: Inspected) -> list[Shade]:
     """Return the quantities to colour by; the page opens with the first."""
+    loss = _shade("loss", "loss of the whole model in nats", inspected.loss)
+    if inspected.gain is not None:
+        brings = "nats by which memory and kept tokens lower the loss that the window alone has"
+        return [_shade("gain", brings, inspected.gain), loss]
     surprise = torch.cat([trace.surprise for trace in inspected.traces], 1).mean(1)
     error = "squared error of the memory's prediction before the token is written, mean over heads"
     lost = "share of the surprise that the memory at the end of the text no longer has"
     memory = [_shade("surprise", error, surprise), _shade("kept", lost, kept_shares(inspected.traces))]
-    return [*memory, _shade("loss", "loss of the whole model in nats", inspected.loss)]
+    return [*memory, loss]
 
 
 def _shade(key: str, about: str, values: Tensor) -> Shade:

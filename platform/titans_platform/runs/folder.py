@@ -145,6 +145,8 @@ TOKENIZER = "tokenizer"
 """Stem of the copy of the tokenizer's file; a built-in tokenizer has none."""
 DIVERGED = "diverged"
 """The batch whose loss was not finite."""
+SHOWN = 600
+"""Characters of a failure's reason; its trace has the rest."""
 LOCK = "lock"
 ALIVE = 120.0
 """Seconds without progress after which a run on another machine counts as dead."""
@@ -274,6 +276,8 @@ class RunFolder:
     def record_failure(self, error: BaseException, commit: str) -> None:
         """Record why the attempt failed, for the table and for the next attempt."""
         reason = " ".join(f"{type(error).__name__}: {error}".split())
+        if len(reason) > SHOWN:  # such as torch.compile's, with pages of C++ frames
+            reason = f"{reason[: SHOWN // 2]} ... {reason[-SHOWN // 2 :]}"
         trace = "".join(traceback.format_exception(error))[-8000:]
         self.update(failure={"reason": reason, "trace": trace, "commit": commit, "time": time.time()})
 

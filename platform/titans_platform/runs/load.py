@@ -16,6 +16,7 @@ from titans_platform.config import VOCABULARIES, RunConfig
 from titans_platform.data import NotPrepared, Tokenizer, load_tokenizer
 from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, within
+from titans_platform.files import read_json
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
 from titans_platform.provenance import commit
@@ -62,6 +63,8 @@ def load_run(
 def find_checkpoint(run: str, root: Path) -> Path:
     """Find the folder of the checkpoint that ``run`` names: of a run the newest, or its best (``eval.at``).
 
+    A model of `titans adapt` names its last run.
+
     Raises UsageError if there is none, or it is damaged.
     """
     path = Path(run)
@@ -69,6 +72,8 @@ def find_checkpoint(run: str, root: Path) -> Path:
         if not path.is_dir():
             raise UsageError(f"{run}: no such checkpoint")
         return path.resolve()
+    if trained := (read_json(path / "adapt.json") or {}).get("run"):  # of `titans adapt`: its last run
+        return find_checkpoint(trained, root)
     if (path / "config.json").is_file():
         fix = "give the run that trained it (titans runs list); titans generate takes a model of titans adapt"
         raise UsageError(f"{run}: a transformers model, and not a run; {fix}")

@@ -52,6 +52,8 @@ PARAMS = (
 """Fields of the config that are params of every run in MLflow."""
 _MEMORY = 0.9
 """Decay per step of the moving averages of speed; a half-life of about seven steps."""
+COMPILING = 2
+"""First steps of a run on a GPU, which take minutes to compile and say nothing of the speed of others."""
 
 
 class Logger:
@@ -89,7 +91,10 @@ class Reporter:
         self.folder, self.steps = spec.folder, spec.config.optim.steps
         self._written, self._full = 0.0, False
         self._rate = self._seconds_a_step = 0.0
+        on_gpu = spec.resources.gpus_per_worker > 0 and spec.config.optim.compile is not False
+        self._compiling = COMPILING if on_gpu else 0
         self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
+        self._state["compiling"] = on_gpu
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(
@@ -120,14 +125,14 @@ class Reporter:
         """Report the metrics of a step; only a sample of the steps is logged."""
         now = time.monotonic()
         taken, self._last = now - self._last, now
-        self._rate = _average(self._rate, metrics["tokens_per_second"])
-        self._seconds_a_step = _average(self._seconds_a_step, taken)
-        self._state |= {
-            "step": step,
-            "loss": metrics["loss"],
-            "tokens_per_second": self._rate,
-            "eta_seconds": self._seconds_a_step * (self.steps - step),
-        }
+        self._state |= {"step": step, "loss": metrics["loss"], "compiling": self._compiling > 1}
+        if self._compiling:
+            self._compiling -= 1
+        else:
+            self._rate = _average(self._rate, metrics["tokens_per_second"])
+            self._seconds_a_step = _average(self._seconds_a_step, taken)
+            eta = self._seconds_a_step * (self.steps - step)
+            self._state |= {"tokens_per_second": self._rate, "eta_seconds": eta}
         # shown until the next validation
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:

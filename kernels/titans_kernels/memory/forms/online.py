@@ -130,7 +130,9 @@ def _memory(inputs: Inputs, W: Tensor, S: Tensor, gated: bool) -> tuple[Tensor, 
     B, T, H, _ = inputs.q.shape
     W, S = W.flatten(0, 1), S.flatten(0, 1)
     whole, outputs = T // BLOCK * BLOCK, []
-    tokens, parts = max(1, PART_BYTES // max(1, W.nbytes + S.nbytes)) * BLOCK, [(0, whole)]
+    # no `nbytes`, which torch.compile cannot take of an open size
+    state_bytes = (W.numel() + S.numel()) * W.element_size()
+    tokens, parts = max(1, PART_BYTES // max(1, state_bytes)) * BLOCK, [(0, whole)]
     if whole > tokens:  # without a loop over a length that torch.compile may leave open
         parts = [(start, min(start + tokens, whole)) for start in range(0, whole, tokens)]
     for start, end, b in (*((*part, BLOCK) for part in parts), (whole, T, T - whole)):
