@@ -40,6 +40,7 @@ def run(given: argparse.Namespace, arm: str, seed: int) -> bool:
         True if it is measured.
     """
     name, threads = f"{arm}-{seed}", "1"
+    environment = os.environ | {"OMP_NUM_THREADS": threads}
     out, records = given.out / name, given.out / "records" / name
     train = [
         sys.executable, "-m", "titans_platform", "adapt", given.source, out, "--data", given.data,
@@ -65,7 +66,6 @@ def run(given: argparse.Namespace, arm: str, seed: int) -> bool:
     shutil.rmtree(records, ignore_errors=True)
     with (given.out / f"{name}.log").open("a", encoding="utf-8") as log:
         for text in texts:
-            environment = os.environ | {"OMP_NUM_THREADS": threads}
             if subprocess.run(text, stdout=log, stderr=log, env=environment, check=False).returncode:
                 return False
     done.write_text(wanted)

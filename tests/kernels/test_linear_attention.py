@@ -142,3 +142,9 @@ def test_compiled_scan_takes_rows_of_any_length(lengths, chunk_size):
         shapes = (1, T, 2), (1, T, 2), (1, 2)
         x = [torch.rand(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in shapes]
         compare((compiled(*x),), (recurrent_scan(*x),), x)
+
+
+def test_tokens_of_a_part_are_known_where_the_number_of_rows_is_open():
+    tokens = torch.compile(scans._part_tokens, fullgraph=True, dynamic=True, backend="eager")
+    for rows in (2, 3):
+        assert tokens(torch.zeros(rows, 2**20)) == scans.PART_BYTES // (rows * 2**22)

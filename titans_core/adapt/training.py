@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn import functional as F
 
 from titans_core.adapt.attention import Far, Pass
 from titans_core.adapt.model import HEAD_TOKENS
@@ -95,11 +94,8 @@ class Memories(Model):
                 taught = features("full")
             parts = zip(features("memory"), taught, strict=True)
             return torch.cat([_Divergence.apply(*part, own.lm_head) for part in parts], 1).mean(1)
-        targets = tokens_BT[:, 1 + beyond :].split(HEAD_TOKENS, 1)
-        logits = (own.lm_head(part).mT.float() for part in features(cast(Far, stage)))
-        return torch.cat(
-            [F.cross_entropy(*pair, reduction="none") for pair in zip(logits, targets, strict=True)], 1
-        )
+        switch_lora(own, stage == "memory")
+        return own.nats(tokens_BT, cast(Far, stage))[:, beyond:]
 
     def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Weights of the adapted model that are new, and what is added to the source's, by their names."""

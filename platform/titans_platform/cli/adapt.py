@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 STAGES = {"transfer": 3e-3, "tune": 1e-3}
 """Objectives of the runs, in order, and their learning rates."""
+LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 
 
 @click.command()
@@ -46,7 +47,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @click.option("--memory", "kind", type=click.Choice(["delta", "titans"]), default="delta", help="Its kind.")
 @click.option("--window", type=click.IntRange(1), default=256, help="Tokens that attention sees.")
 @click.option("--sinks", type=click.IntRange(0, 64), default=4, help="First tokens that it always sees.")
-@click.option("--layers", metavar="I,J,...", help="Layers with a memory, or none  [default: all]")
+@click.option("--layers", metavar="I,J,...", default="all", help="Layers with a memory: all, none, or these.")
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
@@ -63,7 +64,7 @@ STAGES = {"transfer": 3e-3, "tune": 1e-3}
 @dry_run_option
 @json_option
 def adapt(
-    source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str | None,
+    source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str,
     heads: int, depth: int, chunk: int, kept: int | None, lora: int, length: int, rows: tuple[int, int],
     threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
 ) -> None:  # fmt: skip
@@ -91,10 +92,10 @@ def adapt(
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     if layers == "none" and not lora:
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
-    chosen = [int(i) if i.isdecimal() else i for i in (layers or "").split(",") if layers != "none"]
-    default = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
-    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": layers and chosen, "heads": heads}
-    fields |= {"depth": depth, "chunk": chunk, "kept": default if kept is None else kept}
+    if kept is None:
+        kept = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
+    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": _parse_layers(layers)}
+    fields |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
     try:
         options = MemoryOptions.model_validate(fields, strict=False)
     except ValidationError as error:
@@ -132,9 +133,9 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
         for name in (name for name in about if name != "kept" and before.get(name) != about[name]):
             option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
-            given, own = (_shown(name, of.get(name)) for of in (about, before))
-            fix = "give another folder, or edit rows, text or threads in its run files"
-            raise UsageError(f"{option}: {given}, but {out} was made with {own}; {fix}")
+            show = _format_layers if name == "layers" else str
+            differ = f"{option}: {show(about[name])}, but {out} was made with {show(before.get(name))}"
+            raise UsageError(f"{differ}; give another folder, or edit rows, text or threads in its run files")
         change_kept(out, options.kept)
         write_text(made, json.dumps(about, indent=2))
         return
@@ -160,8 +161,8 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
     text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
     trained = {"model": str(base.resolve()), "weights": weights, "kept": options.kept}
-    stages = list(zip(STAGES, about["rows"], strict=True))
-    for stage, steps in stages if options.layers != () else stages[1:]:  # transfer trains memories alone
+    rows = dict(zip(STAGES, about["rows"], strict=True))
+    for stage in _first_stages(about):
         share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
         run = {
             "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
@@ -170,7 +171,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
                 "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
                 "sequence_length": about["length"],
             },
-            "optim": {"steps": steps, "global_batch_size": 1, "lr": STAGES[stage], "weight_decay": 0.0},
+            "optim": {"steps": rows[stage], "global_batch_size": 1, "lr": STAGES[stage], "weight_decay": 0.0},
             "eval": {
                 "columns": {"share": share} if share else {}, "perplexity_tokens": 8 * about["length"],
                 "batch_tokens": about["length"],
@@ -182,18 +183,25 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     write_text(made, json.dumps(about, indent=2))
 
 
-def _shown(name: str, value: Any) -> Any:
-    """Return an option as it is written on the command line."""
-    if name != "layers":
-        return value
-    return "all" if value is None else ",".join(map(str, value)) or "none"
+def _parse_layers(text: str) -> list[int | str] | None:
+    """Return the numbers of layers; the validation refuses what is no number."""
+    return LAYERS[text] if text in LAYERS else [int(i) if i.isdecimal() else i for i in text.split(",")]
+
+
+def _format_layers(layers: list[int] | None) -> str:
+    """Return layers as `--layers` takes them."""
+    return next((name for name, of in LAYERS.items() if of == layers), "") or ",".join(map(str, layers or ()))
+
+
+def _first_stages(about: dict[str, Any]) -> list[str]:
+    """Return the stages of a new model; without memories there is no transfer, which trains nothing else."""
+    return ["tune"] if about.get("layers") == [] else [*STAGES]
 
 
 def _stages(folder: Path) -> list[str]:
     """Return the names of a folder's run files, in the order of the runs."""
     further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
-    # without memories there is no transfer
-    return [*STAGES][json.loads((folder / "adapt.json").read_text())["layers"] == [] :] + further
+    return _first_stages(json.loads((folder / "adapt.json").read_text(encoding="utf-8"))) + further
 
 
 def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
@@ -214,8 +222,8 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     with deterministic(cfg.seed, cfg.threads):
         batch, model = objective.sample_batch(rows), objective.build_model()
         stream: Any = SimpleNamespace(batch=lambda step: batch)
-        options: Any = {"objective": objective, "sequence_length": length}
-        trainer = Trainer(model, cfg.optim, stream, "cuda" if gpus else "cpu", **options)
+        device = "cuda" if gpus else "cpu"
+        trainer = Trainer(model, cfg.optim, stream, device, objective, sequence_length=length)
         if gpus:  # which compiles the kernels
             trainer.step()
         began = time.perf_counter()
@@ -253,7 +261,7 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
         before = str(spec.folder.path)
         runs[stage] = result.record()
         export(objective, find_checkpoint(before, root), out)
-        about = read_json(out / "adapt.json") or {}
+        about = json.loads((out / "adapt.json").read_text(encoding="utf-8"))
         write_text(out / "adapt.json", json.dumps(about | {"run": str(spec.folder.path.resolve())}, indent=2))
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "

@@ -203,7 +203,7 @@ def running_line(item: CellStatus) -> list[str]:
         return [*who, "starting"]
     if str(p.get("phase") or "").startswith("eval") or p.get("step") == p.get("steps"):
         return [*who, "evaluating"]
-    if p.get("compiling"):
+    if p.get("phase") == "compile":
         return [*who, "compiling"]
     loss = [f"loss {float(p['loss']):.3f}"] if p.get("loss") is not None else []
     speed = [f"{count(int(p['tokens_per_second']))} tok/s"] if p.get("tokens_per_second") else []
@@ -222,8 +222,7 @@ def run_display(progress: Callable[[], dict[str, Any] | None], console: Console)
             state = progress()
             if not state or state["age"] > time.time() - began + 1:
                 return
-            phase = "compile" if state.get("compiling") else state["phase"]
-            step, steps, line = state["step"], state["steps"], progress_line(state)
+            phase, step, steps, line = state["phase"], state["step"], state["steps"], progress_line(state)
             bars.update(bar, description=phase, total=steps, completed=step, shown=line)
             plain(lambda: f"{phase} {step}/{steps}  {line}".rstrip())
 

@@ -75,8 +75,8 @@ class Adapting(NextToken):
         from titans_core.adapt import Memories
 
         config, folder, layers = self.adapted_config(), self.options.model, self.cfg.model.n_layers
-        own, recompute = self.options, bool(self.cfg.optim.recompute)
-        trained = partial(Memories, recompute=recompute, lora=own.lora, only_gates=own.only_gates)
+        changes = {"lora": self.options.lora, "only_gates": self.options.only_gates}
+        trained = partial(Memories, recompute=bool(self.cfg.optim.recompute), **changes)
         if torch.get_default_device().type == "meta":
             config.num_hidden_layers = layers
             return trained(AutoModelForCausalLM.from_config(config))

@@ -191,9 +191,8 @@ def page(inspected: Inspected, source: str, position: int | None = None, warning
     gates, errors = zip(*figures, strict=True) if figures else ((), ())
     return html(
         "inspect.html", inspected=inspected, source=source, warning=warning, shades=shades(inspected),
-        chosen=chosen,
         around=lambda i: (inspected.texts[max(0, i - AROUND) : i], inspected.texts[i + 1 : i + 1 + AROUND]),
-        reads=reads, kept=kept, summary=[summary(trace) for trace in inspected.traces],
+        chosen=chosen, reads=reads, kept=kept, summary=[summary(trace) for trace in inspected.traces],
         gates=gates, errors=errors,
         data={"texts": inspected.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
     )  # fmt: skip

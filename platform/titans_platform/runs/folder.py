@@ -259,7 +259,7 @@ class RunFolder:
 
     def request_interrupt(self) -> bool:
         """Ask the process that trains the run to stop at a checkpoint; False if training is over."""
-        if (self.progress() or {}).get("phase", "train") != "train":
+        if (self.progress() or {}).get("phase", "train") not in ("compile", "train"):
             return False
         self.path.mkdir(parents=True, exist_ok=True)  # a signal may come before the first record
         (self.path / INTERRUPT).touch()

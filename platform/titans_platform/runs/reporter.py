@@ -92,9 +92,8 @@ class Reporter:
         self._written, self._full = 0.0, False
         self._rate = self._seconds_a_step = 0.0
         on_gpu = spec.resources.gpus_per_worker > 0 and spec.config.optim.compile is not False
-        self._compiling = COMPILING if on_gpu else 0
-        self._state: dict[str, Any] = {"phase": "train", "step": 0, "steps": self.steps, "pid": os.getpid()}
-        self._state["compiling"] = on_gpu
+        phase, self._compiling = ("compile", COMPILING) if on_gpu else ("train", 0)
+        self._state: dict[str, Any] = {"phase": phase, "step": 0, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(
@@ -125,10 +124,10 @@ class Reporter:
         """Report the metrics of a step; only a sample of the steps is logged."""
         now = time.monotonic()
         taken, self._last = now - self._last, now
-        self._state |= {"step": step, "loss": metrics["loss"], "compiling": self._compiling > 1}
-        if self._compiling:
-            self._compiling -= 1
-        else:
+        compiled, self._compiling = not self._compiling, max(0, self._compiling - 1)
+        phase = "compile" if self._compiling else "train"
+        self._state |= {"step": step, "loss": metrics["loss"], "phase": phase}
+        if compiled:
             self._rate = _average(self._rate, metrics["tokens_per_second"])
             self._seconds_a_step = _average(self._seconds_a_step, taken)
             eta = self._seconds_a_step * (self.steps - step)
@@ -150,7 +149,7 @@ class Reporter:
         self._log.sync()
 
     def phase(self, name: str) -> None:
-        """Report the run's phase: train, evaluate or done."""
+        """Report the run's phase: compile, train, evaluate or done."""
         self._state["phase"] = name
         self._write()
 
