@@ -174,8 +174,8 @@ class Scale(Frozen):
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
     draws_data: bool = False
-    """True: a seed draws training and held-out documents and the tasks' items as well, so that data are prepared
-    for each; False: it draws the model and the order of rows."""
+    """True: a seed draws training and held-out documents and the tasks' items too, so data are prepared for
+    each; False: it draws the model and the order of rows."""
     tuned: str = ""
     """The study that chose each row's learning rate, on other seeds; rows at different rates are compared."""
     paper: str = ""
