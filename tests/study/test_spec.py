@@ -53,6 +53,13 @@ def test_layers_override_each_other_and_cells_are_ordered_by_seed(study):
     assert [(c.row, c.seed) for c in cells] == [("LMM", 4), ("w/o Decay", 4), ("LMM", 2), ("w/o Decay", 2)]
 
 
+def test_seed_draws_data_and_items_where_the_scale_says_so(tmp_path):
+    study = load_study(write(tmp_path, scales={"same": {}, "drawn": {"draws_data": True}}))
+    for scale, drawn in (("same", 0), ("drawn", 4)):
+        config = expand(study, scale, seeds=[4])[0].config
+        assert (config.seed, config.data.seed, config.eval.seed) == (4, drawn, drawn)
+
+
 def test_names_depend_only_on_what_changes_the_numbers(tmp_path, study):
     def names(study, scale="small", data="d", version="1", **options):
         cells = expand(study, scale, **options)

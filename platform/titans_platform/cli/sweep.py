@@ -248,7 +248,7 @@ def _dry_run(
     from titans_platform.study.plan import MFU, check_without_data, costs, estimate, place
 
     refusal, warning, seconds, basis = None, "", None, ""
-    planned = Machine.described(gpus, "--for") if gpus else study.study.scales[study.scale_name].machine
+    planned = Machine.described(gpus, "--for") if gpus else study.scale.machine
     study = replace(study, machine=planned if gpus or not in_job() else None)
     with console.status("estimating what each row takes"):
         try:

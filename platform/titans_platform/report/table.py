@@ -206,7 +206,7 @@ def build_table(run: StudyRun) -> Table:
     finished = {result.cell for result in results}
     seeds = sorted({cell.seed for row in rows for cell in row.cells})
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
-    study, scale = run.study, run.study.scales[run.scale_name]
+    study, scale = run.study, run.scale
     times = [span for cell in run.whole if (span := cell.folder(run.root).attempt())]
     spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in times)
     return Table(

@@ -29,7 +29,7 @@ from titans_platform.loading import (
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.spec import Machine, Resources, Tracking
 from titans_platform.study.search import FOUND, TRIALS, SearchState
-from titans_platform.study.spec import Column, Row, Study, pick, read_paper
+from titans_platform.study.spec import Column, Row, Scale, Study, pick, read_paper
 from titans_platform.text import flatten
 
 STUDIES = "studies"
@@ -99,9 +99,14 @@ class StudyRun:
         return self.root / STUDIES / self.label
 
     @property
+    def scale(self) -> Scale:
+        """Its size."""
+        return self.study.scales[self.scale_name]
+
+    @property
     def resources(self) -> Resources:
         """Resources that each of its cells is trained on."""
-        return self.study.scales[self.scale_name].resources
+        return self.scale.resources
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -293,14 +298,16 @@ def expand(
     scale, listed = study.scales[scale_name], study.rows_at(scale_name)
     configs = {row.name: resolve(study, scale_name, row, overrides) for row in listed}
     _check_columns(study, scale_name, [(row, configs[row.name]) for row in listed])
-    return chosen_cells(configs, chosen_rows(rows, listed, study.name), seeds or scale.seeds)
+    return chosen_cells(scale, configs, chosen_rows(rows, listed, study.name), seeds)
 
 
-def chosen_cells(configs: Mapping[str, RunConfig], rows: Collection[str], seeds: Iterable[int]) -> list[Cell]:
-    """Cells of ``configs`` by row, seed by seed; empty ``rows`` means all."""
+def chosen_cells(
+    scale: Scale, configs: Mapping[str, RunConfig], rows: Collection[str], seeds: Sequence[int]
+) -> list[Cell]:
+    """Cells of ``configs`` by row, seed by seed; empty ``rows`` means all, empty ``seeds`` the scale's."""
     return [
-        Cell(row, seed, config.model_copy(update={"seed": seed}))
-        for seed in dict.fromkeys(seeds)
+        Cell(row, seed, scale.seeded(config, seed))
+        for seed in dict.fromkeys(seeds or scale.seeds)
         for row, config in configs.items()
         if not rows or row in rows
     ]

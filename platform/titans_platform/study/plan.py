@@ -57,7 +57,7 @@ def open_study(
     check(whole)
     configs = {cell.row: cell.config for cell in whole}
     chosen = chosen_rows(rows, study.rows, file.name)
-    cells = chosen_cells(configs, chosen, seeds or study.study.scales[study.scale_name].seeds)
+    cells = chosen_cells(study.scale, configs, chosen, seeds)
     # names of the scale's own cells come first, then other seeds'
     keyed = {(cell.row, cell.seed): cell for cell in (*whole, *_of_other_seeds(study, configs), *cells)}
     return name_cells(replace(study, cells=tuple(cells), whole=tuple(keyed.values())))
@@ -68,7 +68,7 @@ def _of_other_seeds(study: StudyRun, configs: dict[str, RunConfig]) -> list[Cell
     listed = (read_json(study.path / RECORD) or {}).get("cells", [])
     started = [entry for entry in listed if entry["cell"] and entry["row"] in configs]
     return [
-        Cell(entry["row"], entry["seed"], configs[entry["row"]].model_copy(update={"seed": entry["seed"]}))
+        Cell(entry["row"], entry["seed"], study.scale.seeded(configs[entry["row"]], entry["seed"]))
         for entry in started
         if RunFolder(study.root, entry["cell"]).state() != "missing"
     ]

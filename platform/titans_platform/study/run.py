@@ -108,7 +108,7 @@ def run_search(study: StudyRun) -> StudyRun:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
     study = replace(study, search=ended).with_found()
     seeds = [cell.seed for cell in study.cells]
-    new = tuple(chosen_cells({FOUND: study.config(study.study.rows[-1])}, (), seeds))
+    new = tuple(chosen_cells(study.scale, {FOUND: study.config(study.study.rows[-1])}, (), seeds))
     return replace(study, cells=study.cells + new, whole=study.whole + new)
 
 

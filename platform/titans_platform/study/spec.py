@@ -18,6 +18,7 @@ from typing import Annotated, Any
 from pydantic import Field, JsonValue, StringConstraints, model_validator
 
 from titans_core.config import Frozen, PositiveInt
+from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import nearest, overlay, read_yaml, validate
 from titans_platform.runs.spec import Machine, Resources
@@ -172,6 +173,9 @@ class Scale(Frozen):
     checkpoint: Fragment = Field(default_factory=dict)
     objective: Fragment = Field(default_factory=dict)
     threads: PositiveInt = 1
+    draws_data: bool = False
+    """True: a seed draws training and held-out documents and the tasks' items too, so data are prepared for
+    each; False: it draws the model and the order of rows."""
     tuned: str = ""
     """The study that chose each row's learning rate, on other seeds; rows at different rates are compared."""
     paper: str = ""
@@ -194,6 +198,12 @@ class Scale(Frozen):
         """Return the fields of a RunConfig that this scale overrides."""
         names = {"model", "data", "optim", "eval", "objective", "checkpoint", "threads"}
         return {key: value for key, value in self.model_dump(include=names).items() if value}
+
+    def seeded(self, config: RunConfig, seed: int) -> RunConfig:
+        """Return the config of one seed."""
+        drawn = ("data", "eval") if self.draws_data else ()
+        parts = {key: getattr(config, key).model_copy(update={"seed": seed}) for key in drawn}
+        return config.model_copy(update={"seed": seed, **parts})
 
 
 class Expectation(Frozen):
@@ -245,6 +255,8 @@ class Study(Frozen):
     def _has_rows(self) -> Study:
         if not self.rows and not self.axes:
             raise ValueError("rows: a study needs rows or axes")
+        if self.search and any(scale.draws_data for scale in self.scales.values()):
+            raise ValueError("draws_data: trials of a search share their data; leave one of the two out")
         return self
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:
