@@ -140,11 +140,13 @@ class Segments(NamedTuple):
             borders.append(F.pad(ends, (1, 0)).int())
         whole = torch.cat(order)
         steps = tuple(Documents.between(x.to(device))._replace(part=size) for x in borders)
-        segments = Segments(steps, whole.to(device), whole.argsort().to(device))
-        if spare:
-            for x in (x for step in steps for x in step if isinstance(x, Tensor)):
-                torch._dynamo.maybe_mark_dynamic(x, x.ndim - 1)
-        return segments
+        return Segments(steps, whole.to(device), whole.argsort().to(device))
+
+    @property
+    def following(self) -> list[Tensor]:
+        """For each step the borders of the next one; for the last its own, as a tensor of its own."""
+        borders = [step.cu_seqlens for step in self.steps]
+        return [*borders[1:], borders[-1][:]]
 
     def split(self, x_BTD: Tensor) -> Sequence[Tensor]:
         """[B, T, D] to the tokens of each step, [1, N, D]."""

@@ -1,8 +1,8 @@
 """Activations that a block saves for its backward pass, and FLOPs: without a GPU, without data.
 
 torch.compile traces one block as a GPU would train it: float32 parameters, autocast, the kernels of the
-memory as operators. Inductor's partitioner (min-cut) divides forward and backward; what the backward takes
-from the forward, parameters aside, is saved.
+memory as operators. Inductor's partitioner (min-cut) divides forward and backward; what autograd saves from
+one for the other, parameters aside, is counted. Tensors have sizes, but no values.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx import GraphModule, Node
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from titans_core.blocks import Positions, resolve
 from titans_core.blocks.base import Recompute
@@ -35,17 +35,17 @@ H100 = 80 * 2**30
 
 
 class Graphs(NamedTuple):
-    """The forward and backward pass of a block as graphs of ATen operators, and what passes between them."""
+    """The forward and backward pass of a block as graphs of ATen operators; MAC has some, called in turn."""
 
-    forward: GraphModule
-    backward: GraphModule
-    saved: list[Node]
-    """Nodes of the forward whose values are saved, parameters aside."""
+    forward: list[GraphModule]
+    backward: list[GraphModule]
+    saved_bytes: int
+    """Bytes saved for the backward pass, parameters and documents aside, each storage counted once."""
 
     @property
-    def saved_bytes(self) -> int:
-        """Bytes saved for the backward pass, each storage counted once."""
-        return sum(size_of(node.meta.get("val")) for node in self.saved)
+    def nodes(self) -> list[Node]:
+        """Operators of both passes."""
+        return [node for graph in self.forward + self.backward for node in graph.graph.nodes]
 
 
 def saved_bytes_per_token(
@@ -78,7 +78,7 @@ def saved_bytes_per_token(
 
 @cache
 def _saved_bytes(config: str, *options: Any) -> int:
-    return int(trace(ModelConfig.model_validate_json(config), *options).saved_bytes)  # a size may be symbolic
+    return trace(ModelConfig.model_validate_json(config), *options).saved_bytes
 
 
 def trace(
@@ -96,45 +96,49 @@ def trace(
         RuntimeError: the block's graph is broken.
     """
     from torch._dynamo.backends.common import aot_autograd
+    from torch._functorch._aot_autograd.utils import make_boxed_func
     from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     from titans_kernels.memory.forms.triton import op
 
-    traced: list[Graphs] = []
+    traced: list[tuple[GraphModule, GraphModule]] = []
 
-    def partition(joint: GraphModule, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
-        parts = min_cut_rematerialization_partition(
-            joint, inputs, num_fwd_outputs=num_fwd_outputs, compiler="inductor", **options
-        )
-        (end,) = (node for node in parts[0].graph.nodes if node.op == "output")
-        inputs_saved = [node for node in end.args[0][num_fwd_outputs:] if isinstance(node, Node)]
-        traced.append(Graphs(*parts, [n for n in inputs_saved if n.op != "placeholder" or _is_input(n)]))
-        return parts
+    def partition(*inputs: Any, **options: Any) -> Any:
+        traced.append(min_cut_rematerialization_partition(*inputs, compiler="inductor", **options))
+        return traced[-1]
 
-    def _is_input(node: Node) -> bool:
-        value = node.meta.get("val")
-        return isinstance(value, Tensor) and value.shape[:2] == (rows, length)
+    saved: dict[int, Tensor] = {}
+    storage = lambda x: x.untyped_storage()  # noqa: E731
 
+    def pack(x: Tensor) -> Tensor:
+        return saved.setdefault(storage(x)._cdata, x)
+
+    call = lambda graph, inputs: make_boxed_func(graph.forward)  # noqa: E731
     backend = aot_autograd(
-        fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=lambda graph, inputs: graph.forward,
-        partition_fn=partition, decompositions=select_decomp_table,
-    )  # fmt: skip
+        fw_compiler=call, bw_compiler=call, partition_fn=partition, decompositions=select_decomp_table
+    )
     torch._dynamo.reset()
     with torch.device("meta"):
         block = resolve(config)(config)
     block.recompute = recompute
-    # static shapes: a second size would be traced with symbols, and its bytes be one
-    block.compile(backend=backend, fullgraph=True, dynamic=False)
+    block.compile(backend=backend, fullgraph=True)
     packed = block.layout(_documents(rows, length, documents)) if documents else None
     kept = mock.patch.object(op, "KEEP_BYTES", gpu_bytes // op.KEPT_OF)
     with as_on_gpu(), kept, FakeTensorMode(allow_non_fake_inputs=True) as mode:
         block.to_empty(device="cpu")
         x = torch.empty(rows, length, config.d_model, requires_grad=True)
         packed = tree_map(lambda x: mode.from_tensor(x) if isinstance(x, Tensor) else x, packed)
-        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16"):
-            block(x, None, Positions(torch.arange(length)[None], packed))
-    return traced[0]
+        positions = Positions(torch.arange(length)[None], packed)
+        autocast = torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16")
+        with autocast, torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+            outputs = block(x, None, positions)  # kept, and with it what is saved
+        given = [y for y in tree_leaves([*block.parameters(), positions]) if isinstance(y, Tensor)]
+        aside = {storage(y)._cdata for y in given}
+        total = sum(storage(y).nbytes() for key, y in saved.items() if key not in aside)
+    del outputs
+    forward, backward = zip(*traced, strict=True)
+    return Graphs(list(forward), list(backward), total)
 
 
 def recalled_bytes(config: ModelConfig, tokens: int, gpu_bytes: int = H100) -> int:

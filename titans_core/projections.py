@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from titans_core.documents import Documents
 from titans_core.layers import CausalConv, RMSNorm
 from titans_kernels import state_dtype
+from titans_kernels.memory.options import operand_dtype
 
 ConvState = dict[str, Tensor]
 """For q, k and v the last inputs of the convolution, [B, K - 1, C] each; empty without a convolution."""
@@ -89,7 +90,9 @@ class Projections(nn.Module):
 
     def zero_conv_state(self, names: str = "qkv") -> ConvState:
         """Return the convolution state before the first token, for a batch of one."""
-        return {name: getattr(self, f"conv_{name}").zero_state(1) for name in names if self.has_conv}
+        dtype = operand_dtype(self.w_q.weight)  # later ones are inputs of the convolution
+        zeros = {name: getattr(self, f"conv_{name}").zero_state(1) for name in names if self.has_conv}
+        return {name: inputs.to(dtype) for name, inputs in zeros.items()}
 
     def conv_bytes(self, names: str = "qkv") -> int:
         """Bytes of the convolution state of ``names`` per sequence."""

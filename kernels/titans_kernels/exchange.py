@@ -273,13 +273,12 @@ def _mac_segments(block: Any, x: Tensor, state: Any, prefix: Any) -> tuple[Tenso
     o, state = _segments(block, x[:, :whole], state, weights)
     if whole == x.shape[1]:
         return o, state
-    rest, state = block.segment(x[:, whole:], state, prefix)
+    rest, state = block.segment(x[:, whole:], state, prefix, None)
     return torch.cat([o, rest], 1), state
 
 
-def _mac_packed(block: Any, x: Tensor, documents: Any, prefix: Any, attention: Any) -> Tensor:
+def _mac_packed(block: Any, x: Tensor, documents: Any, prefix: Any, start: Any) -> Tensor:
     """`MAC.packed`: all documents in one call."""
-    start = block.start(1, attention)
     weights = _segment_weights(block, x, prefix, start)
     return NotImplemented if weights is None else _segments(block, x, start, weights, documents)[0]
 
@@ -291,6 +290,7 @@ def _segment_weights(block: Any, x: Tensor, prefix: Any, state: Any) -> SegmentW
     if (
         # a state may have been made in another precision
         not serves(x, block.memory_norm.weight, *(memory.base or ()), *_floating(state))
+        or block.is_compiled
         or not _intact(*memory.modules(), *attention.modules(), block.memory_norm)
         or c.backend not in ("auto", "native") or c.activation not in ACTIVATIONS
         or type(memory.rule) is not Rule
@@ -362,7 +362,7 @@ def _segments(
         reads._replace(keys=None, conv_state=_conv_state(attention, "kv", after.read_inputs)),
         tokens._replace(keys=None, conv_state=conv_state),
     )
-    return o, type(state)(written, start.weights, read_conv_state, now, 0)
+    return o, type(state)(written, (), read_conv_state, now, 0)
 
 
 def _bits(module: Any, names: str) -> int:

@@ -12,8 +12,8 @@ from titans_core import BLOCKS, Documents, LanguageModel, MemoryConfig, ModelCon
 from titans_core.layers import RotaryEmbedding
 from titans_kernels.memory.parts import layout
 
-pytestmark = pytest.mark.slow
-
+QUIET = "ignore:(The .grad attribute of a Tensor|.*Function'> should not be)"  # Dynamo does so itself
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(QUIET)]
 
 MEMORIES = [*MEMORY_VARIANTS, "deltanet", "gated_deltanet", "gated_deltanet_h2", "ttt_linear", "ttt_mlp"]
 
@@ -22,6 +22,12 @@ def model(variant: str, layers: int = 1, window: int | None = 12) -> LanguageMod
     torch.manual_seed(0)
     c = config(variant, persistent=ModelConfig().persistent_tokens, window=window, options={})
     return LanguageModel(c.model_copy(update={"n_layers": layers}))
+
+
+def result(m: LanguageModel, x: torch.Tensor, **given: object) -> list[torch.Tensor]:
+    logits = m(x, **given).logits
+    grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()), materialize_grads=True)
+    return [logits.detach(), *grads]
 
 
 # MAC has what is in LMM, MAG and MAL, GLA's decays are HGRN2's, and Mamba-2's are RetNet's; a setting or a
@@ -42,30 +48,26 @@ def test_whole_model_compiles_and_gives_the_eager_result(variant):
         m = m.double()
     torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    results = []
-    for form in (m, compiled):
-        logits = form(x).logits
-        grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()), materialize_grads=True)
-        results.append([logits.detach(), *grads])
-    torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-6)
+    torch.testing.assert_close(result(compiled, x), result(m, x), rtol=1e-5, atol=5e-6)
 
 
 @pytest.mark.parametrize(
-    "variant", nightly(["lmm", "mag", "mal", "transformer"], {"lmm", "mal", "transformer"})
+    "variant", nightly(["lmm", "mac", "mag", "mal", "transformer"], {"lmm", "mal", "transformer"})
 )
 def test_packed_documents_compile_too(variant):
     m, x = model(variant, window=12 if variant in ("lmm", "mal") else None), tokens(2, 21)
-    torch._dynamo.reset()
     compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
+    torch._dynamo.reset()
+    if variant == "mac":  # by the segment
+        (block,) = (compiled := model(variant, window=None)).blocks
+        block.recompute = "selective"
+        block.compile(fullgraph=True, backend="aot_eager")
     starts = torch.zeros(2, 21, dtype=torch.bool)
     for row, t in ((0, [9]), (1, [13, 14])):  # more each time
         starts[row, t] = True
-        documents, results = Documents.from_starts(starts), []
-        for form, given in ((m, starts), (compiled, documents)):
-            logits = form(x, document_starts=given).logits
-            grads = torch.autograd.grad(logits.square().mean(), list(m.parameters()))
-            results.append([logits.detach(), *grads])
-        torch.testing.assert_close(results[1], results[0], rtol=1e-5, atol=5e-6)
+        forms = (compiled, Documents.from_starts(starts)), (m, starts)
+        results = [result(form, x, document_starts=given) for form, given in forms]
+        torch.testing.assert_close(*results, rtol=1e-5, atol=5e-6)
 
 
 def test_parts_of_a_row_and_a_recorded_pass_compile_too():
@@ -128,9 +130,6 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     assert len(made) == len(set(made))
 
 
-# Dynamo does so itself
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize("variant", nightly(["lmm", "mac", "mag", "mal", "transformer"], {"lmm", "mal"}))
 def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
     m, counter = model(variant, window=16), CompileCounterWithBackend("eager")
@@ -139,10 +138,8 @@ def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
         block.recompute = "selective"  # as on a GPU
         block.compile(backend=counter, fullgraph=True)
     torch.manual_seed(1)
-    T = 32 if variant == "mac" else 64  # two segments: further ones are alike
     for step in range(14):
         with record(m) if step == 7 else nullcontext() as seen:
-            loss = m(tokens(4, T), document_starts=torch.rand(4, T) < 1 / 14).logits.square().mean()
-            loss.backward()
+            m(tokens(4, 64), document_starts=torch.rand(4, 64) < 1 / 14).logits.square().mean().backward()
         assert seen is None or bool(seen.summary()) == (variant != "transformer")
     assert 1 <= counter.frame_count <= 2

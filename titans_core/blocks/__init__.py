@@ -17,14 +17,15 @@ if TYPE_CHECKING:
     from titans_core.blocks.mac import MAC
     from titans_core.blocks.mag import MAG
     from titans_core.blocks.mal import MAL
+    from titans_core.blocks.segmented import Segmented
     from titans_core.blocks.transformer import Transformer
 
 __all__ = [
-    "BLOCKS", "LMM", "MAC", "MAG", "MAL", "Block", "Positions", "Transformer",
+    "BLOCKS", "LMM", "MAC", "MAG", "MAL", "Block", "Positions", "Segmented", "Transformer",
     "block_parameters", "count_parameters", "find", "resolve",
 ]  # fmt: skip
 
-__getattr__ = lazy_exports(__name__, __all__, "lmm mac mag mal transformer")
+__getattr__ = lazy_exports(__name__, __all__, "lmm mac mag mal segmented transformer")
 
 BLOCKS = Registry(
     "variant",

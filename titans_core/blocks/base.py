@@ -111,20 +111,26 @@ class Block(nn.Module, ABC):
 
     def forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         """[B, T, D] to [B, T, D] and the state after the last token (None when packed)."""
-        if self.recompute and torch.is_grad_enabled():
-            # eagerly its policies need the same operators twice, and layouts of documents are cached
-            compiled = self.is_compiled or torch.compiler.is_compiling()
-            options = {"context_fn": SELECTIVE} if compiled and self.recompute == "selective" else {}
-            return self.checkpoint(self._forward, x_BTD, state, positions, **options)
-        return self._forward(x_BTD, state, positions)
+        return self.recomputed(self._forward, x_BTD, state, positions)
+
+    def recomputed(self, call: Callable[..., Any], *inputs: Any) -> Any:
+        """Call a part of the block, and recompute of it in the backward pass what `recompute` says."""
+        if not self.recompute or not torch.is_grad_enabled():
+            return call(*inputs)
+        # eagerly its policies need the same operators twice, and layouts of documents are cached
+        compiled = self.is_compiled or torch.compiler.is_compiling()
+        options = {"context_fn": SELECTIVE} if compiled and self.recompute == "selective" else {}
+        return self.checkpoint(call, *inputs, **options)
 
     def _forward(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
         if state is not None and positions.reset_B is not None:
             state = self.reset(state, positions.reset_B)
         x_BTD, state = self.mix(x_BTD, state, positions)
-        if self.mlp is not None:
-            x_BTD = self.mlp(x_BTD, self.mlp_norm)
-        return x_BTD, state
+        return self.feed(x_BTD), state
+
+    def feed(self, x_BTD: Tensor) -> Tensor:
+        """Apply the feed-forward layer, if there is one."""
+        return x_BTD if self.mlp is None else self.mlp(x_BTD, self.mlp_norm)
 
     @abstractmethod
     def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:
