@@ -24,7 +24,7 @@ from titans_kernels import Registry
 from titans_platform.errors import Interrupted, StorageError, TitansError, UsageError, one_line
 from titans_platform.files import write_error, write_text
 from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
-from titans_platform.runs.spec import Rung, RunSpec, Tracking
+from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.text import flatten
 
 if TYPE_CHECKING:
@@ -153,14 +153,14 @@ class Reporter:
         self._state["phase"] = name
         self._write()
 
-    def reached(self, rung: Rung, columns: dict[str, float]) -> dict[str, float]:
-        """Record what was measured at a rung, in the folder and in MLflow. Returns ``columns``."""
-        self.folder.record_rung(rung.step, columns[rung.column])
-        self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
+    def reached(self, step: int, columns: Mapping[str, float]) -> None:
+        """Record the one column that was measured at a rung, in the folder and in MLflow."""
+        ((name, value),) = columns.items()
+        self.folder.record_rung(step, value)
+        self._log.metrics(step, {f"rung.{name}": value})
         # the next rung opens its own journal
         self._end(lambda run: None, None)
         self._tell(lambda logger: logger.close())
-        return columns
 
     def finish(self, result: Result) -> None:
         """End the MLflow run, then write result.json, so that everything else is complete once it exists.

@@ -91,14 +91,6 @@ class Tracking:
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A rung of a search: the run is evaluated after ``step`` optimiser steps, on one column."""
-
-    step: int
-    column: str
-
-
-@dataclass(frozen=True)
 class Start:
     """A checkpoint of a shorter run that took the same steps; as text `step 20 of run 3f2a91c0`."""
 
@@ -137,6 +129,8 @@ class RunSpec:
     """Copied into the result: ``study`` and ``row``."""
     start: Start | None = None
     """Start of a run that has not begun; None: its own checkpoint, or step 0."""
+    rung: tuple[int, str] | None = None
+    """Of a trial: stop after so many optimiser steps, and measure this column alone."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 
