@@ -22,6 +22,7 @@ from PIL.PngImagePlugin import PngInfo
 
 from titans_platform.config import TaskConfig, digest
 from titans_platform.evals import build_task
+from titans_platform.files import write_json
 from titans_platform.report import picture as plot
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import StudyReport, build_report
@@ -54,11 +55,11 @@ def built(name: str, root: Path) -> StudyReport:
             cell=line["cell"], row=cell.row, seed=cell.seed, commit=line["commit"],
             columns={key: float(line[head]) / factors[key] for key, head in heads.items()},
             chance={key: chance(tasks) for key, tasks in cfg.eval.columns.items()} if name == PAGE else {},
-            config=cfg.model_dump(mode="json"), tokens=int(line["tokens"]), parameters=size.parameters,
-            state_bytes=size.state_bytes, train_seconds=float(line["train_seconds"]),
+            config=cfg.model_dump(mode="json"), tokens=int(line["tokens"]), parameters=size["parameters"],
+            state_bytes=size["state_bytes"], train_seconds=float(line["train_seconds"]),
             eval_seconds=float(line["eval_seconds"]),
         )  # fmt: skip
-        result.write(root / "cells" / result.cell / RESULT)
+        write_json(root / "cells" / result.cell / RESULT, result.record())
         cells.append(replace(cell, name=result.cell))
     commit = lines[cells[0].row, cells[0].seed]["commit"]
     run = StudyRun(study, scale, root, commit, cells=tuple(cells), whole=tuple(cells))

@@ -26,7 +26,7 @@ from titans_platform.text import table
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from titans_platform.runs.folder import Measures
+    from titans_platform.runs.folder import Result
 
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
@@ -129,7 +129,7 @@ def beyond_training(tokens: int, context: int) -> str:
     )
 
 
-def measures_table(result: Measures) -> Table:
+def measures_table(result: Result) -> Table:
     """Return the result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
     grid = table("", "value", "± s.e.", "chance", "floor", "items")
     heuristics = any(task.heuristic for task in result.tasks.values())
@@ -145,7 +145,7 @@ def measures_table(result: Measures) -> Table:
     return grid
 
 
-def bucket_tables(result: Measures) -> Iterator[Table]:
+def bucket_tables(result: Result) -> Iterator[Table]:
     """Yield a table by bucket and length for each task with buckets: a needle's depth, a token's place."""
     by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():

@@ -150,7 +150,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     from titans_core.pretrained import save_folder
     from titans_platform.data.tokenizer import write_tokenizer
     from titans_platform.report import render
-    from titans_platform.runs.folder import RESULT, Result
+    from titans_platform.runs.folder import RunFolder
     from titans_platform.runs.load import find_checkpoint
 
     model, tokenizer, cfg = _language_model(run, root, "can be exported")
@@ -164,7 +164,7 @@ def export(run: str, folder: Path, root: Path) -> None:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
         values = {"model": model, "cfg": cfg, "tokenizer": tokenizer.fingerprint}
-        result = Result.read(find_checkpoint(run, root).parents[1] / RESULT)
+        result = RunFolder.at(find_checkpoint(run, root).parents[1]).result()
         card = render("model_card.md", **values, result=result)
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:

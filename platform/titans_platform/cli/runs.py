@@ -17,7 +17,7 @@ import click
 from titans_platform.cli import dry_run_option, echo_json, file_type, json_option, root_option
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.folder import runs_under
 
 STATES = ("done", "running", "failed", "interrupted")
 # one worker is enough for one user, and starts faster
@@ -110,8 +110,7 @@ def _runs(root: Path) -> Iterator[RunInfo]:
     for manifest in sorted((root / "studies").glob("*/cells.json")):
         for cell in (read_json(manifest) or {}).get("cells", []):
             studies.setdefault(cell["cell"], []).append(manifest.parent.name)
-    for path in sorted(path for path in (root / "cells").glob("*") if path.is_dir()):
-        folder = RunFolder(root, path.name)
+    for folder in runs_under(root):
         config = folder.record().get("config", {})
         variant = str(config.get("model", {}).get("variant", "?"))
         steps = int(config.get("optim", {}).get("steps", 0))

@@ -261,7 +261,7 @@ def _dry_run(
         rows = costs(study, price)
     cells = [{
         "cell": cell.name, "row": cell.row, "seed": cell.seed,
-        "parameters": sizes(cell.config).parameters, "tokens": cell.config.tokens,
+        "parameters": sizes(cell.config)["parameters"], "tokens": cell.config.tokens,
         "state": "stale" if cell in study.stale else cell.folder(study.root).state(),
     } for cell in study.cells]  # fmt: skip
     search = study.search

@@ -207,7 +207,7 @@ def build_table(run: StudyRun) -> Table:
     seeds = sorted({cell.seed for row in rows for cell in row.cells})
     changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
     study, scale = run.study, run.study.scales[run.scale_name]
-    times = [span for cell in run.whole if (span := cell.folder(run.root).attempt())]
+    times = [span for cell in run.whole if (span := cell.folder(run.root).record().get("attempt"))]
     spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in times)
     return Table(
         study=study.name, scale=run.scale_name, label=run.label,

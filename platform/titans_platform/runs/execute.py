@@ -227,7 +227,7 @@ class Worker:
         reporter, cfg = self.reporter, self.cfg
         guard = PreemptionGuard(self.spec.folder, self.spec.resources.several)
         # the log up to a checkpoint is durable before the checkpoint is committed
-        flush = reporter.flush if reporter else None
+        flush = reporter.journal.sync if reporter else None
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
@@ -308,7 +308,7 @@ class Worker:
             best_validation_loss=progress.best_loss,
             best_step=progress.best_step,
             world_sizes=progress.worlds,
-            mlflow_run_id=self.reporter.run_id,
+            mlflow_run_id=self.reporter.journal.run_id,
             study=self.spec.labels.get("study", ""),
             row=self.spec.labels.get("row", ""),
         )

@@ -245,7 +245,7 @@ def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
         gpu_hours = hours and hours * study.resources.gpus
         rows.append({
             "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
-            "state_bytes": sizes(config).state_bytes, "tokens_per_second": rate, "hours": hours,
+            "state_bytes": sizes(config)["state_bytes"], "tokens_per_second": rate, "hours": hours,
             "gpu_hours": gpu_hours, "dollars": gpu_hours and price and price * gpu_hours,
         })  # fmt: skip
     return rows

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from titans_platform.runs.folder import CHECKPOINTS, Busy
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
-from titans_platform.runs.reporter import orphans_ended
+from titans_platform.runs.reporter import end_orphans
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import check_with_data, name_cells
@@ -66,8 +66,10 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
         redirect_stderr(log),
     ):
         parent = store.study_run(study.label, tags, columns)
+        end_orphans(store, parent, study.root)
         try:
-            with orphans_ended(store, parent, study.root), ray_session(cpus, gpus):
+            with ExitStack() as after, ray_session(cpus, gpus):
+                after.callback(end_orphans, store, parent, study.root)
                 try:
                     yield replace(study, tracking=Tracking(store.uri, study.label, parent))
                 except KeyboardInterrupt:
@@ -181,7 +183,7 @@ def _run_trial(space: dict[str, Any]) -> None:
     except SystemExit:
         # how Tune stops a trial, inside report
         if not spec.folder.result():
-            spec.folder.stop("ASHA")
+            spec.folder.update(stopped="ASHA")
         raise
 
 
@@ -207,7 +209,7 @@ def _measure(spec: RunSpec, step: int, metric: str) -> float | None:
     except Exception as error:
         if isinstance(error, TitansError) and not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
-            folder.stop(str(error))
+            folder.update(stopped=str(error))
         return None
 
 
