@@ -187,7 +187,9 @@ def test_other_seeds_and_other_scales_are_named(tmp_path):
         tmp_path, study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
     )
     for comparable, shared in ((True, "on the same scale"), (False, "a scale of their own")):
-        assert shared in pictures(figure_data(replace(table, comparable=comparable)))[0].caption
+        of = table.run.study.model_copy(update={"scales": {"small": Scale(comparable=comparable)}})
+        compared = replace(table, run=replace(table.run, study=of))
+        assert shared in pictures(figure_data(compared))[0].caption
 
 
 def test_colour_follows_chance():

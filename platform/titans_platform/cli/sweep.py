@@ -113,7 +113,7 @@ def list_studies(root: Path, as_json: bool) -> None:
     for heading, shown in (("Studies", [each for each in studies if each not in own]), ("experiments/", own)):
         click.echo(f"\n{heading}:" if shown else "", nl=bool(shown))
         for study, path in shown:
-            click.echo(f"{study.name}: {' '.join(study.description.split())}")
+            click.echo(f"{study.name}: {study.description}")
             rows = len(study.rows_at(next(iter(study.scales))))
             click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
 
@@ -139,15 +139,15 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
-    about, seeds = " ".join(size.about.split()), ", ".join(map(str, size.seeds))
-    console.print(f"[bold]{file.name}[/] at {scale}: {about} Seeds {seeds}.")
+    seeds = ", ".join(map(str, size.seeds))
+    console.print(f"[bold]{file.name}[/] at {scale}: {size.about} Seeds {seeds}.")
     for key, column in file.columns_at(scale).items():
         console.print(f"  {key}: {column.heading}", markup=False)
     for row in file.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
             way = "better" if expected.better else "worse"
-            console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
+            console.print(f"    {key} should be {way}. {expected.because}", markup=False)
     for name, axis in file.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
@@ -248,7 +248,7 @@ def _dry_run(
     from titans_platform.study.plan import MFU, check_without_data, costs, estimate, place
 
     refusal, warning, seconds, basis = None, "", None, ""
-    planned = Machine.described(gpus, "--for") if gpus else study.study.scales[study.scale_name].machine
+    planned = Machine.described(gpus, "--for") if gpus else study.scale.machine
     study = replace(study, machine=planned if gpus or not in_job() else None)
     with console.status("estimating what each row takes"):
         try:

@@ -107,7 +107,7 @@ def figure_data(
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
     lengths = {k: c for k, c in table.columns.items() if any(k in row.lengths for row in rows)}
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return FigureData(table, rows, _axes(rows, table.axes), measures, lengths, trials)
+    return FigureData(table, rows, _axes(rows, table.run.study.axes), measures, lengths, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:

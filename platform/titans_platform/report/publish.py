@@ -165,7 +165,7 @@ def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]
     # same tag names as on the runs of the cells
     named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
     tags = {f"titans.{named.get(name, name)}": value for name, value in report.facts.items()}
-    run_id = store.study_run(table.label, tags)
+    run_id = store.study_run(table.run.label, tags)
     log = store.run(run_id)
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
@@ -192,7 +192,7 @@ def _section(item: PaperItem, root: Path) -> dict[str, Any]:
     name = " and ".join(item.names)
     reports.sort(key=lambda report: -len(report.table.results))
     views = [{
-        "report": report, "table": results_table(report, f"{name}, scale {report.table.scale}"),
+        "report": report, "table": results_table(report, f"{name}, scale {report.table.run.scale_name}"),
         "figures": list(map(figure, report.pictures)) if report.table.results else [],
     } for report in reports]  # fmt: skip
     return {
@@ -263,7 +263,8 @@ def as_record(table: Table) -> dict[str, Any]:
         listed = {"cells": [c.name for c in row.cells], "failures": [c.reason for c in row.failures]}
         rows.append({"row": row.row.name, "columns": columns, **row.sizes, **listed})
     return {
-        "study": table.study, "scale": table.scale, "comparable": table.comparable, "rows": rows,
+        "study": table.run.study.name, "scale": table.run.scale_name, "rows": rows,
+        "comparable": table.run.scale.comparable,
         "chance": table.chance, "floors": table.floors, "missing": table.missing,
     }  # fmt: skip
 
@@ -306,7 +307,7 @@ def latex(report: StudyReport) -> str:
     frame = DataFrame([*body(report, ours=_tex_number), *_levels(report)], columns=index)
     caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
     tables = [(frame, caption), *((DataFrame(s.lines, columns=s.heads), s.text) for s in report.sections)]
-    label = f"tab:{report.table.study}-{report.table.scale}"
+    label = f"tab:{report.table.run.study.name}-{report.table.run.scale_name}"
     texts = [_tex(frame, text, f"{label}-{i}" if i else label) for i, (frame, text) in enumerate(tables)]
     return "\n".join([r"% \usepackage{booktabs}", *texts])
 
@@ -351,7 +352,8 @@ def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
     """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
     grids = _fitting(report, width)
     says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
-    finished = f"{report.table.study}, {seeds} of {plural(len(report.table.seeds), 'seed')} finished: {says}"
+    of = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"
+    finished = f"{report.table.run.study.name}, {of}: {says}"
     return Group("", finished, *grids)
 
 

@@ -29,7 +29,7 @@ from titans_platform.loading import (
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.runs.spec import Machine, Resources, Tracking
 from titans_platform.study.search import FOUND, TRIALS, SearchState
-from titans_platform.study.spec import Column, Row, Study, pick, read_paper
+from titans_platform.study.spec import Column, Row, Scale, Study, pick, read_paper
 from titans_platform.text import flatten
 
 STUDIES = "studies"
@@ -99,9 +99,14 @@ class StudyRun:
         return self.root / STUDIES / self.label
 
     @property
+    def scale(self) -> Scale:
+        """Its scale in the study's file."""
+        return self.study.scales[self.scale_name]
+
+    @property
     def resources(self) -> Resources:
         """Resources that each of its cells is trained on."""
-        return self.study.scales[self.scale_name].resources
+        return self.scale.resources
 
     @property
     def rows(self) -> tuple[Row, ...]:

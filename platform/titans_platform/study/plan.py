@@ -57,7 +57,7 @@ def open_study(
     check(whole)
     configs = {cell.row: cell.config for cell in whole}
     chosen = chosen_rows(rows, study.rows, file.name)
-    cells = chosen_cells(configs, chosen, seeds or study.study.scales[study.scale_name].seeds)
+    cells = chosen_cells(configs, chosen, seeds or study.scale.seeds)
     # names of the scale's own cells come first, then other seeds'
     keyed = {(cell.row, cell.seed): cell for cell in (*whole, *_of_other_seeds(study, configs), *cells)}
     return name_cells(replace(study, cells=tuple(cells), whole=tuple(keyed.values())))
