@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,10 +24,12 @@ from titans_platform.provenance import checkout
 from titans_platform.text import table
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.table import Table
 
     from titans_platform.runs.folder import Result
 
+Model = TypeVar("Model", bound="BaseModel")
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
 PARTS = "finished parts are kept; run the same command again for the rest"
@@ -111,6 +113,18 @@ dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would b
 def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """CONFIG, the YAML file of a run, with --set and --root."""
     return click.argument("config", type=file_type)(set_option(root_option(command)))
+
+
+def from_options(model: type[Model], **options: Any) -> Model:
+    """Build a model of a command's options. Raises UsageError of one that click let pass, such as nan."""
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(options, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, cause = str(first["loc"][0]).replace("_", "-"), first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--{name}: {cause}") from None
 
 
 def echo_json(value: Any) -> None:

@@ -22,6 +22,7 @@ from titans_platform.cli import (
     bucket_tables,
     dry_run_option,
     echo_json,
+    from_options,
     json_option,
     measures_table,
     root_option,
@@ -82,7 +83,6 @@ def adapt(
       titans adapt HuggingFaceTB/SmolLM2-135M-Instruct my-model --data books/
     """
     import torch
-    from pydantic import ValidationError
 
     from titans_core.adapt import MemoryOptions
 
@@ -96,11 +96,7 @@ def adapt(
         kept = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
     fields = {"kind": kind, "window": window, "sinks": sinks, "layers": _parse_layers(layers)}
     fields |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
-    try:
-        options = MemoryOptions.model_validate(fields, strict=False)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UsageError(f"--{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
+    options = from_options(MemoryOptions, **fields)
     source = str(Path(source).resolve()) if Path(source).exists() else source
     about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
     about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
@@ -109,7 +105,8 @@ def adapt(
         folder = Path(folder)
         _convert(source, folder, options, about)
         if dry_run:
-            planned = {x: _plan(_config(folder, x, overrides), gpus, console) for x in _stages(folder)}
+            stages = _stages(folder, overrides).items()
+            planned = {stage: _plan(cfg, gpus, console) for stage, cfg in stages}
             return echo_json(planned) if as_json else None
         result = _train(folder, root, overrides, gpus, console)
     if as_json:
@@ -198,16 +195,13 @@ def _first_stages(about: dict[str, Any]) -> list[str]:
     return ["tune"] if about.get("layers") == [] else [*STAGES]
 
 
-def _stages(folder: Path) -> list[str]:
-    """Return the names of a folder's run files, in the order of the runs."""
-    further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
-    return _first_stages(json.loads((folder / "adapt.json").read_text(encoding="utf-8"))) + further
-
-
-def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
+def _stages(folder: Path, overrides: tuple[str, ...]) -> dict[str, RunConfig]:
+    """Load the run files of a folder by name, in the order of the runs. Raises UsageError."""
     from titans_platform.loading import load_config
 
-    return load_config(folder / f"{stage}.yaml", overrides)
+    further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
+    first = _first_stages(json.loads((folder / "adapt.json").read_text(encoding="utf-8")))
+    return {name: load_config(folder / f"{name}.yaml", overrides) for name in [*first, *further]}
 
 
 def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
@@ -249,8 +243,8 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
     from titans_platform.runs.spec import Resources
 
     runs, before, result = {}, None, None
-    for stage in _stages(out):
-        cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
+    for stage, cfg in _stages(out, overrides).items():
+        cfg = cfg.model_copy(update={"start_from": before})
         objective = build_objective(cfg)
         objective.check()
         resources = Resources(workers=1, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
@@ -302,7 +296,7 @@ def chat(
     from titans_core import Sampling
     from titans_core.adapt import Chat
 
-    sampling = Sampling(temperature=temperature, seed=seed)
+    sampling = from_options(Sampling, temperature=temperature, seed=seed)
     with within(f"{folder}: ", ValueError, ""):
         talk = Chat(folder)
         sessions = talk.sessions

@@ -23,10 +23,8 @@ if TYPE_CHECKING:
     from titans_platform.config import RunConfig
 
 WIDTH = 100
-SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 SMALL = 2**20
 """Bytes of text that are read whole."""
-WORDS = {"string": "text", "boolean": "true, false"}
 
 
 @click.command()
@@ -143,8 +141,6 @@ class ConfigField(NamedTuple):
     """One field of a config model."""
 
     name: str
-    values: str
-    """Allowed values, in words."""
     default: str | None
     """As YAML; None if the field is required."""
     about: str
@@ -155,7 +151,7 @@ class ConfigField(NamedTuple):
 
 def fields_of(model: type[BaseModel]) -> list[ConfigField]:
     """Return the fields of a model, in order."""
-    fields, properties = [], model.model_json_schema()["properties"]
+    fields = []
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
@@ -164,7 +160,7 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
             about = (below.__doc__ or "").partition("\n\n")[0]
         # docstrings quote code as reStructuredText does
         about = " ".join(about.split()).replace("``", "`")
-        fields.append(ConfigField(name, _values(properties[name]), default, about, below, many))
+        fields.append(ConfigField(name, default, about, below, many))
     return fields
 
 
@@ -173,23 +169,6 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
         return annotation, False
     model = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
     return model, model is not None
-
-
-def _values(schema: Mapping[str, Any]) -> str:
-    """Describe the values that a JSON schema allows: `integer >= 1`."""
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    if "anyOf" in schema:
-        return " or ".join(map(_values, schema["anyOf"]))
-    if "$ref" in schema:
-        return "any value" if schema["$ref"].endswith("/JsonValue") else "a section"
-    kind: str = schema.get("type", "any value")
-    if kind == "array":
-        return f"list of {_values(schema['items'])}"
-    if kind == "object":
-        return f"mapping of names to {_values(schema['additionalProperties'])}"
-    bounds = [f"{sign} {schema[key]:,}" for key, sign in SIGNS.items() if key in schema]
-    return " ".join([WORDS.get(kind, kind), ", ".join(bounds)]).strip()
 
 
 def _yaml(value: Any) -> str:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from titans_platform.cli import OSPath, beyond_training, file_type, root_option
+from titans_platform.cli import OSPath, beyond_training, file_type, from_options, root_option
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.text import plain
 
@@ -58,7 +58,6 @@ def generate(
       titans generate 3f2a91c0 --memory-in book.memory --prompt "Call me" --top-p 0.95
     """
     import torch
-    from pydantic import ValidationError
 
     from titans_core import Reading, Sampling
     from titans_core.memory_file import load_memory, save_memory
@@ -66,11 +65,7 @@ def generate(
     from titans_platform.data.tokenizer import TextStream
     from titans_platform.training.loop import deterministic
 
-    try:
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    except ValidationError as error:  # what click lets pass: nan, inf, a seed too large
-        first = error.errors(include_url=False)[0]
-        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+    sampling = from_options(Sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
     text = plain((_read_text("--read", file) if file else "") + prompt)
     model, tokenizer, cfg = _reader(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
