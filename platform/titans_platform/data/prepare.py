@@ -55,18 +55,12 @@ class ItemHashes:
     """Set of the hashes of training task items (16 hex digits each), stored in 8 bytes per item."""
 
     def __init__(self, hashes: NDArray[np.uint64]):
-        self._sorted = np.unique(hashes)
+        self.sorted = np.unique(hashes)
 
     def __contains__(self, item: str) -> bool:
         value = np.uint64(int(item, 16))
-        at = int(np.searchsorted(self._sorted, value))
-        return at < len(self._sorted) and self._sorted[at] == value
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{value:016x}" for value in self._sorted.tolist())
-
-    def __len__(self) -> int:
-        return len(self._sorted)
+        at = int(np.searchsorted(self.sorted, value))
+        return at < len(self.sorted) and self.sorted[at] == value
 
 
 class PreparedData:

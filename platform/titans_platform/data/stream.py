@@ -164,21 +164,16 @@ class RowStream:
 
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
-        which, rows = self._drawn(step)
+        which, rows = self.drawn(step)
         share = slice(self.rank, None, self.world_size)
         return gather(self.sources, False, which[share], rows[share])
 
-    def global_rows(self, step: int) -> list[tuple[int, int]]:
-        """(source, row) of every row of the global batch, over all workers."""
-        which, rows = self._drawn(step)
-        return list(zip(which.tolist(), rows.tolist(), strict=True))
-
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each row of the global batch."""
-        return self._drawn(step)[0]
+        return self.drawn(step)[0]
 
-    def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """Return the source and the row of each sample of a step."""
+    def drawn(self, step: int) -> tuple[Integers, Integers]:
+        """Return the source and the row of each sample of the global batch of a step."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # otherwise a worker, or a micro-batch, could see only one source
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]

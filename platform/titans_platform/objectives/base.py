@@ -15,14 +15,12 @@ from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
+from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import validate
 from titans_platform.tasks import NoTaskOptions, build_task, eval_version, row_length
 from titans_platform.training.loop import Stream
 from titans_platform.training.optim import check_windows
-
-Report = Callable[[str, int, int, "float | None"], None]
-"""Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""
 
 
 class Data(Protocol):
@@ -67,7 +65,7 @@ class Objective(ABC, Generic[D]):
         self.cfg, self.options = cfg, options
 
     @abstractmethod
-    def prepare(self, root: Path, report: Report | None = None) -> D:
+    def prepare(self, root: Path, report: Progress | None = None) -> D:
         """Prepare the data under the storage root unless they exist, and open them.
 
         Raises UsageError if a source is missing or cannot be read.
@@ -177,18 +175,13 @@ def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> s
     return named.fingerprint(data_fingerprint, eval_version(cfg.eval), workers)
 
 
-OBJECTIVES = Registry(
-    "objective.kind",
-    Objective,
-    {
-        "classification": "titans_platform.objectives.classification:Classification",
-        "next_token": "titans_platform.objectives.next_token:NextToken",
-        "regression": "titans_platform.objectives.regression:Regression",
-        "transfer": "titans_platform.objectives.adapt:Transfer",
-        "tune": "titans_platform.objectives.adapt:Tune",
-    },
-    UsageError,
-)
+OBJECTIVES = Registry("objective.kind", Objective, {
+    "classification": "titans_platform.objectives.classification:Classification",
+    "next_token": "titans_platform.objectives.next_token:NextToken",
+    "regression": "titans_platform.objectives.regression:Regression",
+    "transfer": "titans_platform.objectives.adapt:Transfer",
+    "tune": "titans_platform.objectives.adapt:Tune",
+}, UsageError)  # fmt: skip
 """Objectives by name."""
 
 register = OBJECTIVES.register

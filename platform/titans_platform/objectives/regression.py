@@ -23,10 +23,11 @@ from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
 from titans_platform.config import Fraction, digest
+from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, nearest, within
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
-from titans_platform.objectives.base import Objective, Report, reject_data
+from titans_platform.objectives.base import Objective, reject_data
 from titans_platform.objectives.files import (
     DATASETS,
     ItemStream,
@@ -209,7 +210,7 @@ class Regression(Objective[SeriesData]):
     loss_unit = "MSE"
     validation_task = "mse"
 
-    def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
+    def prepare(self, root: Path, report: Progress | None = None) -> SeriesData:
         """Read the series again and save a copy."""
         table = self._read()
         save_series(table, self._index(root))
@@ -318,11 +319,6 @@ class SeriesError(Task):
             raise UsageError(f"lengths: {length} steps are no multiple of patch {options.patch}")
         if data is not None:
             next(data.held_out(length, 1, 1, self.options.part))
-
-    @property
-    def chance(self) -> float:
-        """An upper bound: it depends on the series, and `measure` returns it."""
-        return math.inf
 
     def measure(self, context: Context) -> Measurement:
         """Error on `config.items` windows of `context.length` steps.

@@ -6,6 +6,7 @@ A task outside this package is named by its import path, `task: my_lab.tasks:MyT
 
 from __future__ import annotations
 
+import math
 import random
 import re
 from abc import ABC, abstractmethod
@@ -97,9 +98,9 @@ class Task(ABC):
         return f"{self.name}-{kind}" if kind else self.name
 
     @property
-    @abstractmethod
     def chance(self) -> float:
-        """Value of guessing without reading; an upper bound if it depends on a file."""
+        """Value of guessing without reading; infinite if it depends on the data, and `measure` returns it."""
+        return math.inf
 
     def check(self, objective: Any, length: int, data: Any) -> None:  # noqa: B027
         """Reject a row length that cannot be measured. ``data`` is None before they are prepared.
@@ -127,6 +128,11 @@ class GeneratedTask(Task):
 
     A model below or at the floor (`floor`) may be using a shortcut, so a task should list its `heuristics`.
     """
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """Value of guessing without reading; an upper bound if it depends on a file."""
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
@@ -246,23 +252,18 @@ PROTOCOL = 1
 
 T = TypeVar("T", bound=type[Task])
 
-TASKS = Registry(
-    "task",
-    Task,
-    {
-        "babi": "titans_platform.tasks.babi:Babi",
-        "babilong": "titans_platform.tasks.babi:Babilong",
-        "babilong_hub": "titans_platform.tasks.babi:BabilongHub",
-        "lm_eval": "titans_platform.evals.lm_harness:LmEval",
-        "loss": "titans_platform.evals.perplexity:HeldOutLoss",
-        "needle": "titans_platform.tasks.needle:Needle",
-        "perplexity": "titans_platform.evals.perplexity:Perplexity",
-        "reasoning": "titans_platform.tasks.reasoning:Reasoning",
-        "recall": "titans_platform.tasks.recall:Recall",
-        "throughput": "titans_platform.evals.perplexity:Throughput",
-    },
-    UsageError,
-)
+TASKS = Registry("task", Task, {
+    "babi": "titans_platform.tasks.babi:Babi",
+    "babilong": "titans_platform.tasks.babi:Babilong",
+    "babilong_hub": "titans_platform.tasks.babi:BabilongHub",
+    "lm_eval": "titans_platform.evals.lm_harness:LmEval",
+    "loss": "titans_platform.evals.perplexity:HeldOutLoss",
+    "needle": "titans_platform.tasks.needle:Needle",
+    "perplexity": "titans_platform.evals.perplexity:Perplexity",
+    "reasoning": "titans_platform.tasks.reasoning:Reasoning",
+    "recall": "titans_platform.tasks.recall:Recall",
+    "throughput": "titans_platform.evals.perplexity:Throughput",
+}, UsageError)  # fmt: skip
 """Every task by name, which is its class's `name`; objectives add tasks that need their data."""
 
 
