@@ -8,7 +8,6 @@ import time
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -209,6 +208,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     import torch
 
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.execute import peak_rss
     from titans_platform.training.loop import Trainer, deterministic
 
     objective, rows, length = build_objective(cfg), cfg.optim.global_batch_size, cfg.data.sequence_length
@@ -223,7 +223,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
         began = time.perf_counter()
         trainer.step()
         seconds = (time.perf_counter() - began) * cfg.optim.steps
-    peak = torch.cuda.max_memory_allocated() if gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if gpus else peak_rss()
     planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
     console.print(

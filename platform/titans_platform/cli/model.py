@@ -14,7 +14,7 @@ import click
 
 from titans_platform.cli import OSPath, beyond_training, file_type, from_options, root_option
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.text import plain
+from titans_platform.text import plain, render
 
 if TYPE_CHECKING:
     from titans_core import LanguageModel
@@ -144,7 +144,7 @@ def export(run: str, folder: Path, root: Path) -> None:
     """
     from titans_core.pretrained import save_folder
     from titans_platform.data.tokenizer import write_tokenizer
-    from titans_platform.report import render
+    from titans_platform.report import TEMPLATES
     from titans_platform.runs.folder import RunFolder
     from titans_platform.runs.load import find_checkpoint
 
@@ -160,7 +160,7 @@ def export(run: str, folder: Path, root: Path) -> None:
         write_tokenizer(tokenizer, folder)
         values = {"model": model, "cfg": cfg, "tokenizer": tokenizer.fingerprint}
         result = RunFolder.at(find_checkpoint(run, root).parents[1]).result()
-        card = render("model_card.md", **values, result=result)
+        card = render(TEMPLATES / "model_card.md", **values, result=result)
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None

@@ -26,11 +26,6 @@ class Perplexity(Task):
 
     name = "perplexity"
 
-    @property
-    def chance(self) -> float:
-        """Infinite: it depends on the tokenizer; `measure` reports the vocabulary size."""
-        return math.inf
-
     def measure(self, context: Context) -> Measurement:
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 

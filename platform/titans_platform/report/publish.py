@@ -22,7 +22,7 @@ from rich.text import Text
 from titans_platform import text
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
-from titans_platform.report import render
+from titans_platform.report import TEMPLATES
 from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import DAGGERS, Links, Section, StudyReport, build_report
 from titans_platform.report.table import SIZES, Entry, Table, build_table
@@ -32,7 +32,7 @@ from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import PaperItem
-from titans_platform.text import NONE, count, plural
+from titans_platform.text import NONE, count, plural, render
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -50,7 +50,7 @@ WIDTH = 5.7
 def html(template: str, **values: Any) -> str:
     """Render a page of ``templates/`` with ``values``, the palettes and the time."""
     written = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
-    return render(template, light=LIGHT, dark=DARK, written=written, **values)
+    return render(TEMPLATES / template, light=LIGHT, dark=DARK, written=written, **values)
 
 
 def report_page(report: StudyReport) -> str:
@@ -86,9 +86,9 @@ def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
 def figure(picture: Picture, number: int | None = None) -> Markup:
     """Render a figure as SVG with its caption and its number on the page."""
     width = round(WIDTH * picture.width, 1)
-    return Markup(
-        render("figure.html", picture=picture, drawn=Markup(svg(picture)), width=width, number=number)
-    )
+    drawn = Markup(svg(picture))
+    page = render(TEMPLATES / "figure.html", picture=picture, drawn=drawn, width=width, number=number)
+    return Markup(page)
 
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
@@ -335,7 +335,7 @@ def markdown(report: StudyReport, figures: str = "") -> str:
     """
     heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
     values = {"body": body(report), "levels": _levels(report), "figures": figures}
-    return render("table.md", report=report, heads=["", *heads, *SIZES.values()], **values)
+    return render(TEMPLATES / "table.md", report=report, heads=["", *heads, *SIZES.values()], **values)
 
 
 def terminal(report: StudyReport, width: int = 80) -> RenderableType:
@@ -343,14 +343,14 @@ def terminal(report: StudyReport, width: int = 80) -> RenderableType:
 
     Columns that do not fit beside each other are split into several tables.
     """
-    grids = _fitting(report, width)
+    grids = _fitting(report, list(report.table.columns), width)
     notes = [Text(note, style="dim") for note in report.footnotes]
     return Group(report.title, *grids, *map(_further, report.sections), "", *notes)
 
 
 def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
     """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
-    grids = _fitting(report, width)
+    grids = _fitting(report, list(report.table.columns), width)
     says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
     of = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"
     finished = f"{report.table.run.study.name}, {of}: {says}"
@@ -366,22 +366,16 @@ def _further(section: Section) -> RenderableType:
     return Group("", section.title, grid, Text(section.text, style="dim"))
 
 
-def _fitting(report: StudyReport, width: int) -> list[RichTable]:
+def _fitting(report: StudyReport, keys: Sequence[str], width: int, sizes: bool = True) -> list[RichTable]:
     """Return one table; or the columns in one or several, and the sizes of the models in another."""
-    keys = list(report.table.columns)
-    whole = _grid(report, keys, width, sizes=True)
-    return [whole] if _fits(whole, width) else [*_split(report, keys, width), _grid(report, [], width, True)]
-
-
-def _fits(grid: RichTable, width: int) -> bool:
-    return Console(width=1000).measure(grid).minimum <= width
-
-
-def _split(report: StudyReport, keys: list[str], width: int) -> list[RichTable]:
-    grid, half = _grid(report, keys, width, sizes=False), (len(keys) + 1) // 2
-    if len(keys) < 2 or _fits(grid, width):
+    grid, half = _grid(report, keys, width, sizes), (len(keys) + 1) // 2
+    if Console(width=1000).measure(grid).minimum <= width:
         return [grid]
-    return _split(report, keys[:half], width) + _split(report, keys[half:], width)
+    if sizes:
+        return [*_fitting(report, keys, width, sizes=False), _grid(report, [], width, sizes=True)]
+    if len(keys) < 2:
+        return [grid]
+    return [each for part in (keys[:half], keys[half:]) for each in _fitting(report, part, width, False)]
 
 
 def _grid(report: StudyReport, keys: Sequence[str], width: int, sizes: bool) -> RichTable:

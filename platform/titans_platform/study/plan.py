@@ -54,7 +54,7 @@ def open_study(
         # until it finishes, another trial may become the best
         study = study.with_found() if study.search.over else study
     whole = expand(study.study, scale, overrides=overrides)
-    check(whole)
+    _check_rows(whole, lambda config: build_objective(config).check())
     configs = {cell.row: cell.config for cell in whole}
     chosen = chosen_rows(rows, study.rows, file.name)
     cells = chosen_cells(configs, chosen, seeds or study.scale.seeds)
@@ -83,11 +83,6 @@ def check_space(study: StudyRun) -> list[RunConfig]:
         with within(f"search.space at {at}", sep=": "):
             corners.append(study.trial_config(params))
     return corners
-
-
-def check(cells: Iterable[Cell]) -> None:
-    """Check each row's variant, tasks and options. Raises UsageError."""
-    _check_rows(cells, lambda config: build_objective(config).check())
 
 
 def check_without_data(study: StudyRun) -> None:
