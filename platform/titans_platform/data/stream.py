@@ -128,9 +128,8 @@ def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, row
     out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
         of_source = np.flatnonzero(which == s)
-        sources[s].fill(
-            sources[s].validation if validation else sources[s].train, rows[of_source], of_source, out
-        )
+        split = sources[s].validation if validation else sources[s].train
+        sources[s].fill(split, rows[of_source], of_source, out)
     out.starts[:, 0] = True
     return Batch(*map(torch.from_numpy, (out.tokens, out.starts, np.ascontiguousarray(out.loss[:, 1:]))))
 
@@ -155,12 +154,6 @@ class RowStream:
         self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
         self._turn, self._per_cycle = taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
-
-    @property
-    def rows(self) -> list[int]:
-        """Number of training rows of each source."""
-        drawn_from = zip(self.sources, self._orders, strict=True)
-        return [order.rows if source.weight else 0 for source, order in drawn_from]
 
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
