@@ -64,9 +64,9 @@ LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 @dry_run_option
 @json_option
 def adapt(
-    source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str,
-    heads: int, depth: int, chunk: int, kept: int | None, lora: int, length: int, rows: tuple[int, int],
-    threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
+    source: str, out: Path, data: str | None, layers: str, kept: int | None, lora: int, length: int,
+    rows: tuple[int, int], threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool,
+    as_json: bool, **memory: Any,
 ) -> None:  # fmt: skip
     """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
 
@@ -93,9 +93,7 @@ def adapt(
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
     if kept is None:
         kept = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
-    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": _parse_layers(layers)}
-    fields |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
-    options = from_options(MemoryOptions, **fields)
+    options = from_options(MemoryOptions, layers=_parse_layers(layers), kept=kept, **memory)
     source = str(Path(source).resolve()) if Path(source).exists() else source
     about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
     about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}

@@ -127,9 +127,8 @@ def _section(config: BaseModel, settings: Mapping[str, Any], indent: str = "") -
         else:
             mark = "" if field.name in settings else "# "
             fitted = "preset" in settings and field.name == "mlp_expansion" and mark
-            shown = (
-                "fitted to the variant by the preset" if fitted else _yaml(settings.get(field.name, value))
-            )
+            value = settings.get(field.name, value)
+            shown = "fitted to the variant by the preset" if fitted else _yaml(value)
             yield f"{indent}{mark}{field.name}: {shown}"
 
 

@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.option("--memory-out", type=OSPath(path_type=Path), help="Save the final state here.")
 @root_option
 def generate(
-    run: str, prompt: str, file: str | None, max_new_tokens: int, temperature: float, top_k: int | None,
-    top_p: float | None, seed: int, stream: bool, memory_in: Path | None, memory_out: Path | None, root: Path,
+    run: str, prompt: str, file: str | None, max_new_tokens: int, stream: bool, memory_in: Path | None,
+    memory_out: Path | None, root: Path, **sampled: Any,
 ) -> None:  # fmt: skip
     """Generate text with RUN's model; prints the prompt and its continuation.
 
@@ -65,11 +65,11 @@ def generate(
     from titans_platform.data.tokenizer import TextStream
     from titans_platform.training.loop import deterministic
 
-    sampling = from_options(Sampling, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
+    sampling = from_options(Sampling, **sampled)
     text = plain((_read_text("--read", file) if file else "") + prompt)
     model, tokenizer, cfg = _reader(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    with deterministic(seed, cfg.threads):
+    with deterministic(sampling.seed, cfg.threads):
         try:
             start = load_memory(memory_in, model) if memory_in else Reading()
         except ValueError as error:

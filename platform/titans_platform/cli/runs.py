@@ -149,12 +149,11 @@ def ui(root: Path, adopt: bool, port: int, dry_run: bool) -> int:
     if dry_run:
         click.echo(shlex.join(command))
         return 0
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UsageError(f"--port {port}: {error.strerror} on {LOOPBACK}; give another") from None
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        cause = os.strerror(error.errno or 0)
+        raise UsageError(f"--port {port}: {cause} on {LOOPBACK}; give another") from None
     # in its own process group, so that its children are terminated with it
     server = subprocess.Popen(
         command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL

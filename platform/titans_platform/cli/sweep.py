@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 LONG = ("data.sources.", "eval.")
 """Fields too long for `sweep show`."""
+PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+"""Look of the tables of a dry run."""
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
@@ -288,11 +290,10 @@ def _dry_run(
 def _print_plan(record: dict[str, Any], console: Console) -> None:
     """Print the plan as text."""
     from titans_platform.cli.live import say
-    from titans_platform.text import NONE, clock, count, plural
+    from titans_platform.text import NONE, clock, count, plural, table
 
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("cell", "row", "seed", "parameters", "tokens", "state"):
-        grid.add_column(name, justify="right" if name in ("seed", "parameters", "tokens") else "left")
+    grid = table("cell", "row", "seed", "parameters", "tokens", "state", left=2, **PLAIN)
+    grid.columns[-1].justify = "left"
     for cell in record["cells"]:
         numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
         grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
@@ -340,9 +341,9 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     """Lay out what a cell of each row takes on GPUs."""
     from titans_platform.text import NONE, count, short
 
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    grid.add_column("row", overflow="fold")
     keys = ["hours", "gpu_hours"] + ["dollars"] * any(cost["dollars"] for cost in costs)
+    grid = RichTable(**PLAIN)
+    grid.add_column("row", overflow="fold")
     for heading in ["GiB a GPU", "state, MB", "tokens/s", "hours", "GPU hours", "$"][: 3 + len(keys)]:
         grid.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:

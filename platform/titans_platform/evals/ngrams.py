@@ -57,10 +57,8 @@ class NGrams:
     def __init__(self, rows: Rows, vocab_size: int, order: int = max(ORDERS)):
         self.vocab_size, self.order = vocab_size, order
         first = np.unique(rows[0], axis=0, return_index=True)[1]
-        tokens, predicted = (
-            self._padded(rows[0][first]),
-            np.pad(rows[1][first], ((0, 0), (order, 0))).astype(float),
-        )
+        tokens = self._padded(rows[0][first])
+        predicted = np.pad(rows[1][first], ((0, 0), (order, 0))).astype(float)
         self._levels: list[_Level] = []
         history = np.zeros_like(tokens)
         for n in range(order):

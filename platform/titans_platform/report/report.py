@@ -163,15 +163,11 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
         for key, expected in row.row.expected.items():
             way = "better" if expected.better else "worse"
             # a scale may have fewer columns than the study
-            if key in table.columns:
-                lines.append(
-                    f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {expected.because}"
-                )
+            if column := table.columns.get(key):
+                lines.append(f"Expected: {row.row.name}, {column.title}: {way}. {expected.because}")
     if table.floors != table.chance:
-        what = "n-grams of the text trained on, the best heuristic of a generated task, or chance"
-        lines.append(
-            f"Floor: {what}. In parentheses: not better than the floor; such a number counts in no verdict."
-        )
+        what = "Floor: n-grams of the text trained on, the best heuristic of a generated task, or chance."
+        lines.append(f"{what} In parentheses: not better than the floor; such a number counts in no verdict.")
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
@@ -203,9 +199,8 @@ def _facts(table: Table) -> dict[str, str]:
         "operators": _counted(", ".join(result.forms) for result in results),
     }
     environments = [result.environment for result in results]
-    facts |= {
-        name: _counted(each.get(name) for each in environments) for each in environments for name in each
-    }
+    names = dict.fromkeys(name for each in environments for name in each)
+    facts |= {name: _counted(each.get(name) for each in environments) for name in names}
     tokens = sum(result.tokens for result in results)
     trained, measured = (sum(getattr(r, key) for r in results) for key in ("train_seconds", "eval_seconds"))
     return facts | {

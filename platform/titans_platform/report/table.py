@@ -60,7 +60,7 @@ class Entry:
     @property
     def sd(self) -> float | None:
         """Sample standard deviation over seeds; None for fewer than two."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+        return deviation(self.values)
 
     @property
     def mean_text(self) -> str:
@@ -244,6 +244,11 @@ def floor_of(result: Result, key: str) -> float | None:
     return statistics.fmean(statistics.fmean(filter(finite, task)) for task in tasks.values())
 
 
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None for fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else None
+
+
 def finite(value: Any) -> TypeGuard[float]:
     """Return True if a value is a finite number."""
     return isinstance(value, int | float) and math.isfinite(value)
@@ -370,9 +375,8 @@ def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
 
     Cells of one line at other points of the axes may measure the same column: the value is their mean.
     """
-    done: dict[str | None, float] = {
-        result.cell: value for result in row.results if finite(value := result.columns.get(key))
-    }
+    measured = ((result.cell, result.columns.get(key)) for result in row.results)
+    done: dict[str | None, float] = {name: value for name, value in measured if finite(value)}
     wanted: dict[int, list[str | None]] = {}
     for cell in row.cells:
         if key in cell.config.eval.columns or cell.name in done:

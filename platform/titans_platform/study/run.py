@@ -171,10 +171,12 @@ def _run_trial(space: dict[str, Any]) -> None:
     from ray import tune
 
     die_with_parent()
-    params = dict(space)
-    study = params.pop("study")
-    spec = _trial_spec(study, params.pop("fingerprint"), params)
-    search = study.search.search
+    study, data, search = space["study"], space["fingerprint"], space["study"].search.search
+    params = {key: space[key] for key in search.space}
+    config = located(study.trial_config(params), study.root)
+    name = run_name(config, data, study.resources.hashed_workers)
+    title = f"trial {number_trial(study.path, name, params)}"
+    spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
         for step in search.milestones(spec.config.optim.steps):
             if (value := _measure(spec, step, search.metric)) is None:
@@ -185,14 +187,6 @@ def _run_trial(space: dict[str, Any]) -> None:
         if not spec.folder.result():
             spec.folder.update(stopped="ASHA")
         raise
-
-
-def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> RunSpec:
-    assert study.search
-    config = located(study.trial_config(params), study.root)
-    name = run_name(config, fingerprint, study.resources.hashed_workers)
-    title = f"trial {number_trial(study.path, name, params)}"
-    return spec_of(study, Cell(title, config.seed, config, name, fingerprint), title)
 
 
 def _measure(spec: RunSpec, step: int, metric: str) -> float | None:

@@ -363,9 +363,8 @@ class Paper(Frozen):
     @property
     def items(self) -> dict[str, Printed]:
         """Tables, then figures, by display name: ``Table 1``."""
-        return {
-            key.replace("_", " ").capitalize(): item for key, item in (self.tables | self.figures).items()
-        }
+        both = self.tables | self.figures
+        return {key.replace("_", " ").capitalize(): item for key, item in both.items()}
 
 
 @cache
