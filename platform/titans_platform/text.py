@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,5 +130,6 @@ def _templates(folder: Path) -> Environment:
     loader, escaped = FileSystemLoader(folder), select_autoescape(["html"])
     environment = Environment(loader=loader, autoescape=escaped, trim_blocks=True, lstrip_blocks=True)
     environment.filters.update(number=number, count=count, commit=commit, quote=shlex.quote)
+    environment.filters["json"] = partial(json.dumps, ensure_ascii=False)
     environment.globals.update(none_sign=NONE)
     return environment

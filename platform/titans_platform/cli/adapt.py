@@ -13,7 +13,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
-import yaml
 from rich.console import Console
 
 from titans_platform.cli import (
@@ -29,7 +28,7 @@ from titans_platform.cli import (
 )
 from titans_platform.errors import UsageError, one_line, within
 from titans_platform.files import read_json, write_text
-from titans_platform.text import clock
+from titans_platform.text import clock, render
 
 if TYPE_CHECKING:
     from titans_core.adapt import MemoryOptions
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 STAGES = {"transfer": 3e-3, "tune": 1e-3}
 """Objectives of the runs, in order, and their learning rates."""
+RUN_FILE = Path(__file__).with_name("adapt.yaml")
 LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 
 
@@ -152,27 +152,12 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         raise UsageError(f"{source}: its tokenizer cannot be written as a tokenizer.json")
     # the platform counts special tokens that a tokenizer lacks, such as padding
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
-    sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
-    text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
-    trained = {"model": str(base.resolve()), "weights": weights, "kept": options.kept}
+    paths = {"base": str(base.resolve()), "tokenizer": str((out / "tokenizer.json").resolve())}
+    values = {"about": about, "config": config, "weights": weights, "vocabulary": vocabulary} | paths
     rows = dict(zip(STAGES, about["rows"], strict=True))
     for stage in _first_stages(about):
-        share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
-        run = {
-            "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
-            "objective": {"kind": stage, "options": trained | {"lora": lora}},
-            "data": {
-                "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
-                "sequence_length": about["length"],
-            },
-            "optim": {"steps": rows[stage], "global_batch_size": 1, "lr": STAGES[stage], "weight_decay": 0.0},
-            "eval": {
-                "columns": {"share": share} if share else {}, "perplexity_tokens": 8 * about["length"],
-                "batch_tokens": about["length"],
-            },
-            "threads": about["threads"], "checkpoint": {"every": 5},
-        }  # fmt: skip
-        (out / f"{stage}.yaml").write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
+        run = render(RUN_FILE, stage=stage, steps=rows[stage], lr=STAGES[stage], **values)
+        (out / f"{stage}.yaml").write_text(run, encoding="utf-8")
     # last: a folder without it is not whole
     write_text(made, json.dumps(about, indent=2))
 

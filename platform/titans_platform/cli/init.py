@@ -18,10 +18,12 @@ from pydantic_core import to_jsonable_python
 
 from titans_platform.cli import file_type
 from titans_platform.errors import UsageError
+from titans_platform.text import render
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
 
+STARTER = Path(__file__).with_name("init.yaml")
 WIDTH = 100
 SMALL = 2**20
 """Bytes of text that are read whole."""
@@ -54,28 +56,11 @@ def run_file(data: str | None, preset: str) -> str:
     """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text or preset."""
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
-    from titans_platform.loading import complete, validate
+    from titans_platform.loading import complete, parse_yaml, validate
 
     path = data if not data or "://" in data else os.path.abspath(os.path.expanduser(data))
-    source = {"kind": "files", "path": path} if data else {"kind": "corpus"}
-    settings = {
-        # trained on streams, so that the memory carries through a text of any length; with the preset's
-        # surprise_bound of 1 a trained deep memory can overshoot where a text repeats itself
-        "model": {
-            "preset": preset,
-            "variant": "mac",
-            "memory": {"forget_to": "initial", "surprise_bound": 0.3},
-        },
-        "data": {
-            "sources": [source | {"validation_fraction": 0.1}],
-            # whole segments, whose state can be carried
-            "sequence_length": 4 * SIZES[preset].window if preset in SIZES else 128,
-            "rows": "streams",
-            "packing": "plain",
-        },
-        "optim": {"steps": 300, "global_batch_size": 16, "lr": 0.006, "reset_probability": 0.05},
-        "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
-    }
+    length = 4 * SIZES[preset].window if preset in SIZES else 128
+    settings = parse_yaml(render(STARTER, path=path, preset=preset, length=length), STARTER.name)
     config = validate(RunConfig, complete(settings, fit=False))
     if data:
         _check_text(config)
