@@ -21,7 +21,6 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from titans_platform.config import TaskConfig, digest
-from titans_platform.evals import build_task
 from titans_platform.files import write_json
 from titans_platform.report import picture as plot
 from titans_platform.report.publish import report_page
@@ -30,7 +29,7 @@ from titans_platform.report.table import build_table
 from titans_platform.runs.check import sizes
 from titans_platform.runs.folder import RESULT, Result
 from titans_platform.study.grid import StudyRun, expand, load_study
-from titans_platform.tasks import row_length
+from titans_platform.tasks import build_generated, row_length
 
 TOP = Path(__file__).parents[1]
 DOCS, KEY, PAGE = TOP / "docs", "titans-input", "ablation-workstation"
@@ -68,7 +67,7 @@ def built(name: str, root: Path) -> StudyReport:
 
 def chance(tasks: Sequence[TaskConfig]) -> float:
     """Return the score of guessing, of perplexity the number of ids of the byte tokenizer."""
-    return fmean(260 if task.task == "perplexity" else build_task(task).chance for task in tasks)
+    return fmean(260 if task.task == "perplexity" else build_generated(task).chance for task in tasks)
 
 
 def picture_of(name: str, report: StudyReport) -> plot.Picture:

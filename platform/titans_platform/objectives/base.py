@@ -18,7 +18,7 @@ from titans_platform.data import Tokenizer
 from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import validate
-from titans_platform.tasks import NoTaskOptions, build_task, eval_version, row_length
+from titans_platform.tasks import build_task, eval_version, row_length
 from titans_platform.training.loop import Stream
 from titans_platform.training.optim import check_windows
 
@@ -46,7 +46,7 @@ class DataChanged(UsageError):
 class Objective(ABC, Generic[D]):
     """The objective of one run. Built from the run's config; holds neither data nor model."""
 
-    Options: ClassVar[type[Frozen]] = NoTaskOptions
+    Options: ClassVar[type[Frozen]] = Frozen
     """Schema of ``objective.options``. Every field is part of the run's name, except those with
     ``exclude=True``, such as paths: data enter the name through their fingerprint."""
     data_kind: ClassVar[str] = "tokens"

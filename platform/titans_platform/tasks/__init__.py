@@ -6,7 +6,6 @@ A task outside this package is named by its import path, `task: my_lab.tasks:MyT
 
 from __future__ import annotations
 
-import math
 import random
 import re
 from abc import ABC, abstractmethod
@@ -19,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import EvalConfig, TaskConfig, digest
-from titans_platform.errors import UsageError, nearest
+from titans_platform.errors import UsageError
 from titans_platform.loading import validate
 from titans_platform.tasks.items import Item, ItemTokenizer, encode_item
 
@@ -74,17 +73,13 @@ class Context:
     """Returns the n-grams of the text trained on (`titans_platform.evals.ngrams`); None: not counted."""
 
 
-class NoTaskOptions(Frozen):
-    """Options of a task without options."""
-
-
 class Task(ABC):
     """Something a model can be measured on."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Increment it with every change that changes a number: cells of another version run again."""
-    Options: ClassVar[type[Frozen]] = NoTaskOptions
+    Options: ClassVar[type[Frozen]] = Frozen
     data_kind: ClassVar[str] = "tokens"
     """Kind of data that the task needs: the ``data_kind`` of an objective."""
 
@@ -96,11 +91,6 @@ class Task(ABC):
         """Name and kind; unique among the tasks of a column unless they differ in other options."""
         kind = getattr(self.options, "kind", None)
         return f"{self.name}-{kind}" if kind else self.name
-
-    @property
-    def chance(self) -> float:
-        """Value of guessing without reading; infinite if it depends on the data, and `measure` returns it."""
-        return math.inf
 
     def check(self, objective: Any, length: int, data: Any) -> None:  # noqa: B027
         """Reject a row length that cannot be measured. ``data`` is None before they are prepared.
@@ -279,10 +269,6 @@ def build_task(config: TaskConfig) -> Task:
         UsageError: no such task, no such option, or an option's value is not valid.
     """
     task = TASKS.find(config.task)
-    valid = list(task.Options.model_fields)
-    for key in config.options:
-        if key not in valid:
-            raise UsageError(f"options: task {config.task} has no option {key!r}; {nearest(key, valid)}")
     return task(validate(task.Options, config.options, "options"))
 
 
