@@ -76,9 +76,7 @@ class Inspected:
         return {"weight_norm": largest, "surprise": max(float(t.surprise.max()) for t in self.traces)}
 
 
-def inspect_text(
-    model: Any, tokenizer: Tokenizer, text: str, title: str, max_tokens: int, nearest: int = NEAREST
-) -> Inspected:
+def inspect_text(model: Any, tokenizer: Tokenizer, text: str, title: str, max_tokens: int) -> Inspected:
     """Read the first ``max_tokens`` tokens of ``text`` and record what each memory does.
 
     Of a model of `titans_core.adapt`, what memory and kept tokens bring to each token.
@@ -99,7 +97,7 @@ def inspect_text(
         return Inspected(title, model.config.model_type, tokens, texts, loss, [], left, window - loss)
     with watch(model) as seen, torch.no_grad():
         logits = model(row).logits[0]
-    if not (traces := seen.traces(nearest)):
+    if not (traces := seen.traces(NEAREST)):
         variant = f"variant {model.config.variant} has no neural memory"
         raise UsageError(f"{title}: {variant}; inspect a run of lmm, mac, mag or mal")
     loss = F.cross_entropy(logits[:-1].float(), row[0, 1:], reduction="none").cpu()

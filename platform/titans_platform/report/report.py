@@ -41,15 +41,11 @@ class Links:
         """The experiment's list of runs."""
         return f"{self.address}/#/experiments/{self.experiment}/runs"
 
-    def run(self, run_id: str) -> str:
-        """Return the address of one run's page."""
-        return f"{self.cells}/{run_id}"
-
     def compare(self, run_ids: Iterable[str]) -> str:
         """Return the address of one run's page, or of several runs side by side."""
         first, *others = run_ids
         if not others:
-            return self.run(first)
+            return f"{self.cells}/{first}"
         runs, experiments = json.dumps([first, *others], separators=(",", ":")), json.dumps([self.experiment])
         return f"{self.address}/#/compare-runs?runs={runs}&experiments={experiments}"
 
