@@ -153,11 +153,11 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     # the platform counts special tokens that a tokenizer lacks, such as padding
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
     paths = {"base": str(base.resolve()), "tokenizer": str((out / "tokenizer.json").resolve())}
-    values = {"about": about, "config": config, "weights": weights, "vocabulary": vocabulary} | paths
+    values = {"about": about, "kept": options.kept, "config": config, "weights": weights} | paths
     rows = dict(zip(STAGES, about["rows"], strict=True))
     for stage in _first_stages(about):
-        run = render(RUN_FILE, stage=stage, steps=rows[stage], lr=STAGES[stage], **values)
-        (out / f"{stage}.yaml").write_text(run, encoding="utf-8")
+        run = {"stage": stage, "steps": rows[stage], "lr": STAGES[stage], "vocabulary": vocabulary}
+        (out / f"{stage}.yaml").write_text(render(RUN_FILE, **run, **values), encoding="utf-8")
     # last: a folder without it is not whole
     write_text(made, json.dumps(about, indent=2))
 

@@ -142,9 +142,10 @@ def against_a_field(data: FigureData) -> Iterator[Picture]:
 
 def against_measured_length(data: FigureData) -> Iterator[Picture]:
     """Measures at several lengths against tokens, a panel for each."""
-    for key, column in data.lengths.items():
-        rows = [row for row in data.rows if row.lengths.get(key)]
-        lines = [Line(row.name, row.lengths[key]) for row in rows]
+    for key, column in data.table.columns.items():
+        lines = [Line(row.name, row.lengths[key]) for row in data.rows if row.lengths.get(key)]
+        if not lines:
+            continue
         shown, grey = coloured(lines)
         caption = f"Measured at each length in tokens; {column.better}; bars: one standard deviation{GREY}"
         drawn = panel(column.heading, plot.lines, "tokens", logarithmic=True, shown=shown, grey=grey)

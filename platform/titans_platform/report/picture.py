@@ -87,8 +87,6 @@ class FigureData:
     axes: tuple[Dimension, ...]
     measures: Mapping[str, Column]
     """The columns of the table, and training throughput."""
-    lengths: Mapping[str, Column]
-    """Columns that were measured at several lengths."""
     trials: Sequence[Mapping[str, Any]] = ()
     """Trials of a search: params, steps and value of each."""
 
@@ -105,9 +103,8 @@ def figure_data(
     measures = dict(table.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    lengths = {k: c for k, c in table.columns.items() if any(k in row.lengths for row in rows)}
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return FigureData(table, rows, _axes(rows, table.run.study.axes), measures, lengths, trials)
+    return FigureData(table, rows, _axes(rows, table.run.study.axes), measures, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
