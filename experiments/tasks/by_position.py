@@ -85,7 +85,7 @@ class ByPositionTask(Task):
         result = read_by_position(context.scorer, texts, row, ways, windows)
         first = row * (self.options.from_row - 1) + 1
         last = self.options.to_row and row * self.options.to_row
-        items = int(result.counts_NL[:, first - 1 if first else row : last].sum())
+        items = result.tokens(first, last)
         buckets = {
             f"{name} {begin}-{end}": math.exp(result.loss(name, begin, end)[0])
             for name, (begin, end) in product(result.shown, result.buckets())

@@ -86,9 +86,16 @@ class ByPosition:
         ends = sorted({min(size, self.length) for size in sizes} | {0})
         return [(first + 1, last) for first, last in pairwise(ends) if self.counts_NL[:, first:last].any()]
 
+    def tokens(self, first: int = 0, last: int | None = None) -> int:
+        """Return the number of predictions at these positions that count."""
+        return int(self.counts_NL[:, self._places(first, last)].sum())
+
+    def _places(self, first: int, last: int | None) -> slice:
+        return slice(first - 1 if first else self.row, last)
+
     def _mean(self, values_NL: Floats, first: int, last: int | None) -> tuple[float, float]:
         """Mean over tokens and its standard error, with texts (not tokens) as independent samples."""
-        places = slice(first - 1 if first else self.row, last)
+        places = self._places(first, last)
         counts_NL = self.counts_NL[:, places]
         values_NL = np.where(counts_NL, values_NL[:, places], 0.0).astype(np.float64)
         split = [values_NL, counts_NL]
