@@ -21,7 +21,7 @@ from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 
 from titans_platform.config import TaskConfig, digest
-from titans_platform.evals import build_task
+from titans_platform.files import write_json
 from titans_platform.report import picture as plot
 from titans_platform.report.publish import report_page
 from titans_platform.report.report import StudyReport, build_report
@@ -29,7 +29,7 @@ from titans_platform.report.table import build_table
 from titans_platform.runs.check import sizes
 from titans_platform.runs.folder import RESULT, Result
 from titans_platform.study.grid import StudyRun, expand, load_study
-from titans_platform.tasks import row_length
+from titans_platform.tasks import build_generated, row_length
 
 TOP = Path(__file__).parents[1]
 DOCS, KEY, PAGE = TOP / "docs", "titans-input", "ablation-workstation"
@@ -54,11 +54,11 @@ def built(name: str, root: Path) -> StudyReport:
             cell=line["cell"], row=cell.row, seed=cell.seed, commit=line["commit"],
             columns={key: float(line[head]) / factors[key] for key, head in heads.items()},
             chance={key: chance(tasks) for key, tasks in cfg.eval.columns.items()} if name == PAGE else {},
-            config=cfg.model_dump(mode="json"), tokens=int(line["tokens"]), parameters=size.parameters,
-            state_bytes=size.state_bytes, train_seconds=float(line["train_seconds"]),
+            config=cfg.model_dump(mode="json"), tokens=int(line["tokens"]), parameters=size["parameters"],
+            state_bytes=size["state_bytes"], train_seconds=float(line["train_seconds"]),
             eval_seconds=float(line["eval_seconds"]),
         )  # fmt: skip
-        result.write(root / "cells" / result.cell / RESULT)
+        write_json(root / "cells" / result.cell / RESULT, result.record())
         cells.append(replace(cell, name=result.cell))
     commit = lines[cells[0].row, cells[0].seed]["commit"]
     run = StudyRun(study, scale, root, commit, cells=tuple(cells), whole=tuple(cells))
@@ -67,7 +67,7 @@ def built(name: str, root: Path) -> StudyReport:
 
 def chance(tasks: Sequence[TaskConfig]) -> float:
     """Return the score of guessing, of perplexity the number of ids of the byte tokenizer."""
-    return fmean(260 if task.task == "perplexity" else build_task(task).chance for task in tasks)
+    return fmean(260 if task.task == "perplexity" else build_generated(task).chance for task in tasks)
 
 
 def picture_of(name: str, report: StudyReport) -> plot.Picture:

@@ -9,29 +9,80 @@ from __future__ import annotations
 
 import random
 import string
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import product
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from titans_core.config import PositiveInt
+from titans_core.config import Frozen, PositiveInt
 from titans_platform.tasks import Heuristic
 from titans_platform.tasks.recall import (
+    KEYS,
     VALUES,
-    Associative,
     Block,
-    KeyValue,
-    PairOptions,
-    QueryOptions,
+    Keys,
+    Recall,
     Share,
     Values,
     key_and_pairs,
-    paired,
     spread,
     symbols,
 )
+
+
+class QueryOptions(Frozen):
+    """Number of questions, and the filler between them."""
+
+    queries: PositiveInt | None = None
+    """Questions after each block of pairs; None: as many as pairs."""
+    filler: Literal["blank", "noise"] = "blank"
+    """One repeated character, or random ones of eight."""
+
+
+class PairOptions(QueryOptions):
+    """Number of pairs, and the alphabets of keys and values."""
+
+    pairs: PositiveInt = 4
+    """Keys that are bound to a value."""
+    keys: Keys = 26
+    """Size of the key alphabet; up to 50 keys have one character, more have two."""
+    values: Values = 16
+    """Size of the value alphabet; up to 36 values have one character, more have two."""
+
+    @model_validator(mode="after")
+    def _enough_keys(self) -> PairOptions:
+        if self.pairs > self.keys:
+            raise ValueError(f"pairs: {self.pairs} exceed keys: {self.keys}")
+        return self
+
+    @property
+    def characters(self) -> int:
+        """Characters of a block's pairs, questions and answers."""
+        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
+        return width * (self.pairs + (self.queries or self.pairs))
+
+
+class Associative(Recall):
+    """Blocks of pairs, each followed by questions; subclasses define the blocks."""
+
+    version = 1
+
+
+class KeyValue(Associative):
+    """An associative task over one alphabet of keys and one of values."""
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._keys = symbols(KEYS, self.options.keys)
+        self._values = symbols(VALUES, self.options.values)
+
+
+def paired(keys: Iterable[str], values: Iterable[str]) -> Block:
+    """Return a block of keys, each followed by its value."""
+    bound = dict(zip(keys, values, strict=True))
+    return "".join(key + value for key, value in bound.items()), bound
 
 
 class GridOptions(QueryOptions):

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, model_validator
 
-from experiments.tasks.blocks import sharing
+from experiments.tasks.blocks import Associative, QueryOptions, paired, sharing
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.tasks import GeneratedTask, Heuristic
 from titans_platform.tasks.items import Item, ItemTokenizer, fill, make_item
@@ -40,12 +40,9 @@ from titans_platform.tasks.recall import (
     BLANK,
     KEYS,
     VALUES,
-    Associative,
     Block,
-    QueryOptions,
     Values,
     key_and_pairs,
-    paired,
     spread,
     symbols,
 )

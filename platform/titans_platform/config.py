@@ -355,7 +355,7 @@ def _sources(value: Any) -> dict[str, str]:
         files = {text: file for text in texts(value) if (file := source_file(text))}
     except ValueError as error:
         raise UsageError(str(error)) from None
-    return {text: hashlib.sha256(file.read_bytes()).hexdigest()[:12] for text, file in files.items()}
+    return {text: hash_of(file)[:12] for text, file in files.items()}
 
 
 def hashes_of(options: Any) -> dict[str, str]:

@@ -41,6 +41,11 @@ GPUS = {
 """GPUs by a substring of the device's name, each with the larger memory it is sold with."""
 
 
+def gpu_named(name: str) -> Gpu | None:
+    """Return the entry of `GPUS` for a device's name, if there is one."""
+    return next((gpu for part, gpu in GPUS.items() if part in name), None)
+
+
 def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the CPUs this process may use: by its affinity and the quota of its container."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

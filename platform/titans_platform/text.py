@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 from collections.abc import Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
+    from jinja2 import Environment
     from rich.table import Table
 
 NONE = "—"
@@ -111,3 +116,21 @@ def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "t
     for i, heading in enumerate(headings):
         grid.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
     return grid
+
+
+def render(template: Path, **values: Any) -> str:
+    """Render a file as a template with these values, which are escaped in HTML only."""
+    return _templates(template.parent).get_template(template.name).render(**values)
+
+
+@cache
+def _templates(folder: Path) -> Environment:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
+
+    loader, escaped = FileSystemLoader(folder), select_autoescape(["html"])
+    options = {"autoescape": escaped, "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
+    environment.filters.update(number=number, count=count, commit=commit, quote=shlex.quote)
+    environment.filters["json"] = partial(json.dumps, ensure_ascii=False)
+    environment.globals.update(none_sign=NONE)
+    return environment

@@ -188,14 +188,12 @@ def _check_sqlite(path: Path) -> None:
 def check_server(uri: str) -> None:
     """Raise UsageError if the server does not answer here. /health would answer under any host name."""
     try:
-        urllib.request.urlopen(
-            f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1", timeout=10
-        )
+        search = f"{uri.rstrip('/')}/api/2.0/mlflow/experiments/search?max_results=1"
+        urllib.request.urlopen(search, timeout=10)
     except urllib.error.HTTPError as error:
         if "Host header" in error.read(200).decode(errors="replace"):
-            raise _refused(
-                uri, "takes no requests under this name", "start it with --allowed-hosts"
-            ) from None
+            unknown = "takes no requests under this name"
+            raise _refused(uri, unknown, "start it with --allowed-hosts") from None
         if error.code >= 500:
             raise _refused(uri, one_line(error), "check the server's log") from None
         # a server that wants a password says so here and to nobody else

@@ -61,7 +61,7 @@ def test_states_of_streams_that_take_turns_need_memory(tiny_run, monkeypatch):
         return tiny_run.model_copy(update={"optim": optim, "data": data})
 
     one, many = (check.needed_memory(run(groups), Resources()) for groups in (1, 5))
-    state = check.sizes(tiny_run).state_bytes * tiny_run.optim.global_batch_size
+    state = check.sizes(tiny_run)["state_bytes"] * tiny_run.optim.global_batch_size
     assert [needed["optim.stream_groups"] for needed in (one, many)] == [state, 5 * state]
     monkeypatch.setattr(check, "machine_memory", lambda: sum(one.values()) + state)
     check.check_resources(run(2), Resources(), shared=True)

@@ -46,12 +46,12 @@ def test_many_shards_are_cut_shard_by_shard_and_mixed_a_window_at_a_time(sources
     assert many.counts.tolist() == [68] * 20
     assert (len(many), len(few)) == (20 * 68, (3 * 1024 - 1) // LENGTH)
     stream = RowStream(sources[:1], 68, 5)
-    shards = [{row // 68 for _, row in stream.global_rows(step)} for step in range(20)]
+    shards = [set((stream.drawn(step)[1] // 68).tolist()) for step in range(20)]
     windows = [set().union(*shards[i : i + WINDOW]) for i in range(0, 20, WINDOW)]
     assert [len(window) for window in windows] == [8, 8, 4]
     assert set().union(*windows) == set(range(20))
     assert all(len(batch) > 2 for batch in shards), "mixed inside"
-    again = [{row // 68 for _, row in stream.global_rows(step)} for step in range(20, 28)]
+    again = [set((stream.drawn(step)[1] // 68).tolist()) for step in range(20, 28)]
     assert set().union(*again) != windows[0], "another order the next time round"
 
 
@@ -71,7 +71,7 @@ def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
                 loaders[ahead % workers].batch(ahead)
             for at in range(step, killed_at):
                 stream = loaders[at % workers]
-                mine = stream.global_rows(at)[rank::ranks]
+                mine = [*zip(*(each.tolist() for each in stream.drawn(at)), strict=True)][rank::ranks]
                 drawn.update(mine)
                 if at == step:
                     read = []

@@ -35,7 +35,7 @@ def test_rows_starts_and_loss_by_hand(tmp_path):
     assert len(source.train) == 3
     stream = prepared.train_stream(batch_size=3, seed=0)
     batch = stream.batch(0)
-    for (_, row), tokens, starts, loss in zip(stream.global_rows(0), *batch, strict=True):
+    for row, tokens, starts, loss in zip(stream.drawn(0)[1].tolist(), *batch, strict=True):
         text = want[row]
         assert tokens.tolist() == [bos if c == "_" else ord(c) for c in text]
         assert starts.tolist() == [i == 0 or c == "_" for i, c in enumerate(text)]
@@ -66,7 +66,7 @@ def test_batch_is_a_function_of_seed_and_step_with_exact_shares(mixed):
     assert not torch.equal(late.tokens, mixed.train_stream(8, seed=4).batch(50).tokens)
     stream = mixed.train_stream(8, seed=0)
     for step in range(20):
-        assert Counter(source for source, _ in stream.global_rows(step)) == {0: 6, 1: 2}
+        assert Counter(stream.drawn(step)[0].tolist()) == {0: 6, 1: 2}
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 4, 3])

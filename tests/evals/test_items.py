@@ -132,7 +132,7 @@ def test_other_tokenizers_come_within_a_word_of_it(task, options):
 
 @pytest.mark.parametrize(("task", "options", "message"), [
     ("needel", {}, "; did you mean needle?"),
-    ("needle", {"digit": 2}, "no option 'digit'; did you mean digits?"),
+    ("needle", {"digit": 2}, "options.digit: unknown key; did you mean digits?"),
     ("needle", {"queries": 2}, "queries: 2 exceed needles: 1"),
     ("recall", {"pairs": 30}, "pairs: 30 exceed keys: 26"),
     ("recall", {"values": "16"}, "options.values"),

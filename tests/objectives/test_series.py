@@ -21,13 +21,13 @@ def line(steps: int = 40) -> SeriesTable:
 
 def when(data: SeriesData, values: torch.Tensor) -> torch.Tensor:
     """The steps of standardised values of `line`."""
-    train = np.arange(data.train_steps)
+    train = np.arange(data.parts.training)
     return (values[..., 0] * train.std() + train.mean()).round().long()
 
 
 def test_windows_are_cut_by_time_and_in_units_of_the_training_part():
     data = SeriesData(line(), length=6, horizon=2, validation_fraction=0.25)
-    train = data.values_NC[: data.train_steps]
+    train = data.values_NC[: data.parts.training]
     torch.testing.assert_close(train[:, 0].mean(), torch.tensor(0.0), atol=1e-6, rtol=0)
     torch.testing.assert_close(train[:, 0].std(correction=0), torch.tensor(1.0))
     assert (data.values_NC[:, 1] == 0).all()

@@ -78,13 +78,13 @@ def test_colours_stand_a_burst_of_surprise_and_an_overshoot(inspected):
         surprise[burst] *= 1e6
         return shades(replace(inspected["lmm"], traces=[trace._replace(surprise=surprise)]))[0]
 
-    strength = shaded(slice(40, 50)).strength
+    strength = shaded(slice(40, 50))["strength"]
     assert strength[40:50] == [1.0] * 10
     # on a scale up to the burst all others would have strength 0
     assert len(set(strength[:40] + strength[50:])) > 20
     after = shaded(slice(30, None))
-    assert after.about.endswith("logarithmic scale")
-    assert max(after.strength[:30]) < 0.3 < 0.7 < min(after.strength[30:])
+    assert after["about"].endswith("logarithmic scale")
+    assert max(after["strength"][:30]) < 0.3 < 0.7 < min(after["strength"][30:])
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])

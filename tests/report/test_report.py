@@ -183,11 +183,10 @@ def test_other_seeds_and_other_scales_are_named(tmp_path):
     note = "Seeds that are not the scale's are counted: 100, 101."
     for seeds, counted in (((0, 1), False), ((0, 1, 100, 101), True)):
         assert (note in build_report(measured(tmp_path / str(len(seeds)), tuned, seeds)).notes) == counted
-    table = measured(
-        tmp_path, study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
-    )
+    rows = [Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})]
     for comparable, shared in ((True, "on the same scale"), (False, "a scale of their own")):
-        assert shared in pictures(figure_data(replace(table, comparable=comparable)))[0].caption
+        of = study(rows).model_copy(update={"scales": {"small": Scale(comparable=comparable)}})
+        assert shared in pictures(figure_data(measured(tmp_path / shared, of)))[0].caption
 
 
 def test_colour_follows_chance():

@@ -43,7 +43,8 @@ def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], ref
 
 
 def table(*rows) -> Any:
-    return SimpleNamespace(rows=rows, columns=COLUMNS, tuned=False)
+    run = SimpleNamespace(scale=SimpleNamespace(tuned=""))
+    return SimpleNamespace(rows=rows, columns=COLUMNS, run=run)
 
 
 def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
@@ -128,7 +129,7 @@ def test_rows_at_different_learning_rates_are_not_judged():
     assert same.p == same.ours.p
     assert tally(verdicts).endswith("; 1 more are across learning rates")
     tuned = table(lmm, apart, equal)
-    tuned.tuned = True
+    tuned.run.scale.tuned = "rates"
     assert [each.outcome for each in compare(tuned)][:2] == ["agrees", "agrees"]
 
 

@@ -52,7 +52,7 @@ def test_cell_leaves_its_result_and_is_not_run_again(tiny_run, tmp_path):
     assert 10 * 2**20 < result.peak_rss_bytes < 2**40
     assert {"surprise", "alpha_mean", "theta_mean"} <= result.telemetry.keys()
     assert folder.progress()["phase"] == "done"
-    attempt = folder.attempt()
+    attempt = folder.record()["attempt"]
     assert result.seconds <= attempt["ended"] - attempt["began"]
     before = (folder.path / "result.json").stat().st_mtime_ns
     assert run(tiny_run, tmp_path) == folder.result()

@@ -70,7 +70,7 @@ def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_p
     """Most of a store is metrics: 200 losses of a run, and 50 values of each other metric."""
     cfg = tiny_run.model_copy(update={"optim": tiny_run.optim.model_copy(update={"steps": 1000})})
     reporter = Reporter(RunSpec(cfg, tmp_path, "run", "c0ffee", "data"))
-    reporter._log = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
+    reporter.journal = Journal(RunFolder(tmp_path, "run"), lambda: pytest.fail("connected"))
     for step in range(1, 1001):
         validated = {"validation_loss": 2.0} if step == 333 else {}
         reporter.on_step(step, {"loss": 1.0, "lr": 0.1, "tokens_per_second": 9.0} | validated)

@@ -16,7 +16,7 @@ from mlflow.exceptions import MlflowException
 
 from titans_platform.errors import UsageError
 from titans_platform.runs.folder import RunFolder
-from titans_platform.runs.reporter import orphans_ended
+from titans_platform.runs.reporter import end_orphans
 from titans_platform.text import flatten
 from titans_platform.tracking import TrackingStore, check_store, open_store
 
@@ -132,8 +132,8 @@ def test_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     folder = RunFolder(tmp_path, "abc")
     died = round(time.time()) - 1000
     folder.update(progress={"step": 3, "steps": 10, "time": died})
-    with orphans_ended(store, parent, tmp_path):
-        ended = store.client.get_run(run_id).info
+    end_orphans(store, parent, tmp_path)
+    ended = store.client.get_run(run_id).info
     assert (ended.status, ended.end_time) == ("KILLED", 1000 * died)
 
 

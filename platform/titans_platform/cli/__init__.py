@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from io import TextIOWrapper
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
@@ -24,10 +24,12 @@ from titans_platform.provenance import checkout
 from titans_platform.text import table
 
 if TYPE_CHECKING:
+    from pydantic import BaseModel
     from rich.table import Table
 
-    from titans_platform.runs.folder import Measures
+    from titans_platform.runs.folder import Result
 
+Model = TypeVar("Model", bound="BaseModel")
 INTERRUPTED = 130
 RESUME = "run the same command again to resume from the last checkpoint, if one was written"
 PARTS = "finished parts are kept; run the same command again for the rest"
@@ -113,6 +115,18 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("config", type=file_type)(set_option(root_option(command)))
 
 
+def from_options(model: type[Model], **options: Any) -> Model:
+    """Build a model of a command's options. Raises UsageError of one that click let pass, such as nan."""
+    from pydantic import ValidationError
+
+    try:
+        return model.model_validate(options, strict=False)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        name, cause = str(first["loc"][0]).replace("_", "-"), first["msg"].removeprefix("Value error, ")
+        raise UsageError(f"--{name}: {cause}") from None
+
+
 def echo_json(value: Any) -> None:
     """Print a value as strict JSON: nan and inf become null."""
     from pydantic_core import to_json
@@ -129,7 +143,7 @@ def beyond_training(tokens: int, context: int) -> str:
     )
 
 
-def measures_table(result: Measures) -> Table:
+def measures_table(result: Result) -> Table:
     """Return the result of ``evaluate`` as a table: each column, followed by its tasks at each length."""
     grid = table("", "value", "± s.e.", "chance", "floor", "items")
     heuristics = any(task.heuristic for task in result.tasks.values())
@@ -145,7 +159,7 @@ def measures_table(result: Measures) -> Table:
     return grid
 
 
-def bucket_tables(result: Measures) -> Iterator[Table]:
+def bucket_tables(result: Result) -> Iterator[Table]:
     """Yield a table by bucket and length for each task with buckets: a needle's depth, a token's place."""
     by_task: dict[str, dict[str, dict[str, float]]] = {}
     for key, buckets in result.buckets.items():

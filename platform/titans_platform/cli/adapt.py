@@ -8,13 +8,11 @@ import time
 from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
-from resource import RUSAGE_SELF, getrusage
 from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
-import yaml
 from rich.console import Console
 
 from titans_platform.cli import (
@@ -22,6 +20,7 @@ from titans_platform.cli import (
     bucket_tables,
     dry_run_option,
     echo_json,
+    from_options,
     json_option,
     measures_table,
     root_option,
@@ -29,7 +28,7 @@ from titans_platform.cli import (
 )
 from titans_platform.errors import UsageError, one_line, within
 from titans_platform.files import read_json, write_text
-from titans_platform.text import clock
+from titans_platform.text import clock, render
 
 if TYPE_CHECKING:
     from titans_core.adapt import MemoryOptions
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 
 STAGES = {"transfer": 3e-3, "tune": 1e-3}
 """Objectives of the runs, in order, and their learning rates."""
+RUN_FILE = Path(__file__).with_name("adapt.yaml")
 LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 
 
@@ -64,9 +64,9 @@ LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 @dry_run_option
 @json_option
 def adapt(
-    source: str, out: Path, data: str | None, kind: str, window: int, sinks: int, layers: str,
-    heads: int, depth: int, chunk: int, kept: int | None, lora: int, length: int, rows: tuple[int, int],
-    threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool, as_json: bool,
+    source: str, out: Path, data: str | None, layers: str, kept: int | None, lora: int, length: int,
+    rows: tuple[int, int], threads: int, gpus: int, overrides: tuple[str, ...], root: Path, dry_run: bool,
+    as_json: bool, **memory: Any,
 ) -> None:  # fmt: skip
     """Write SOURCE with a window and a trained memory of constant size to the folder OUT.
 
@@ -82,7 +82,6 @@ def adapt(
       titans adapt HuggingFaceTB/SmolLM2-135M-Instruct my-model --data books/
     """
     import torch
-    from pydantic import ValidationError
 
     from titans_core.adapt import MemoryOptions
 
@@ -94,13 +93,7 @@ def adapt(
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
     if kept is None:
         kept = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
-    fields = {"kind": kind, "window": window, "sinks": sinks, "layers": _parse_layers(layers)}
-    fields |= {"heads": heads, "depth": depth, "chunk": chunk, "kept": kept}
-    try:
-        options = MemoryOptions.model_validate(fields, strict=False)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise UsageError(f"--{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None
+    options = from_options(MemoryOptions, layers=_parse_layers(layers), kept=kept, **memory)
     source = str(Path(source).resolve()) if Path(source).exists() else source
     about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
     about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
@@ -109,7 +102,8 @@ def adapt(
         folder = Path(folder)
         _convert(source, folder, options, about)
         if dry_run:
-            planned = {x: _plan(_config(folder, x, overrides), gpus, console) for x in _stages(folder)}
+            stages = _stages(folder, overrides).items()
+            planned = {stage: _plan(cfg, gpus, console) for stage, cfg in stages}
             return echo_json(planned) if as_json else None
         result = _train(folder, root, overrides, gpus, console)
     if as_json:
@@ -158,27 +152,12 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         raise UsageError(f"{source}: its tokenizer cannot be written as a tokenizer.json")
     # the platform counts special tokens that a tokenizer lacks, such as padding
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
-    sizes = {"vocab_size": vocabulary, "d_model": config.hidden_size, "n_layers": config.num_hidden_layers}
-    text = {"kind": "files", "path": about["data"]} if about["data"] else {"kind": "corpus"}
-    trained = {"model": str(base.resolve()), "weights": weights, "kept": options.kept}
+    paths = {"base": str(base.resolve()), "tokenizer": str((out / "tokenizer.json").resolve())}
+    values = {"about": about, "kept": options.kept, "config": config, "weights": weights} | paths
     rows = dict(zip(STAGES, about["rows"], strict=True))
     for stage in _first_stages(about):
-        share, lora = ([{"task": "context_share"}], about["lora"]) if stage == "tune" else ([], 0)
-        run = {
-            "model": {"variant": "transformer", "memory": {"heads": 1}, "attention": {"heads": 1}} | sizes,
-            "objective": {"kind": stage, "options": trained | {"lora": lora}},
-            "data": {
-                "sources": [text], "tokenizer": str((out / "tokenizer.json").resolve()), "packing": "plain",
-                "sequence_length": about["length"],
-            },
-            "optim": {"steps": rows[stage], "global_batch_size": 1, "lr": STAGES[stage], "weight_decay": 0.0},
-            "eval": {
-                "columns": {"share": share} if share else {}, "perplexity_tokens": 8 * about["length"],
-                "batch_tokens": about["length"],
-            },
-            "threads": about["threads"], "checkpoint": {"every": 5},
-        }  # fmt: skip
-        (out / f"{stage}.yaml").write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
+        run = {"stage": stage, "steps": rows[stage], "lr": STAGES[stage], "vocabulary": vocabulary}
+        (out / f"{stage}.yaml").write_text(render(RUN_FILE, **run, **values), encoding="utf-8")
     # last: a folder without it is not whole
     write_text(made, json.dumps(about, indent=2))
 
@@ -198,16 +177,13 @@ def _first_stages(about: dict[str, Any]) -> list[str]:
     return ["tune"] if about.get("layers") == [] else [*STAGES]
 
 
-def _stages(folder: Path) -> list[str]:
-    """Return the names of a folder's run files, in the order of the runs."""
-    further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
-    return _first_stages(json.loads((folder / "adapt.json").read_text(encoding="utf-8"))) + further
-
-
-def _config(folder: Path, stage: str, overrides: tuple[str, ...]) -> RunConfig:
+def _stages(folder: Path, overrides: tuple[str, ...]) -> dict[str, RunConfig]:
+    """Load the run files of a folder by name, in the order of the runs. Raises UsageError."""
     from titans_platform.loading import load_config
 
-    return load_config(folder / f"{stage}.yaml", overrides)
+    further = sorted((path.stem for path in folder.glob("tune-*.yaml")), key=lambda name: (len(name), name))
+    first = _first_stages(json.loads((folder / "adapt.json").read_text(encoding="utf-8")))
+    return {name: load_config(folder / f"{name}.yaml", overrides) for name in [*first, *further]}
 
 
 def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
@@ -215,6 +191,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     import torch
 
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.execute import peak_rss
     from titans_platform.training.loop import Trainer, deterministic
 
     objective, rows, length = build_objective(cfg), cfg.optim.global_batch_size, cfg.data.sequence_length
@@ -229,7 +206,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
         began = time.perf_counter()
         trainer.step()
         seconds = (time.perf_counter() - began) * cfg.optim.steps
-    peak = torch.cuda.max_memory_allocated() if gpus else 1024 * getrusage(RUSAGE_SELF).ru_maxrss
+    peak = torch.cuda.max_memory_allocated() if gpus else peak_rss()
     planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
     console.print(
@@ -249,8 +226,8 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
     from titans_platform.runs.spec import Resources
 
     runs, before, result = {}, None, None
-    for stage in _stages(out):
-        cfg = _config(out, stage, overrides).model_copy(update={"start_from": before})
+    for stage, cfg in _stages(out, overrides).items():
+        cfg = cfg.model_copy(update={"start_from": before})
         objective = build_objective(cfg)
         objective.check()
         resources = Resources(workers=1, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
@@ -302,7 +279,7 @@ def chat(
     from titans_core import Sampling
     from titans_core.adapt import Chat
 
-    sampling = Sampling(temperature=temperature, seed=seed)
+    sampling = from_options(Sampling, temperature=temperature, seed=seed)
     with within(f"{folder}: ", ValueError, ""):
         talk = Chat(folder)
         sessions = talk.sessions

@@ -142,8 +142,7 @@ def logs(name: str, job: str, no_follow: bool) -> int:
     Example:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
-    chosen = load_cluster(name)
-    with chosen.connected() as jobs:
+    with load_cluster(name).connected() as jobs:
         log = Log(_echo)
         if not no_follow:
             return _follow(jobs, name, job, log)
@@ -162,8 +161,7 @@ def stop(name: str, job: str) -> None:
     Example:
       titans cluster stop nodes ablation-smoke-1f3a9c
     """
-    chosen = load_cluster(name)
-    with chosen.connected() as jobs:
+    with load_cluster(name).connected() as jobs:
         jobs.stop(job)
     click.echo(f"stopping {job}")
 

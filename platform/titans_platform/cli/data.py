@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 from rich.console import Console
-from rich.table import Table
 
+from titans_platform import text
 from titans_platform.cli import OSPath, cluster_option, config_options, dry_run_option, echo_json, json_option
 from titans_platform.errors import UsageError
 
@@ -151,7 +151,7 @@ def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None
     described: dict[str, Any] = {"fingerprint": data.fingerprint, "items": counts}
     if as_json:
         return echo_json(described)
-    table = Table("class", *PARTS)
+    table = text.table("class", *PARTS)
     for label in data.classes:
         table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
     Console().print(table)
@@ -176,11 +176,10 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
             "fingerprint": prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint,
             "vocab_size": ids, "sequence_length": length, "sources": sources,
         })  # fmt: skip
-    table = Table()
-    table.add_column("source", overflow="fold", min_width=12)
-    for column in ("weight", "docs", "tokens", "rows", "val rows"):
+    table = text.table("source")
+    table.columns[0].overflow, table.columns[0].min_width = "fold", 12
+    for column in ("weight", "docs", "tokens", "rows", "val rows", "fingerprint"):
         table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("fingerprint", no_wrap=True)
     for label, source in sources.items():
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])

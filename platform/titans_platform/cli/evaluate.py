@@ -72,7 +72,7 @@ def evaluate(
 
     from titans_platform import evals
     from titans_platform.evals.ngrams import count_text
-    from titans_platform.runs.folder import Measures
+    from titans_platform.runs.folder import Result
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.training.loop import deterministic
 
@@ -99,10 +99,10 @@ def evaluate(
         )  # fmt: skip
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
-    measures = Measures.model_validate(measured)
-    for table in (measures_table(measures), *bucket_tables(measures)):
+    result = Result(cell=point.parents[1].name, **measured)
+    for table in (measures_table(result), *bucket_tables(result)):
         console.print(table)
-    console.print(f"run {point.parents[1].name}, step {step:,}")
+    console.print(f"run {result.cell}, step {step:,}")
 
 
 def _by_position(
@@ -167,7 +167,7 @@ def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -
 
     if other_data:
         return objective.prepare(root)
-    folder = RunFolder(point.parents[3], point.parents[1].name)
+    folder = RunFolder.at(point.parents[1])
     result, then = folder.shown_result(), folder.record().get("files", {})
     trained = folder.record().get("data") or (result.data_fingerprint if result else "")
     try:

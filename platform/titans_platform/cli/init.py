@@ -18,15 +18,15 @@ from pydantic_core import to_jsonable_python
 
 from titans_platform.cli import file_type
 from titans_platform.errors import UsageError
+from titans_platform.text import render
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig
 
+STARTER = Path(__file__).with_name("init.yaml")
 WIDTH = 100
-SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 SMALL = 2**20
 """Bytes of text that are read whole."""
-WORDS = {"string": "text", "boolean": "true, false"}
 
 
 @click.command()
@@ -56,28 +56,11 @@ def run_file(data: str | None, preset: str) -> str:
     """Return the YAML text of a run on the text at ``data``. Raises UsageError: no such text or preset."""
     from titans_core.presets import SIZES
     from titans_platform.config import RunConfig
-    from titans_platform.loading import complete, validate
+    from titans_platform.loading import complete, parse_yaml, validate
 
     path = data if not data or "://" in data else os.path.abspath(os.path.expanduser(data))
-    source = {"kind": "files", "path": path} if data else {"kind": "corpus"}
-    settings = {
-        # trained on streams, so that the memory carries through a text of any length; with the preset's
-        # surprise_bound of 1 a trained deep memory can overshoot where a text repeats itself
-        "model": {
-            "preset": preset,
-            "variant": "mac",
-            "memory": {"forget_to": "initial", "surprise_bound": 0.3},
-        },
-        "data": {
-            "sources": [source | {"validation_fraction": 0.1}],
-            # whole segments, whose state can be carried
-            "sequence_length": 4 * SIZES[preset].window if preset in SIZES else 128,
-            "rows": "streams",
-            "packing": "plain",
-        },
-        "optim": {"steps": 300, "global_batch_size": 16, "lr": 0.006, "reset_probability": 0.05},
-        "eval": {"columns": {"perplexity": [{"task": "perplexity"}]}},
-    }
+    length = 4 * SIZES[preset].window if preset in SIZES else 128
+    settings = parse_yaml(render(STARTER, path=path, preset=preset, length=length), STARTER.name)
     config = validate(RunConfig, complete(settings, fit=False))
     if data:
         _check_text(config)
@@ -129,9 +112,8 @@ def _section(config: BaseModel, settings: Mapping[str, Any], indent: str = "") -
         else:
             mark = "" if field.name in settings else "# "
             fitted = "preset" in settings and field.name == "mlp_expansion" and mark
-            shown = (
-                "fitted to the variant by the preset" if fitted else _yaml(settings.get(field.name, value))
-            )
+            value = settings.get(field.name, value)
+            shown = "fitted to the variant by the preset" if fitted else _yaml(value)
             yield f"{indent}{mark}{field.name}: {shown}"
 
 
@@ -143,8 +125,6 @@ class ConfigField(NamedTuple):
     """One field of a config model."""
 
     name: str
-    values: str
-    """Allowed values, in words."""
     default: str | None
     """As YAML; None if the field is required."""
     about: str
@@ -155,7 +135,7 @@ class ConfigField(NamedTuple):
 
 def fields_of(model: type[BaseModel]) -> list[ConfigField]:
     """Return the fields of a model, in order."""
-    fields, properties = [], model.model_json_schema()["properties"]
+    fields = []
     for name, info in model.model_fields.items():
         below, many = _model_in(info.annotation)
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
@@ -164,7 +144,7 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
             about = (below.__doc__ or "").partition("\n\n")[0]
         # docstrings quote code as reStructuredText does
         about = " ".join(about.split()).replace("``", "`")
-        fields.append(ConfigField(name, _values(properties[name]), default, about, below, many))
+        fields.append(ConfigField(name, default, about, below, many))
     return fields
 
 
@@ -173,23 +153,6 @@ def _model_in(annotation: Any) -> tuple[type[BaseModel] | None, bool]:
         return annotation, False
     model = next(filter(None, (_model_in(inner)[0] for inner in typing.get_args(annotation))), None)
     return model, model is not None
-
-
-def _values(schema: Mapping[str, Any]) -> str:
-    """Describe the values that a JSON schema allows: `integer >= 1`."""
-    if "enum" in schema:
-        return ", ".join(f"`{value}`" for value in schema["enum"])
-    if "anyOf" in schema:
-        return " or ".join(map(_values, schema["anyOf"]))
-    if "$ref" in schema:
-        return "any value" if schema["$ref"].endswith("/JsonValue") else "a section"
-    kind: str = schema.get("type", "any value")
-    if kind == "array":
-        return f"list of {_values(schema['items'])}"
-    if kind == "object":
-        return f"mapping of names to {_values(schema['additionalProperties'])}"
-    bounds = [f"{sign} {schema[key]:,}" for key, sign in SIGNS.items() if key in schema]
-    return " ".join([WORDS.get(kind, kind), ", ".join(bounds)]).strip()
 
 
 def _yaml(value: Any) -> str:

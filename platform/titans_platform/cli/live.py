@@ -103,9 +103,8 @@ def searching(study: StudyRun, console: Console) -> Iterator[None]:
     """Print a line on the study's search whenever it changes."""
     state = study.search
     assert state
-    printed = (
-        f"searching: {state.search.trials} trials, rungs at {'/'.join(map(str, state.milestones))} steps"
-    )
+    rungs = "/".join(map(str, state.milestones))
+    printed = f"searching: {state.search.trials} trials, rungs at {rungs} steps"
     with report_interrupt(study, console), console.status(printed) as status:
 
         def update() -> None:

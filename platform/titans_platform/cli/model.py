@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from titans_platform.cli import OSPath, beyond_training, file_type, root_option
+from titans_platform.cli import OSPath, beyond_training, file_type, from_options, root_option
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.text import plain
+from titans_platform.text import plain, render
 
 if TYPE_CHECKING:
     from titans_core import LanguageModel
@@ -43,8 +43,8 @@ if TYPE_CHECKING:
 @click.option("--memory-out", type=OSPath(path_type=Path), help="Save the final state here.")
 @root_option
 def generate(
-    run: str, prompt: str, file: str | None, max_new_tokens: int, temperature: float, top_k: int | None,
-    top_p: float | None, seed: int, stream: bool, memory_in: Path | None, memory_out: Path | None, root: Path,
+    run: str, prompt: str, file: str | None, max_new_tokens: int, stream: bool, memory_in: Path | None,
+    memory_out: Path | None, root: Path, **sampled: Any,
 ) -> None:  # fmt: skip
     """Generate text with RUN's model; prints the prompt and its continuation.
 
@@ -58,7 +58,6 @@ def generate(
       titans generate 3f2a91c0 --memory-in book.memory --prompt "Call me" --top-p 0.95
     """
     import torch
-    from pydantic import ValidationError
 
     from titans_core import Reading, Sampling
     from titans_core.memory_file import load_memory, save_memory
@@ -66,15 +65,11 @@ def generate(
     from titans_platform.data.tokenizer import TextStream
     from titans_platform.training.loop import deterministic
 
-    try:
-        sampling = Sampling(temperature=temperature, top_k=top_k, top_p=top_p, seed=seed)
-    except ValidationError as error:  # what click lets pass: nan, inf, a seed too large
-        first = error.errors(include_url=False)[0]
-        raise UsageError(f"--{str(first['loc'][0]).replace('_', '-')}: {first['msg']}") from None
+    sampling = from_options(Sampling, **sampled)
     text = plain((_read_text("--read", file) if file else "") + prompt)
     model, tokenizer, cfg = _reader(run, root, "generate text")
     model.to("cuda" if torch.cuda.is_available() else "cpu")
-    with deterministic(seed, cfg.threads):
+    with deterministic(sampling.seed, cfg.threads):
         try:
             start = load_memory(memory_in, model) if memory_in else Reading()
         except ValueError as error:
@@ -149,8 +144,8 @@ def export(run: str, folder: Path, root: Path) -> None:
     """
     from titans_core.pretrained import save_folder
     from titans_platform.data.tokenizer import write_tokenizer
-    from titans_platform.report import render
-    from titans_platform.runs.folder import RESULT, Result
+    from titans_platform.report import TEMPLATES
+    from titans_platform.runs.folder import RunFolder
     from titans_platform.runs.load import find_checkpoint
 
     model, tokenizer, cfg = _language_model(run, root, "can be exported")
@@ -164,8 +159,8 @@ def export(run: str, folder: Path, root: Path) -> None:
         save_folder(folder, model, special)
         write_tokenizer(tokenizer, folder)
         values = {"model": model, "cfg": cfg, "tokenizer": tokenizer.fingerprint}
-        result = Result.read(find_checkpoint(run, root).parents[1] / RESULT)
-        card = render("model_card.md", **values, result=result)
+        result = RunFolder.at(find_checkpoint(run, root).parents[1]).result()
+        card = render(TEMPLATES / "model_card.md", **values, result=result)
         (folder / "README.md").write_text(card, encoding="utf-8")
     except OSError as error:
         raise TitansError(f"{folder}: cannot be written: {error.strerror}") from None

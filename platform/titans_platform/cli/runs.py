@@ -10,30 +10,18 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
 import click
 
 from titans_platform.cli import dry_run_option, echo_json, file_type, json_option, root_option
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
-from titans_platform.runs.folder import RunFolder
+from titans_platform.runs.folder import runs_under
 
 STATES = ("done", "running", "failed", "interrupted")
 # one worker is enough for one user, and starts faster
 QUIET = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "PYTHONWARNINGS": "ignore"}
-
-
-class RunInfo(NamedTuple):
-    """A run as `titans runs list` shows it."""
-
-    name: str
-    state: str
-    variant: str
-    steps: int
-    bytes: int
-    """On disk, checkpoints included."""
-    studies: list[str]
 
 
 @click.group()
@@ -58,20 +46,17 @@ def list_runs(state: str | None, study: str | None, root: Path, as_json: bool) -
     Example:
       titans runs list --study ablation
     """
-    matching = [run for run in _runs(root) if state in (None, run.state)]
+    matching = [run for run in _runs(root) if state in (None, run["state"])]
     if study is not None:
-        matching = [
-            run for run in matching if any(f"{label}-".startswith(f"{study}-") for label in run.studies)
-        ]
+        begins = f"{study}-"
+        matching = [run for run in matching if any(f"{of}-".startswith(begins) for of in run["studies"])]
     if as_json:
-        return echo_json([run._asdict() for run in matching])
+        return echo_json(matching)
     for run in matching:
-        about = f"{run.variant:<16} {run.steps:>7,} {_mb(run.bytes):>11}  {' '.join(run.studies)}"
-        line = f"{run.name}  {run.state:<11} {about}"
-        click.echo(line.rstrip())
-    click.echo(
-        f"{len(matching)} runs, {_mb(sum(run.bytes for run in matching))} under {root / 'cells'}", err=True
-    )
+        about = f"{run['variant']:<16} {run['steps']:>7,} {_mb(run['bytes']):>11}  {' '.join(run['studies'])}"
+        click.echo(f"{run['name']}  {run['state']:<11} {about}".rstrip())
+    size = _mb(sum(run["bytes"] for run in matching))
+    click.echo(f"{len(matching)} runs, {size} under {root / 'cells'}", err=True)
 
 
 @runs.command()
@@ -105,18 +90,20 @@ def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
             shutil.rmtree(folder.path)
 
 
-def _runs(root: Path) -> Iterator[RunInfo]:
+def _runs(root: Path) -> Iterator[dict[str, Any]]:
+    """Yield each run as --json has it; its ``bytes`` on disk include checkpoints."""
     studies: dict[str, list[str]] = {}
     for manifest in sorted((root / "studies").glob("*/cells.json")):
         for cell in (read_json(manifest) or {}).get("cells", []):
             studies.setdefault(cell["cell"], []).append(manifest.parent.name)
-    for path in sorted(path for path in (root / "cells").glob("*") if path.is_dir()):
-        folder = RunFolder(root, path.name)
+    for folder in runs_under(root):
         config = folder.record().get("config", {})
-        variant = str(config.get("model", {}).get("variant", "?"))
-        steps = int(config.get("optim", {}).get("steps", 0))
-        belongs = list(dict.fromkeys(studies.get(folder.name, [])))
-        yield RunInfo(folder.name, folder.state(), variant, steps, _size(folder.path), belongs)
+        yield {
+            "name": folder.name, "state": folder.state(),
+            "variant": str(config.get("model", {}).get("variant", "?")),
+            "steps": int(config.get("optim", {}).get("steps", 0)),
+            "bytes": _size(folder.path), "studies": list(dict.fromkeys(studies.get(folder.name, []))),
+        }  # fmt: skip
 
 
 def _size(path: Path) -> int:
@@ -162,12 +149,11 @@ def ui(root: Path, adopt: bool, port: int, dry_run: bool) -> int:
     if dry_run:
         click.echo(shlex.join(command))
         return 0
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((LOOPBACK, port))
-        except OSError as error:
-            raise UsageError(f"--port {port}: {error.strerror} on {LOOPBACK}; give another") from None
+    try:
+        socket.create_server((LOOPBACK, port)).close()
+    except OSError as error:
+        cause = os.strerror(error.errno or 0)
+        raise UsageError(f"--port {port}: {cause} on {LOOPBACK}; give another") from None
     # in its own process group, so that its children are terminated with it
     server = subprocess.Popen(
         command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL

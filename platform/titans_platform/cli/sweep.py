@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 LONG = ("data.sources.", "eval.")
 """Fields too long for `sweep show`."""
+PLAIN: dict[str, Any] = {"box": None, "padding": (0, 2, 0, 0), "header_style": "dim"}
+"""Look of the tables of a dry run."""
 
 
 def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, ...]) -> list[str]:
@@ -113,7 +115,7 @@ def list_studies(root: Path, as_json: bool) -> None:
     for heading, shown in (("Studies", [each for each in studies if each not in own]), ("experiments/", own)):
         click.echo(f"\n{heading}:" if shown else "", nl=bool(shown))
         for study, path in shown:
-            click.echo(f"{study.name}: {' '.join(study.description.split())}")
+            click.echo(f"{study.name}: {study.description}")
             rows = len(study.rows_at(next(iter(study.scales))))
             click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
 
@@ -139,15 +141,15 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
-    about, seeds = " ".join(size.about.split()), ", ".join(map(str, size.seeds))
-    console.print(f"[bold]{file.name}[/] at {scale}: {about} Seeds {seeds}.")
+    seeds = ", ".join(map(str, size.seeds))
+    console.print(f"[bold]{file.name}[/] at {scale}: {size.about} Seeds {seeds}.")
     for key, column in file.columns_at(scale).items():
         console.print(f"  {key}: {column.heading}", markup=False)
     for row in file.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
             way = "better" if expected.better else "worse"
-            console.print(f"    {key} should be {way}. {' '.join(expected.because.split())}", markup=False)
+            console.print(f"    {key} should be {way}. {expected.because}", markup=False)
     for name, axis in file.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
@@ -261,7 +263,7 @@ def _dry_run(
         rows = costs(study, price)
     cells = [{
         "cell": cell.name, "row": cell.row, "seed": cell.seed,
-        "parameters": sizes(cell.config).parameters, "tokens": cell.config.tokens,
+        "parameters": sizes(cell.config)["parameters"], "tokens": cell.config.tokens,
         "state": "stale" if cell in study.stale else cell.folder(study.root).state(),
     } for cell in study.cells]  # fmt: skip
     search = study.search
@@ -288,11 +290,10 @@ def _dry_run(
 def _print_plan(record: dict[str, Any], console: Console) -> None:
     """Print the plan as text."""
     from titans_platform.cli.live import say
-    from titans_platform.text import NONE, clock, count, plural
+    from titans_platform.text import NONE, clock, count, plural, table
 
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in ("cell", "row", "seed", "parameters", "tokens", "state"):
-        grid.add_column(name, justify="right" if name in ("seed", "parameters", "tokens") else "left")
+    grid = table("cell", "row", "seed", "parameters", "tokens", "state", left=2, **PLAIN)
+    grid.columns[-1].justify = "left"
     for cell in record["cells"]:
         numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
         grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
@@ -340,9 +341,9 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     """Lay out what a cell of each row takes on GPUs."""
     from titans_platform.text import NONE, count, short
 
-    grid = RichTable(box=None, padding=(0, 2, 0, 0), header_style="dim")
-    grid.add_column("row", overflow="fold")
     keys = ["hours", "gpu_hours"] + ["dollars"] * any(cost["dollars"] for cost in costs)
+    grid = RichTable(**PLAIN)
+    grid.add_column("row", overflow="fold")
     for heading in ["GiB a GPU", "state, MB", "tokens/s", "hours", "GPU hours", "$"][: 3 + len(keys)]:
         grid.add_column(heading, justify="right", no_wrap=True)
     for cost in costs:

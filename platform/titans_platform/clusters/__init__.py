@@ -14,17 +14,12 @@ from titans_platform.clusters.base import Cluster
 from titans_platform.errors import UsageError
 from titans_platform.loading import file_at, known_files, nearest, read_yaml, validate
 
-KINDS = Registry(
-    "kind",
-    Cluster,
-    {
-        "nodes": "titans_platform.clusters.local:Nodes",
-        "existing": "titans_platform.clusters.rayjobs:Existing",
-        "kuberay": "titans_platform.clusters.kuberay:KubeRay",
-        "slurm": "titans_platform.clusters.slurm:Slurm",
-    },
-    UsageError,
-)
+KINDS = Registry("kind", Cluster, {
+    "nodes": "titans_platform.clusters.local:Nodes",
+    "existing": "titans_platform.clusters.rayjobs:Existing",
+    "kuberay": "titans_platform.clusters.kuberay:KubeRay",
+    "slurm": "titans_platform.clusters.slurm:Slurm",
+}, UsageError)  # fmt: skip
 NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """Valid cluster names: they also name Kubernetes objects and folders."""
 

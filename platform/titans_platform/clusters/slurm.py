@@ -17,9 +17,11 @@ from pydantic import Field, model_validator
 from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
-from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, render, token_variables
+from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
 from titans_platform.errors import UsageError
+from titans_platform.text import render
 
+JOB = Path(__file__).parent / "templates" / "job.sbatch"
 _QUEUE = Run(("squeue", "--me", "--noheader", "--format=%i %T"))
 _WAITS = ("PENDING", "CONFIGURING", "REQUEUED", "SUSPENDED")
 
@@ -94,6 +96,7 @@ class SlurmJobs(Jobs):
         code, wheel = at / "code", f"<{packaging.DISTRIBUTION} wheel>"
         own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{code}:{at / 'files'}"}
         exports = {**job.env, **token_variables(token), **own}
+        script = render(JOB, spec=self.spec, at=at, exports=exports)
         unpack = f"python -m zipfile --extract {wheel} {shlex.quote(str(code))}"
         return [
             Step(unpack, partial(packaging.put_code, code)),
@@ -102,7 +105,7 @@ class SlurmJobs(Jobs):
             # srun mixes the command's exit code with the other nodes'
             Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
             # it names the token's file, on the shared storage, not the token
-            Write(at / "job.sbatch", render("job.sbatch", spec=self.spec, at=at, exports=exports)),
+            Write(at / "job.sbatch", script),
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
         ]
 

@@ -185,16 +185,6 @@ def new_token(path: Path) -> Step:
     return Step(line, partial(write_token, path))
 
 
-def render(template: str, **values: Any) -> str:
-    """Render a file of `templates/` with these values; its filter `quote` is the shell's."""
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
-    options: Any = {"trim_blocks": True, "keep_trailing_newline": True, "undefined": StrictUndefined}
-    templates = Environment(loader=FileSystemLoader(Path(__file__).parent / "templates"), **options)
-    templates.filters["quote"] = shlex.quote
-    return templates.get_template(template).render(values)
-
-
 def command_text(argv: Sequence[str], env: Mapping[str, str]) -> str:
     """Return a command with its environment variables as a line of shell."""
     quoted = {key: f'"{value}"' if "$" in value else shlex.quote(value) for key, value in env.items()}

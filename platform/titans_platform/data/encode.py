@@ -7,10 +7,10 @@ import itertools
 import json
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from itertools import chain, islice
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +28,8 @@ WINDOW_CHARACTERS = 32 * 2**20
 PIECE_CHARACTERS = 2**20
 GROUP_CHARACTERS = 4 * 2**20
 CYCLE = 10_000
-T = TypeVar("T")
+Piece = tuple[Document, bool, bool, str]
+"""A document, whether it is held out, whether this is its first piece, and the piece's text."""
 Placed = Iterator[tuple[Document, bool]]
 """Documents, each with whether it is held out for validation."""
 
@@ -138,18 +139,17 @@ def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, 
         for document, validation in placed
         for i, text in enumerate(_pieces(document.text))
     )
-    for group in _groups(pieces, lambda one: len(one[3])):
+    for group in _groups(pieces):
         ids = tokenizer.encode_batch([text for *_, text in group])
         yield from ((*one[:3], each) for one, each in zip(group, ids, strict=True))
 
 
-def _groups(items: Iterable[T], characters: Callable[[T], int]) -> Iterator[list[T]]:
-    """Batches of items of at least GROUP_CHARACTERS characters."""
-    group: list[T] = []
-    held = 0
-    for item in items:
-        group.append(item)
-        held += characters(item)
+def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
+    """Yield lists of pieces of at least GROUP_CHARACTERS characters."""
+    group, held = [], 0
+    for piece in pieces:
+        group.append(piece)
+        held += len(piece[3])
         if held >= GROUP_CHARACTERS:
             yield group
             group, held = [], 0

@@ -33,9 +33,7 @@ from titans_platform.data.shards import (
     MANIFEST,
     REPAIR,
     SCHEMA,
-    Manifest,
     SourceRows,
-    find_corruption,
     read_manifest,
     read_table,
 )
@@ -55,18 +53,12 @@ class ItemHashes:
     """Set of the hashes of training task items (16 hex digits each), stored in 8 bytes per item."""
 
     def __init__(self, hashes: NDArray[np.uint64]):
-        self._sorted = np.unique(hashes)
+        self.sorted = np.unique(hashes)
 
     def __contains__(self, item: str) -> bool:
         value = np.uint64(int(item, 16))
-        at = int(np.searchsorted(self._sorted, value))
-        return at < len(self._sorted) and self._sorted[at] == value
-
-    def __iter__(self) -> Iterator[str]:
-        return (f"{value:016x}" for value in self._sorted.tolist())
-
-    def __len__(self) -> int:
-        return len(self._sorted)
+        at = int(np.searchsorted(self.sorted, value))
+        return at < len(self.sorted) and self.sorted[at] == value
 
 
 class PreparedData:
@@ -200,7 +192,7 @@ def _is_whole(folder: Path, repair: bool) -> bool:
     A repair also compares the hashes of shards: a flipped bit changes neither size nor mtime.
     """
     try:
-        _manifest(folder, verify=repair)
+        read_manifest(folder, verify=repair)
     except FileNotFoundError:
         return False
     except UsageError:
@@ -210,17 +202,6 @@ def _is_whole(folder: Path, repair: bool) -> bool:
         (folder / MANIFEST).unlink(missing_ok=True)
         return False
     return True
-
-
-def _manifest(folder: Path, verify: bool = False) -> Manifest:
-    """Read a source's manifest and check its files.
-
-    Raises FileNotFoundError; UsageError that names the first corrupt file.
-    """
-    manifest = read_manifest(folder)
-    if problem := find_corruption(folder, manifest, verify):
-        raise UsageError(f"{problem}; {REPAIR}")
-    return manifest
 
 
 def open_prepared(
@@ -251,7 +232,7 @@ def _open_folders(
     sources = []
     for name, source in zip(names, data.sources, strict=True):
         try:
-            manifest = _manifest(store / name, verify)
+            manifest = read_manifest(store / name, verify)
         except FileNotFoundError:
             raise UsageError(f"{store / name}/{MANIFEST}: missing; {REPAIR}") from None
         length, borders = data.sequence_length, data.packing == "borders"

@@ -158,34 +158,32 @@ def signed(manifest: Manifest) -> bytes:
     return (json.dumps(fields | {"digest": digest(fields)}, indent=2, sort_keys=True) + "\n").encode()
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a source. Raises FileNotFoundError; UsageError that names the file."""
+def read_manifest(folder: Path, verify: bool = False) -> Manifest:
+    """Read the manifest of a source and check its files.
+
+    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all: hashing
+    a whole corpus at every start would take minutes. Raises FileNotFoundError; UsageError that names the
+    first corrupt file.
+    """
     content = (path := folder / MANIFEST).read_bytes()
     try:
         fields = json.loads(content)
         if fields.pop("digest") != digest(fields):
             raise ValueError("digest")
-        return Manifest.model_validate_json(json.dumps(fields))
+        manifest = Manifest.model_validate_json(json.dumps(fields))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(f"{path}: is not a manifest or was changed; {REPAIR}") from error
-
-
-def find_corruption(folder: Path, manifest: Manifest, verify: bool) -> str | None:
-    """Return a message for the first file of a source that differs from its manifest; None: all are intact.
-
-    Sizes are always compared, hashes of files whose mtime differs; with ``verify`` the hashes of all: hashing
-    a whole corpus at every start would take minutes.
-    """
     for info in manifest.files:
-        try:
-            stat = (path := folder / info.file).stat()
-        except OSError:
-            return f"{folder / info.file}: missing shard"
-        if stat.st_size != info.bytes:
-            return f"{path}: truncated shard, {stat.st_size} bytes of {info.bytes}"
-        if (verify or stat.st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
-            return f"{path}: corrupted shard, its hash is not the manifest's"
-    return None
+        problem, path = "", folder / info.file
+        if not path.exists():
+            problem = "missing shard"
+        elif (size := path.stat().st_size) != info.bytes:
+            problem = f"truncated shard, {size} bytes of {info.bytes}"
+        elif (verify or path.stat().st_mtime_ns != info.mtime_ns) and _file_sha256(path) != info.sha256:
+            problem = "corrupted shard, its hash is not the manifest's"
+        if problem:
+            raise UsageError(f"{path}: {problem}; {REPAIR}")
+    return manifest
 
 
 def _file_sha256(path: Path) -> str:

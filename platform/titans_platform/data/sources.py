@@ -315,9 +315,7 @@ class FilesSource(RecordSource):
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         if not all_files and not os.path.isdir(os.path.expanduser(self.path)):
             raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
-        files = sorted(
-            (file for file in all_files if kind_of(Path(file.name))), key=lambda file: Path(file.name)
-        )
+        files = sorted((f for f in all_files if kind_of(Path(f.name))), key=lambda f: Path(f.name))
         if not files:
             raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
         return files

@@ -128,9 +128,8 @@ def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, row
     out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
     for s in np.unique(which).tolist():
         of_source = np.flatnonzero(which == s)
-        sources[s].fill(
-            sources[s].validation if validation else sources[s].train, rows[of_source], of_source, out
-        )
+        split = sources[s].validation if validation else sources[s].train
+        sources[s].fill(split, rows[of_source], of_source, out)
     out.starts[:, 0] = True
     return Batch(*map(torch.from_numpy, (out.tokens, out.starts, np.ascontiguousarray(out.loss[:, 1:]))))
 
@@ -156,29 +155,18 @@ class RowStream:
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
         self._turn, self._per_cycle = taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
 
-    @property
-    def rows(self) -> list[int]:
-        """Number of training rows of each source."""
-        drawn_from = zip(self.sources, self._orders, strict=True)
-        return [order.rows if source.weight else 0 for source, order in drawn_from]
-
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
-        which, rows = self._drawn(step)
+        which, rows = self.drawn(step)
         share = slice(self.rank, None, self.world_size)
         return gather(self.sources, False, which[share], rows[share])
 
-    def global_rows(self, step: int) -> list[tuple[int, int]]:
-        """(source, row) of every row of the global batch, over all workers."""
-        which, rows = self._drawn(step)
-        return list(zip(which.tolist(), rows.tolist(), strict=True))
-
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each row of the global batch."""
-        return self._drawn(step)[0]
+        return self.drawn(step)[0]
 
-    def _drawn(self, step: int) -> tuple[Integers, Integers]:
-        """Return the source and the row of each sample of a step."""
+    def drawn(self, step: int) -> tuple[Integers, Integers]:
+        """Return the source and the row of each sample of the global batch of a step."""
         samples = np.arange(step * self.batch_size, (step + 1) * self.batch_size)
         # otherwise a worker, or a micro-batch, could see only one source
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import shutil
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from titans_platform.errors import UsageError, one_line
+from titans_platform.files import hash_of
 
 FORMS = "`byte`, `dna`, a SentencePiece .model, a tokenizer.json, or a Hub repository: openai-community/gpt2"
 # the tokenizer that the paper scales name is not shipped
@@ -121,7 +121,7 @@ class SentencePieceTokenizer(Tokenizer):
     def __init__(self, path: Path):
         import sentencepiece
 
-        self.path, self.fingerprint = path, f"spm-{_file_digest(path)}"
+        self.path, self.fingerprint = path, f"spm-{hash_of(path)[:12]}"
         self._model = sentencepiece.SentencePieceProcessor(model_file=str(path))
         end = self._model.eos_id()
         bos = next((i for i in (self._model.bos_id(), end) if i >= 0), None)
@@ -146,7 +146,7 @@ class JsonTokenizer(Tokenizer):
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Model
 
-        self.path, self.fingerprint = path, f"json-{_file_digest(path)}"
+        self.path, self.fingerprint = path, f"json-{hash_of(path)[:12]}"
         self._model = Model.from_file(str(path))
         # names of special tokens in a text are text
         self._model.encode_special_tokens = True
@@ -301,7 +301,3 @@ def _from_hub(repository: str) -> Path:
     except Exception as error:  # HTTP's and the library's own have no common base
         reason = f"is no file, and its tokenizer.json cannot be had from the Hub ({one_line(error, 120)})"
         raise UsageError(f"data.tokenizer: {repository} {reason}") from error
-
-
-def _file_digest(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12]

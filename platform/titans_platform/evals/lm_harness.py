@@ -131,10 +131,8 @@ class LmEval(Task):
         values, errors = [], []
         for name in self.options.names:
             # the harness names a result `metric,filter`; a standard error may be N/A
-            result = {
-                key.partition(",")[0]: value for key, value in reversed(output["results"][name].items())
-            }
-            numbers = {key: float(value) for key, value in result.items() if isinstance(value, int | float)}
+            named = ((key.partition(",")[0], x) for key, x in reversed(output["results"][name].items()))
+            numbers = {key: float(x) for key, x in named if isinstance(x, int | float)}
             if metric not in numbers:
                 have = ", ".join(sorted(numbers))
                 raise UsageError(f"options.metric: {name} has no {metric}; it has {have}")

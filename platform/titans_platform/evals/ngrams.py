@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,15 +29,9 @@ Rows = tuple[NDArray[np.int64], NDArray[np.bool_]]
 """Tokens [R, W + 1], and which of the last W are predicted [R, W]."""
 
 
-class _Level(NamedTuple):
-    """N-grams of one length, each a pair of history and token, sorted."""
-
-    keys: NDArray[np.int64]
-    counts: NDArray[Any]
-    totals: NDArray[Any]
-    """Sum of the counts by history."""
-    types: NDArray[Any]
-    """Number of different tokens by history."""
+Level = tuple[NDArray[np.int64], NDArray[Any], NDArray[Any], NDArray[Any]]
+"""N-grams of one length, each a pair of history and token, sorted; their counts; by history the sum of the
+counts, and the number of different tokens."""
 
 
 class NGrams:
@@ -57,18 +51,16 @@ class NGrams:
     def __init__(self, rows: Rows, vocab_size: int, order: int = max(ORDERS)):
         self.vocab_size, self.order = vocab_size, order
         first = np.unique(rows[0], axis=0, return_index=True)[1]
-        tokens, predicted = (
-            self._padded(rows[0][first]),
-            np.pad(rows[1][first], ((0, 0), (order, 0))).astype(float),
-        )
-        self._levels: list[_Level] = []
+        tokens = self._padded(rows[0][first])
+        predicted = np.pad(rows[1][first], ((0, 0), (order, 0))).astype(float)
+        self._levels: list[Level] = []
         history = np.zeros_like(tokens)
         for n in range(order):
             pairs = history * (vocab_size + 1) + tokens[:, n:]
             keys, which = np.unique(pairs, return_inverse=True)
             counts = np.bincount(which.ravel(), predicted[:, n:].ravel())
             of = keys // (vocab_size + 1)
-            self._levels.append(_Level(keys, counts, np.bincount(of, counts), np.bincount(of, counts > 0)))
+            self._levels.append((keys, counts, np.bincount(of, counts), np.bincount(of, counts > 0)))
             history = which.reshape(pairs.shape)[:, :-1]
 
     def probabilities(self, tokens: NDArray[np.int64], order: int) -> NDArray[np.float64]:

@@ -26,11 +26,6 @@ class Perplexity(Task):
 
     name = "perplexity"
 
-    @property
-    def chance(self) -> float:
-        """Infinite: it depends on the tokenizer; `measure` reports the vocabulary size."""
-        return math.inf
-
     def measure(self, context: Context) -> Measurement:
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.
 
@@ -118,11 +113,6 @@ class Throughput(Task):
     name = "throughput"
     Options = ThroughputOptions
 
-    @property
-    def chance(self) -> float:
-        """NaN: a rate has no chance level."""
-        return math.nan
-
     def measure(self, context: Context) -> Measurement:
         """Median over passes on random rows of `context.length` tokens; the model keeps no gradients.
 
@@ -142,7 +132,8 @@ class Throughput(Task):
             seconds = [clock.time(step)[1] for _ in range(1 + self.options.repeats)][1:]
         rates = [rows * context.length / second for second in seconds]
         stderr = math.sqrt(pvariance(rates, fmean(rates)) / len(rates))
-        return Measurement(median(rates), stderr, self.chance, rows * context.length)
+        # a rate has no chance level
+        return Measurement(median(rates), stderr, math.nan, rows * context.length)
 
     def _step(self, model: nn.Module, tokens_BT: Tensor) -> None:
         """Forward and backward pass; gradients are discarded."""

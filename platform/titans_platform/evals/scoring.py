@@ -212,27 +212,28 @@ class Scorer:
         for context, continuation in requests:
             tokens = context + continuation
             kept = [self.tokenizer.bos, *tokens[max(0, len(tokens) - (max_length - 1)) :]]
-            rows.append(_Row(kept, max(0, len(kept) - 1 - len(continuation))))
-        batches = self.batches([len(row.tokens) for row in rows])
+            rows.append((kept, max(0, len(kept) - 1 - len(continuation))))
+        batches = self.batches([len(tokens) for tokens, _ in rows])
         measured = measure_distributed(batches, lambda batch: self._scores([rows[i] for i in batch]))
         scores = dict(zip(chain(*batches), chain(*measured), strict=True))
         return [scores[i] for i in range(len(requests))]
 
-    def _scores(self, rows: Sequence[_Row]) -> list[Score]:
-        length = max(len(row.tokens) for row in rows)
+    def _scores(self, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
+        """Scores of rows, each its tokens and the position of the last one that is not scored."""
+        length = max(len(tokens) for tokens, _ in rows)
         if length == 1:  # empty continuations
             return [Score(0.0, True, 0)] * len(rows)
-        padded = [row.tokens + [self.tokenizer.pad] * (length - len(row.tokens)) for row in rows]
+        padded = [tokens + [self.tokenizer.pad] * (length - len(tokens)) for tokens, _ in rows]
         tokens_BT = torch.tensor(padded, device=self.device)
         position_T = torch.arange(length - 1, device=self.device)
-        first_B1 = torch.tensor([[row.first] for row in rows], device=self.device)
-        last_B1 = torch.tensor([[len(row.tokens) - 1] for row in rows], device=self.device)
+        first_B1 = torch.tensor([[first] for _, first in rows], device=self.device)
+        last_B1 = torch.tensor([[len(tokens) - 1] for tokens, _ in rows], device=self.device)
         at_BT = (position_T >= first_B1) & (position_T < last_B1)
         parts = list(self._token_scores(tokens_BT[:, :-1], at_BT, tokens_BT[:, 1:][at_BT]))
         logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*parts, strict=True))
         return [
             Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)
-            for width in (len(row.tokens) - 1 - row.first for row in rows)
+            for width in (len(tokens) - 1 - first for tokens, first in rows)
         ]
 
     def _token_scores(
@@ -253,10 +254,3 @@ class Scorer:
         for logits_NV, part_N in zip(blocks, targets_N.split(rows), strict=True):
             logprobs_N = -F.cross_entropy(logits_NV.float(), part_N, reduction="none")
             yield logprobs_N, logits_NV.argmax(-1) == part_N
-
-
-class _Row(NamedTuple):
-    """Tokens, and the position of the last one that is not scored."""
-
-    tokens: list[int]
-    first: int

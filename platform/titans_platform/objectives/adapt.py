@@ -159,11 +159,6 @@ class ContextShare(Task):
 
     name = "context_share"
 
-    @property
-    def chance(self) -> float:
-        """Zero: the window alone."""
-        return 0.0
-
     def check(self, objective: Any, length: int, data: Any) -> None:
         """Reject an objective whose model has no window."""
         if not isinstance(objective, Adapting):

@@ -15,14 +15,12 @@ from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
+from titans_platform.data.parts import Progress as Report
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import validate
-from titans_platform.tasks import NoTaskOptions, build_task, eval_version, row_length
+from titans_platform.tasks import build_task, eval_version, row_length
 from titans_platform.training.loop import Stream
 from titans_platform.training.optim import check_windows
-
-Report = Callable[[str, int, int, "float | None"], None]
-"""Progress callback of `prepare`: label, documents and tokens so far, fraction done (None if unknown)."""
 
 
 class Data(Protocol):
@@ -48,7 +46,7 @@ class DataChanged(UsageError):
 class Objective(ABC, Generic[D]):
     """The objective of one run. Built from the run's config; holds neither data nor model."""
 
-    Options: ClassVar[type[Frozen]] = NoTaskOptions
+    Options: ClassVar[type[Frozen]] = Frozen
     """Schema of ``objective.options``. Every field is part of the run's name, except those with
     ``exclude=True``, such as paths: data enter the name through their fingerprint."""
     data_kind: ClassVar[str] = "tokens"
@@ -177,18 +175,13 @@ def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> s
     return named.fingerprint(data_fingerprint, eval_version(cfg.eval), workers)
 
 
-OBJECTIVES = Registry(
-    "objective.kind",
-    Objective,
-    {
-        "classification": "titans_platform.objectives.classification:Classification",
-        "next_token": "titans_platform.objectives.next_token:NextToken",
-        "regression": "titans_platform.objectives.regression:Regression",
-        "transfer": "titans_platform.objectives.adapt:Transfer",
-        "tune": "titans_platform.objectives.adapt:Tune",
-    },
-    UsageError,
-)
+OBJECTIVES = Registry("objective.kind", Objective, {
+    "classification": "titans_platform.objectives.classification:Classification",
+    "next_token": "titans_platform.objectives.next_token:NextToken",
+    "regression": "titans_platform.objectives.regression:Regression",
+    "transfer": "titans_platform.objectives.adapt:Transfer",
+    "tune": "titans_platform.objectives.adapt:Tune",
+}, UsageError)  # fmt: skip
 """Objectives by name."""
 
 register = OBJECTIVES.register

@@ -393,11 +393,6 @@ class Accuracy(LabelledTask):
 
     name = "accuracy"
 
-    @property
-    def chance(self) -> float:
-        """An upper bound: it depends on the items, and `measure` returns it."""
-        return 1.0
-
     def values(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         """[B] 1 if the prediction is right, else 0."""
         return (logits_BK.argmax(1) == labels_B).double()
@@ -418,11 +413,6 @@ class ClassLoss(LabelledTask):
 
     name = "class_loss"
     Options = ValidationOptions
-
-    @property
-    def chance(self) -> float:
-        """An upper bound: it depends on the items, and `measure` returns it."""
-        return math.inf
 
     def values(self, logits_BK: Tensor, labels_B: Tensor) -> Tensor:
         """[B] cross-entropy in nats."""

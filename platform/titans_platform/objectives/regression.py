@@ -154,17 +154,17 @@ class SeriesData:
         self.channels, self.length, self.horizon = table.channels, length, horizon
         kept = round(validation_fraction * N)
         self.parts = Parts.of(N, split) if split else Parts(N - kept, kept)
-        self.train_steps, self.validation_steps, _ = self.parts
-        self.windows = self.train_steps - length - horizon + 1
+        training, validation, test = self.parts
+        self.windows = training - length - horizon + 1
         if self.windows < 1:
-            short = f"{self.train_steps} training steps make no window of {length} + {horizon}"
+            short = f"{training} training steps make no window of {length} + {horizon}"
             raise UsageError(f"data.sequence_length: {short}; lower it, or objective.options.horizon")
-        if self.validation_steps < horizon or 0 < self.parts.test < horizon:
+        if validation < horizon or 0 < test < horizon:
             name = "split" if split else "validation_fraction"
-            few = "test" if self.validation_steps >= horizon else "validation"
+            few = "test" if validation >= horizon else "validation"
             short = f"{getattr(self.parts, few)} {few} steps make no horizon of {horizon}"
             raise UsageError(f"objective.options.{name}: {short}; raise it")
-        train = table.values_NC[: self.train_steps]
+        train = table.values_NC[:training]
         # a constant channel has zero standard deviation
         scale = np.where(train.std(0) > 0, train.std(0), 1.0)
         self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
@@ -318,11 +318,6 @@ class SeriesError(Task):
             raise UsageError(f"lengths: {length} steps are no multiple of patch {options.patch}")
         if data is not None:
             next(data.held_out(length, 1, 1, self.options.part))
-
-    @property
-    def chance(self) -> float:
-        """An upper bound: it depends on the series, and `measure` returns it."""
-        return math.inf
 
     def measure(self, context: Context) -> Measurement:
         """Error on `config.items` windows of `context.length` steps.

@@ -65,17 +65,17 @@ GAIN = (
 
 def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
     """No axes: for each column a panel with a dot per row, and the paper's numbers."""
-    columns, chance = data.table.columns, data.table.chance
+    columns, chance, shared = data.table.columns, data.table.chance, data.table.run.scale.comparable
     if data.axes or len(data.rows) > ROWS or len(columns) > MANY:
         return
     panels = []
     for key, column in columns.items():
         of = {"rows": data.rows, "key": key, "column": column, "chance": chance.get(key)}
-        panels.append(panel(column.heading, plot.dots, comparable=data.table.comparable, **of))
+        panels.append(panel(column.heading, plot.dots, comparable=shared, **of))
     caption = "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
     caption += "dotted line: chance."
     if any(row.paper.get(key) is not None for row in data.rows for key in columns):
-        where = "on the same scale" if data.table.comparable else "on a scale of their own, at the top"
+        where = "on the same scale" if shared else "on a scale of their own, at the top"
         caption += f" Diamonds: the paper's numbers, {where}."
     yield Picture("columns", "The columns of the table", caption, panels, (3.7, 0.9 + 0.2 * len(data.rows)))
 
@@ -142,9 +142,10 @@ def against_a_field(data: FigureData) -> Iterator[Picture]:
 
 def against_measured_length(data: FigureData) -> Iterator[Picture]:
     """Measures at several lengths against tokens, a panel for each."""
-    for key, column in data.lengths.items():
-        rows = [row for row in data.rows if row.lengths.get(key)]
-        lines = [Line(row.name, row.lengths[key]) for row in rows]
+    for key, column in data.table.columns.items():
+        lines = [Line(row.name, row.lengths[key]) for row in data.rows if row.lengths.get(key)]
+        if not lines:
+            continue
         shown, grey = coloured(lines)
         caption = f"Measured at each length in tokens; {column.better}; bars: one standard deviation{GREY}"
         drawn = panel(column.heading, plot.lines, "tokens", logarithmic=True, shown=shown, grey=grey)

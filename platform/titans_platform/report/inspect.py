@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -76,9 +76,7 @@ class Inspected:
         return {"weight_norm": largest, "surprise": max(float(t.surprise.max()) for t in self.traces)}
 
 
-def inspect_text(
-    model: Any, tokenizer: Tokenizer, text: str, title: str, max_tokens: int, nearest: int = NEAREST
-) -> Inspected:
+def inspect_text(model: Any, tokenizer: Tokenizer, text: str, title: str, max_tokens: int) -> Inspected:
     """Read the first ``max_tokens`` tokens of ``text`` and record what each memory does.
 
     Of a model of `titans_core.adapt`, what memory and kept tokens bring to each token.
@@ -99,7 +97,7 @@ def inspect_text(
         return Inspected(title, model.config.model_type, tokens, texts, loss, [], left, window - loss)
     with watch(model) as seen, torch.no_grad():
         logits = model(row).logits[0]
-    if not (traces := seen.traces(nearest)):
+    if not (traces := seen.traces(NEAREST)):
         variant = f"variant {model.config.variant} has no neural memory"
         raise UsageError(f"{title}: {variant}; inspect a run of lmm, mac, mag or mal")
     loss = F.cross_entropy(logits[:-1].float(), row[0, 1:], reduction="none").cpu()
@@ -156,24 +154,6 @@ def keys_of(near: Nearest, head: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-class Shade(NamedTuple):
-    """A quantity that tokens are coloured by."""
-
-    key: str
-    about: str
-    strength: list[float]
-    """Strength of each token's colour, 0 to 1."""
-    ends: tuple[str, str]
-    """Values of the lightest and the strongest colour."""
-
-
-class Read(NamedTuple):
-    """Reads of one head: for each token, position, cosine and share of each of the nearest keys."""
-
-    label: str
-    near: list[list[tuple[int, float, float | None]]]
-
-
 def page(inspected: Inspected, source: str, position: int | None = None, warning: str = "") -> str:
     """Render the page, which needs no other file.
 
@@ -186,7 +166,7 @@ def page(inspected: Inspected, source: str, position: int | None = None, warning
     chosen = len(inspected.tokens) - 1 if position is None else position
     reads = list(all_reads(inspected.traces))
     kept = kept_shares(inspected.traces).tolist() if reads else []
-    shares, found_reads = [round(x, 2) for x in kept], [read._asdict() for read in reads]
+    shares = [round(x, 2) for x in kept]
     figures = [[*map(figure, charts(i, trace))] for i, trace in enumerate(inspected.traces)]
     gates, errors = zip(*figures, strict=True) if figures else ((), ())
     return html(
@@ -194,7 +174,7 @@ def page(inspected: Inspected, source: str, position: int | None = None, warning
         around=lambda i: (inspected.texts[max(0, i - AROUND) : i], inspected.texts[i + 1 : i + 1 + AROUND]),
         chosen=chosen, reads=reads, kept=kept, summary=[summary(trace) for trace in inspected.traces],
         gates=gates, errors=errors,
-        data={"texts": inspected.texts, "kept": shares, "reads": found_reads}, spread=AROUND,
+        data={"texts": inspected.texts, "kept": shares, "reads": reads}, spread=AROUND,
     )  # fmt: skip
 
 
@@ -204,8 +184,8 @@ def kept_shares(traces: Sequence[MemoryTrace]) -> Tensor:
     return torch.cat([share.clamp(0, 1) for share in shares], 1).mean(1)
 
 
-def shades(inspected: Inspected) -> list[Shade]:
-    """Return the quantities to colour by; the page opens with the first."""
+def shades(inspected: Inspected) -> list[dict[str, Any]]:
+    """Return the quantities to colour tokens by, each as `_shade` has it; the page opens with the first."""
     loss = _shade("loss", "loss of the whole model in nats", inspected.loss)
     if inspected.gain is not None:
         brings = "nats by which memory and kept tokens lower the loss that the window alone has"
@@ -217,10 +197,11 @@ def shades(inspected: Inspected) -> list[Shade]:
     return [*memory, loss]
 
 
-def _shade(key: str, about: str, values: Tensor) -> Shade:
+def _shade(key: str, about: str, values: Tensor) -> dict[str, Any]:
     """Scale values from the 2nd to the 98th percentile, at most Tukey's outer fence.
 
-    A burst of large values thus leaves no other token pale.
+    A burst of large values thus leaves no other token pale. ``strength`` is each token's colour, 0 to 1,
+    ``ends`` the values of the lightest and the strongest colour.
     """
     known = values[values.isfinite()].double()
     quantiles = [float(known.quantile(q)) for q in (0.02, 0.25, 0.75, 0.98)] if len(known) else [0.0] * 4
@@ -232,7 +213,7 @@ def _shade(key: str, about: str, values: Tensor) -> Shade:
     else:
         strength = (values - low) / max(high - low, 1e-12)
     shown = [round(x, 2) for x in strength.clamp(0, 1).nan_to_num().tolist()]
-    return Shade(key, about, shown, (rounded(low), rounded(high)))
+    return {"key": key, "about": about, "strength": shown, "ends": (rounded(low), rounded(high))}
 
 
 def rounded(value: float) -> str:
@@ -240,8 +221,11 @@ def rounded(value: float) -> str:
     return count(value) if abs(value) >= 1e4 else f"{value:.3g}"
 
 
-def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
-    """Yield reads of each memory and head; in MAC, reads of segments before reads of single tokens."""
+def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[dict[str, Any]]:
+    """Yield reads of each memory and head; in MAC, reads of segments before reads of single tokens.
+
+    ``near`` has for each token position, cosine and share of each of the nearest keys.
+    """
     for memory, trace in enumerate(traces):
         kinds = [("", trace.own)]
         if trace.context is not None:
@@ -253,7 +237,7 @@ def all_reads(traces: Sequence[MemoryTrace]) -> Iterator[Read]:
                      for key in token]
                     for token in keys_of(near, head)
                 ]  # fmt: skip
-                yield Read(f"memory {memory}, head {head}{kind}", keys)
+                yield {"label": f"memory {memory}, head {head}{kind}", "near": keys}
 
 
 def summary(trace: MemoryTrace) -> list[str]:

@@ -26,7 +26,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, Locator, LogLocator, MaxNLocator, NullLocator
 
-from titans_platform.report.table import Table, TableRow, task_of
+from titans_platform.report.table import Table, TableRow, deviation, task_of
 from titans_platform.runs.folder import Result
 from titans_platform.study.spec import Axis, Column
 from titans_platform.text import flatten, short, tokens
@@ -87,8 +87,6 @@ class FigureData:
     axes: tuple[Dimension, ...]
     measures: Mapping[str, Column]
     """The columns of the table, and training throughput."""
-    lengths: Mapping[str, Column]
-    """Columns that were measured at several lengths."""
     trials: Sequence[Mapping[str, Any]] = ()
     """Trials of a search: params, steps and value of each."""
 
@@ -105,9 +103,8 @@ def figure_data(
     measures = dict(table.columns)
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
-    lengths = {k: c for k, c in table.columns.items() if any(k in row.lengths for row in rows)}
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return FigureData(table, rows, _axes(rows, table.axes), measures, lengths, trials)
+    return FigureData(table, rows, _axes(rows, table.run.study.axes), measures, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:
@@ -136,10 +133,8 @@ def _axes(rows: Iterable[Series], declared: Mapping[str, Axis]) -> tuple[Dimensi
         values = tuple({at[key]: None for at in places if key in at})
         if len(values) > 1 and all(key in at for at in places):
             # the study's title, or the last part of the field's dotted name
-            title = (declared[key].title if key in declared else "") or key.rpartition(".")[2].replace(
-                "_", " "
-            )
-            axis = Dimension(key, values, title)
+            title = declared[key].title if key in declared else ""
+            axis = Dimension(key, values, title or key.rpartition(".")[2].replace("_", " "))
             axes.append(replace(axis, values=tuple(sorted(values, key=float))) if axis.numeric else axis)
     return tuple(axes)
 
@@ -351,10 +346,8 @@ def dots(
             continue
         if len(values) > 1:
             axis.scatter(values, [y + 0.26] * len(values), s=5, color=colour, alpha=0.55, linewidths=0)
-        spread = statistics.stdev(values) if len(values) > 1 else None
-        axis.errorbar(
-            statistics.fmean(values), y, xerr=spread, fmt="o", color=colour, markersize=4, capsize=1.8
-        )
+        mean, spread = statistics.fmean(values), deviation(values)
+        axis.errorbar(mean, y, xerr=spread, fmt="o", color=colour, markersize=4, capsize=1.8)
     if chance is not None and column.higher_is_better:
         # of a perplexity chance is far away and would compress the rows
         axis.axvline(chance, color=LIGHT["reference"], linestyle=(0, (1, 2)), linewidth=1)
@@ -378,9 +371,7 @@ def lines(
         axis.plot([*line.means], [*line.means.values()], color=LIGHT["ghost"], linewidth=0.7, zorder=1)
     for line in shown:
         colour, means = LIGHT[line.colour], line.means
-        bars = [
-            statistics.stdev(line.points[x]) if line.spread and len(line.points[x]) > 1 else 0 for x in means
-        ]
+        bars = [deviation(line.points[x]) or 0 for x in means if line.spread]
         axis.errorbar(
             [*means], [*means.values()], yerr=bars if any(bars) else None, color=colour, linewidth=1.3,
             elinewidth=0.7, capsize=1.5, marker=line.marker if len(means) <= 12 else "", markersize=3.4,

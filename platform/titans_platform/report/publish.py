@@ -22,7 +22,7 @@ from rich.text import Text
 from titans_platform import text
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json, write_text
-from titans_platform.report import render
+from titans_platform.report import TEMPLATES
 from titans_platform.report.picture import DARK, LIGHT, Picture, save, svg
 from titans_platform.report.report import DAGGERS, Links, Section, StudyReport, build_report
 from titans_platform.report.table import SIZES, Entry, Table, build_table
@@ -32,7 +32,7 @@ from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import PaperItem
-from titans_platform.text import NONE, count, plural
+from titans_platform.text import NONE, count, plural, render
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -50,7 +50,7 @@ WIDTH = 5.7
 def html(template: str, **values: Any) -> str:
     """Render a page of ``templates/`` with ``values``, the palettes and the time."""
     written = time.strftime("%-d %B %Y, %H:%M UTC", time.gmtime())
-    return render(template, light=LIGHT, dark=DARK, written=written, **values)
+    return render(TEMPLATES / template, light=LIGHT, dark=DARK, written=written, **values)
 
 
 def report_page(report: StudyReport) -> str:
@@ -86,9 +86,9 @@ def results_table(report: StudyReport, heading: str = "Table 1") -> Markup:
 def figure(picture: Picture, number: int | None = None) -> Markup:
     """Render a figure as SVG with its caption and its number on the page."""
     width = round(WIDTH * picture.width, 1)
-    return Markup(
-        render("figure.html", picture=picture, drawn=Markup(svg(picture)), width=width, number=number)
-    )
+    drawn = Markup(svg(picture))
+    page = render(TEMPLATES / "figure.html", picture=picture, drawn=drawn, width=width, number=number)
+    return Markup(page)
 
 
 PAGE, PAPER_PAGE, FIGURES = "report.html", "paper.html", "figures"
@@ -165,7 +165,7 @@ def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]
     # same tag names as on the runs of the cells
     named = {"data fingerprint": "data", "version of the evaluation": "eval_version"}
     tags = {f"titans.{named.get(name, name)}": value for name, value in report.facts.items()}
-    run_id = store.study_run(table.label, tags)
+    run_id = store.study_run(table.run.label, tags)
     log = store.run(run_id)
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
@@ -192,7 +192,7 @@ def _section(item: PaperItem, root: Path) -> dict[str, Any]:
     name = " and ".join(item.names)
     reports.sort(key=lambda report: -len(report.table.results))
     views = [{
-        "report": report, "table": results_table(report, f"{name}, scale {report.table.scale}"),
+        "report": report, "table": results_table(report, f"{name}, scale {report.table.run.scale_name}"),
         "figures": list(map(figure, report.pictures)) if report.table.results else [],
     } for report in reports]  # fmt: skip
     return {
@@ -263,7 +263,8 @@ def as_record(table: Table) -> dict[str, Any]:
         listed = {"cells": [c.name for c in row.cells], "failures": [c.reason for c in row.failures]}
         rows.append({"row": row.row.name, "columns": columns, **row.sizes, **listed})
     return {
-        "study": table.study, "scale": table.scale, "comparable": table.comparable, "rows": rows,
+        "study": table.run.study.name, "scale": table.run.scale_name, "rows": rows,
+        "comparable": table.run.scale.comparable,
         "chance": table.chance, "floors": table.floors, "missing": table.missing,
     }  # fmt: skip
 
@@ -306,7 +307,7 @@ def latex(report: StudyReport) -> str:
     frame = DataFrame([*body(report, ours=_tex_number), *_levels(report)], columns=index)
     caption = " ".join([f"{report.title}.", report.bold_note, *report.footnotes])
     tables = [(frame, caption), *((DataFrame(s.lines, columns=s.heads), s.text) for s in report.sections)]
-    label = f"tab:{report.table.study}-{report.table.scale}"
+    label = f"tab:{report.table.run.study.name}-{report.table.run.scale_name}"
     texts = [_tex(frame, text, f"{label}-{i}" if i else label) for i, (frame, text) in enumerate(tables)]
     return "\n".join([r"% \usepackage{booktabs}", *texts])
 
@@ -334,7 +335,7 @@ def markdown(report: StudyReport, figures: str = "") -> str:
     """
     heads = ["paper" if paper else report.table.columns[key].heading for key, paper in report.fields()]
     values = {"body": body(report), "levels": _levels(report), "figures": figures}
-    return render("table.md", report=report, heads=["", *heads, *SIZES.values()], **values)
+    return render(TEMPLATES / "table.md", report=report, heads=["", *heads, *SIZES.values()], **values)
 
 
 def terminal(report: StudyReport, width: int = 80) -> RenderableType:
@@ -342,16 +343,17 @@ def terminal(report: StudyReport, width: int = 80) -> RenderableType:
 
     Columns that do not fit beside each other are split into several tables.
     """
-    grids = _fitting(report, width)
+    grids = _fitting(report, list(report.table.columns), width)
     notes = [Text(note, style="dim") for note in report.footnotes]
     return Group(report.title, *grids, *map(_further, report.sections), "", *notes)
 
 
 def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
     """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
-    grids = _fitting(report, width)
+    grids = _fitting(report, list(report.table.columns), width)
     says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
-    finished = f"{report.table.study}, {seeds} of {plural(len(report.table.seeds), 'seed')} finished: {says}"
+    of = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"
+    finished = f"{report.table.run.study.name}, {of}: {says}"
     return Group("", finished, *grids)
 
 
@@ -364,22 +366,16 @@ def _further(section: Section) -> RenderableType:
     return Group("", section.title, grid, Text(section.text, style="dim"))
 
 
-def _fitting(report: StudyReport, width: int) -> list[RichTable]:
+def _fitting(report: StudyReport, keys: Sequence[str], width: int, sizes: bool = True) -> list[RichTable]:
     """Return one table; or the columns in one or several, and the sizes of the models in another."""
-    keys = list(report.table.columns)
-    whole = _grid(report, keys, width, sizes=True)
-    return [whole] if _fits(whole, width) else [*_split(report, keys, width), _grid(report, [], width, True)]
-
-
-def _fits(grid: RichTable, width: int) -> bool:
-    return Console(width=1000).measure(grid).minimum <= width
-
-
-def _split(report: StudyReport, keys: list[str], width: int) -> list[RichTable]:
-    grid, half = _grid(report, keys, width, sizes=False), (len(keys) + 1) // 2
-    if len(keys) < 2 or _fits(grid, width):
+    grid, half = _grid(report, keys, width, sizes), (len(keys) + 1) // 2
+    if Console(width=1000).measure(grid).minimum <= width:
         return [grid]
-    return _split(report, keys[:half], width) + _split(report, keys[half:], width)
+    if sizes:
+        return [*_fitting(report, keys, width, sizes=False), _grid(report, [], width, sizes=True)]
+    if len(keys) < 2:
+        return [grid]
+    return [each for part in (keys[:half], keys[half:]) for each in _fitting(report, part, width, False)]
 
 
 def _grid(report: StudyReport, keys: Sequence[str], width: int, sizes: bool) -> RichTable:

@@ -41,15 +41,11 @@ class Links:
         """The experiment's list of runs."""
         return f"{self.address}/#/experiments/{self.experiment}/runs"
 
-    def run(self, run_id: str) -> str:
-        """Return the address of one run's page."""
-        return f"{self.cells}/{run_id}"
-
     def compare(self, run_ids: Iterable[str]) -> str:
         """Return the address of one run's page, or of several runs side by side."""
         first, *others = run_ids
         if not others:
-            return self.run(first)
+            return f"{self.cells}/{first}"
         runs, experiments = json.dumps([first, *others], separators=(",", ":")), json.dumps([self.experiment])
         return f"{self.address}/#/compare-runs?runs={runs}&experiments={experiments}"
 
@@ -121,7 +117,7 @@ def build_report(
         if level and (name == "chance" or level != table.chance)
     }  # fmt: skip
     return StudyReport(
-        table=table, title=f"{table.study} at scale {table.scale}: mean ± sd over {seeds}",
+        table=table, title=f"{table.run.study.name} at scale {table.run.scale_name}: mean ± sd over {seeds}",
         paper_columns=frozenset(key for key, entry in entries if entry.paper is not None),
         best={key: best_rows(table, key) for key in table.columns},
         levels=levels,
@@ -153,22 +149,21 @@ def verdict(comparisons: Sequence[Comparison], table: Table) -> Section | None:
 
 def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     """List notes: comparability, the scale's note, expectations, timing, other commits, gaps."""
-    lines = [table.note] if table.note else []
-    if not table.comparable:
+    scale = table.run.scale
+    lines = [scale.note] if scale.note else []
+    if not scale.comparable:
         substitutes = "The columns at this scale are small substitutes"
         order = "only the order of rows, never a number, can be compared with the paper's"
         lines.insert(0, f"{substitutes}: {order}.")
     for row in table.rows:
         for key, expected in row.row.expected.items():
-            way, because = "better" if expected.better else "worse", " ".join(expected.because.split())
+            way = "better" if expected.better else "worse"
             # a scale may have fewer columns than the study
-            if key in table.columns:
-                lines.append(f"Expected: {row.row.name}, {table.columns[key].title}: {way}. {because}")
+            if column := table.columns.get(key):
+                lines.append(f"Expected: {row.row.name}, {column.title}: {way}. {expected.because}")
     if table.floors != table.chance:
-        what = "n-grams of the text trained on, the best heuristic of a generated task, or chance"
-        lines.append(
-            f"Floor: {what}. In parentheses: not better than the floor; such a number counts in no verdict."
-        )
+        what = "Floor: n-grams of the text trained on, the best heuristic of a generated task, or chance."
+        lines.append(f"{what} In parentheses: not better than the floor; such a number counts in no verdict.")
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")
@@ -180,8 +175,8 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
         lines.append(f"Seeds that are not the scale's are counted: {', '.join(map(str, table.other_seeds))}.")
     for stale, mark in marks.items():
         lines.append(f"{mark} some cells were made by commit {commit(stale)}; --rerun-stale runs them again.")
-    if only not in ("", table.commit):
-        current = commit(table.commit)
+    if only not in ("", table.run.commit):
+        current = commit(table.run.commit)
         lines.append(f"All cells were made by commit {commit(only)}; the code here is {current}.")
     if table.missing:
         has = "has" if table.missing == 1 else "have"
@@ -200,9 +195,8 @@ def _facts(table: Table) -> dict[str, str]:
         "operators": _counted(", ".join(result.forms) for result in results),
     }
     environments = [result.environment for result in results]
-    facts |= {
-        name: _counted(each.get(name) for each in environments) for each in environments for name in each
-    }
+    names = dict.fromkeys(name for each in environments for name in each)
+    facts |= {name: _counted(each.get(name) for each in environments) for name in names}
     tokens = sum(result.tokens for result in results)
     trained, measured = (sum(getattr(r, key) for r in results) for key in ("train_seconds", "eval_seconds"))
     return facts | {

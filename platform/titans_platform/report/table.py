@@ -24,7 +24,7 @@ import numpy as np
 
 from titans_platform.runs.folder import Result
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.spec import Axis, Column, Expectation, Row
+from titans_platform.study.spec import Column, Expectation, Row
 from titans_platform.study.status import CellStatus, cell_statuses
 from titans_platform.text import NONE, number, plural
 
@@ -60,7 +60,7 @@ class Entry:
     @property
     def sd(self) -> float | None:
         """Sample standard deviation over seeds; None for fewer than two."""
-        return statistics.stdev(self.values) if len(self.values) > 1 else None
+        return deviation(self.values)
 
     @property
     def mean_text(self) -> str:
@@ -139,34 +139,15 @@ class TableRow:
 class Table:
     """A study at one scale, from its finished cells."""
 
-    study: str
-    scale: str
-    label: str
-    """Name of the study's folder and of its MLflow run."""
-    description: str
-    note: str
-    """The study file's note on the scale's numbers."""
-    comparable: bool
-    """True if the numbers can be compared with the paper's, not only the order of the rows."""
-    axes: Mapping[str, Axis]
+    run: StudyRun
     columns: Mapping[str, Column]
     rows: tuple[TableRow, ...]
     chance: Mapping[str, float]
     """By column, in its unit; columns without a chance level are left out."""
     floors: Mapping[str, float]
     """By column, in its unit: the mean of its rows' floors."""
-    tuned: bool
-    """True if a study chose the learning rate of each row: rows at different rates are compared."""
     side_by_side: bool
     """True if cells ran at the same time on one machine, so that none was timed alone."""
-    commit: str
-    """The commit of the code that reads the results."""
-    command: str
-    """The command that reproduces the table."""
-    unfinished: int
-    """Requested cells that have no result."""
-    other_seeds: tuple[int, ...] = ()
-    """Seeds of the table that are not the scale's, such as the seeds a recipe was tuned on."""
 
     @property
     def results(self) -> list[Result]:
@@ -179,6 +160,18 @@ class Table:
         return sorted({cell.seed for row in self.rows for cell in row.cells})
 
     @property
+    def other_seeds(self) -> list[int]:
+        """Seeds of the table that are not the scale's, such as the seeds a recipe was tuned on."""
+        return [seed for seed in self.seeds if seed not in self.run.scale.seeds]
+
+    @property
+    def command(self) -> str:
+        """The command that reproduces the table."""
+        of, seeds = self.run, ",".join(map(str, self.seeds))
+        changed = "".join(f" --set {shlex.quote(override)}" for override in of.overrides)
+        return f"titans sweep run {of.study.name} --scale {of.scale_name} --seeds {seeds}{changed}"
+
+    @property
     def timed(self) -> list[str]:
         """The columns that were timed."""
         tasks = {task_of(key)[:2] for result in self.results for key in result.tasks}
@@ -188,6 +181,11 @@ class Table:
     def missing(self) -> int:
         """Cells that have no result."""
         return sum(len(row.cells) - len(row.results) for row in self.rows)
+
+    @property
+    def unfinished(self) -> int:
+        """Requested cells that have no result."""
+        return len({cell.name for cell in self.run.cells} - {result.cell for result in self.results})
 
 
 def build_table(run: StudyRun) -> Table:
@@ -203,25 +201,14 @@ def build_table(run: StudyRun) -> Table:
     results = [result for row in rows for result in row.results]
     levels = {key: [x for x in {r.chance.get(key) for r in results} if finite(x)] for key in columns}
     floors = {key: [x for row in rows if (x := row.entries[key].floor) is not None] for key in columns}
-    finished = {result.cell for result in results}
-    seeds = sorted({cell.seed for row in rows for cell in row.cells})
-    changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
-    study, scale = run.study, run.scale
-    times = [span for cell in run.whole if (span := cell.folder(run.root).attempt())]
+    times = [span for cell in run.whole if (span := cell.folder(run.root).record().get("attempt"))]
     spans = sorted((str(span.get("host")), span["began"], span["ended"]) for span in times)
     return Table(
-        study=study.name, scale=run.scale_name, label=run.label,
-        description=" ".join(study.description.split()), note=" ".join(scale.note.split()),
-        comparable=scale.comparable, axes=study.axes, columns=columns, rows=tuple(rows),
+        run=run, columns=columns, rows=tuple(rows),
         # cells of one row may have different levels
         chance={key: columns[key].factor * statistics.fmean(level) for key, level in levels.items() if level},
         floors={key: statistics.fmean(floor) for key, floor in floors.items() if floor},
-        tuned=bool(scale.tuned),
         side_by_side=any(one[0] == two[0] and two[1] < one[2] for one, two in pairwise(spans)),
-        command=f"titans sweep run {study.name} --scale {run.scale_name} "
-        f"--seeds {','.join(map(str, seeds))}{changed}",
-        commit=run.commit, unfinished=len({cell.name for cell in run.cells} - finished),
-        other_seeds=tuple(seed for seed in seeds if seed not in scale.seeds),
     )  # fmt: skip
 
 
@@ -255,6 +242,11 @@ def floor_of(result: Result, key: str) -> float | None:
     if not levels or None in levels:
         return result.chance.get(key)
     return statistics.fmean(statistics.fmean(filter(finite, task)) for task in tasks.values())
+
+
+def deviation(values: Sequence[float]) -> float | None:
+    """Return the sample standard deviation; None for fewer than two values."""
+    return statistics.stdev(values) if len(values) > 1 else None
 
 
 def finite(value: Any) -> TypeGuard[float]:
@@ -373,7 +365,7 @@ def compare(table: Table) -> list[Comparison]:
                 comparisons.append(Comparison(
                     row.row.name, key, first.row.name, theirs, ours, expected,
                     above_floor=first.entries[key].above_floor and row.entries[key].above_floor,
-                    same_rate=table.tuned or row.rates == first.rates,
+                    same_rate=bool(table.run.scale.tuned) or row.rates == first.rates,
                 ))  # fmt: skip
     return adjust(comparisons)
 
@@ -383,9 +375,8 @@ def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
 
     Cells of one line at other points of the axes may measure the same column: the value is their mean.
     """
-    done: dict[str | None, float] = {
-        result.cell: value for result in row.results if finite(value := result.columns.get(key))
-    }
+    measured = ((result.cell, result.columns.get(key)) for result in row.results)
+    done: dict[str | None, float] = {name: value for name, value in measured if finite(value)}
     wanted: dict[int, list[str | None]] = {}
     for cell in row.cells:
         if key in cell.config.eval.columns or cell.name in done:

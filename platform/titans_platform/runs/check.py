@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from functools import cache, wraps
 from itertools import accumulate
 from types import SimpleNamespace
@@ -50,15 +50,6 @@ TIMED_ACTIVATIONS = 40
 TIMED_STEPS, TIMED_SECONDS = 10, 1.0
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes of a run's model."""
-
-    parameters: int
-    state_bytes: int
-    """Bytes of the state of one sequence after ``data.sequence_length`` tokens."""
-
-
 def by_model(measure: Callable[[RunConfig], Value]) -> Callable[[RunConfig], Value]:
     """Cache a function of a config by its model and data: a grid has many cells but few models."""
     cached = cache(lambda text: measure(RunConfig.model_validate_json(text)))
@@ -67,10 +58,13 @@ def by_model(measure: Callable[[RunConfig], Value]) -> Callable[[RunConfig], Val
 
 
 @by_model
-def sizes(cfg: RunConfig) -> Sizes:
-    """Return the sizes of the run's model, without building it at full depth. Raises UsageError."""
+def sizes(cfg: RunConfig) -> dict[str, int]:
+    """Return ``parameters`` of the run's model, and ``state_bytes`` of a sequence of a row's length.
+
+    The model is not built at full depth. Raises UsageError.
+    """
     measures = Model.num_parameters, lambda m: m.state_bytes(cfg.data.sequence_length)
-    return Sizes(*_at_depth(build_objective(cfg), *measures))
+    return dict(zip(("parameters", "state_bytes"), _at_depth(build_objective(cfg), *measures), strict=True))
 
 
 def _at_depth(objective: Objective[Any], *measures: Callable[[Model], int]) -> list[int]:
@@ -126,11 +120,11 @@ def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
         saved, held = _activations(objective, rows, parts)
     buckets = BUCKET_BYTES if on_gpu and resources.several and cfg.optim.parallel == "ddp" else 0
     return {
-        "model": (BYTES_A_PARAMETER + buckets) * sizes(cfg).parameters // copies[cfg.optim.parallel],
+        "model": (BYTES_A_PARAMETER + buckets) * sizes(cfg)["parameters"] // copies[cfg.optim.parallel],
         "workers": CUDA_BYTES if on_gpu else PROCESS_BYTES,
         "data.sequence_length": held,
         "optim.micro_batch_size": saved,
-        "optim.stream_groups": streams * sizes(cfg).state_bytes,
+        "optim.stream_groups": streams * sizes(cfg)["state_bytes"],
     }
 
 
@@ -177,7 +171,7 @@ def seconds_per_token(config: RunConfig) -> float | None:
     Returns None if the objective has no sample rows, the model has more than TIMED_PARAMETERS, or one row
     exceeds TIMED_FLOPS or half of this machine's memory.
     """
-    if sizes(config).parameters > TIMED_PARAMETERS:
+    if sizes(config)["parameters"] > TIMED_PARAMETERS:
         return None
     batch_size, length = config.optim.global_batch_size, config.data.sequence_length
     if not (rows := min(config.optim.micro_batch_size or batch_size, batch_size, timed_rows(config))):
@@ -203,7 +197,7 @@ def seconds_per_token(config: RunConfig) -> float | None:
 def timed_rows(config: RunConfig) -> int:
     """Rows for which three timed steps stay within TIMED_FLOPS and half of this machine's memory."""
     row = 4 * TIMED_ACTIVATIONS * build_objective(config).least_activations(1)
-    row += 2 * sizes(config).state_bytes
+    row += 2 * sizes(config)["state_bytes"]
     by_memory = machine_memory() // 2 // row
     # counting the operations of a row that does not fit would also be slow
     flops = training_flops(config) if by_memory else None
@@ -225,7 +219,7 @@ def plan(cfg: RunConfig, resources: Resources, spec: RunSpec | None) -> dict[str
     planned["state"] = spec.folder.state() if spec else "missing"
     if spec and spec.start:
         planned["resume_from"] = str(spec.start)
-    planned |= {"tokens": cfg.tokens} | asdict(sizes(cfg))
+    planned |= {"tokens": cfg.tokens} | sizes(cfg)
     planned["worker_bytes"] = sum(needed_memory(cfg, resources).values())
     if (flops := training_flops(cfg)) is not None:
         planned["flops_per_token"] = flops / cfg.row_tokens
@@ -314,7 +308,7 @@ def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> Non
     rows, parts = rows_at_once(cfg, resources)
     # the first one at which the sum is too large
     field = list(needed)[sum(total <= have for total in accumulate(needed.values()))]
-    of = f"{sizes(cfg).parameters:,} parameters and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
+    of = f"{sizes(cfg)['parameters']:,} parameters and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
     shares = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in needed.items() if size)
     about, where, fix = "at least", "a worker here has", "make it smaller, or train on a cluster"
     if gpu and field != "model":

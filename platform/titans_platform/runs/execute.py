@@ -17,7 +17,7 @@ from contextlib import nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 
@@ -34,7 +34,7 @@ from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
 from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
 from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
 from titans_platform.runs.reporter import DETAILED, Reporter
-from titans_platform.runs.spec import Rung, RunSpec
+from titans_platform.runs.spec import RunSpec
 from titans_platform.tasks import eval_version
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
@@ -45,17 +45,13 @@ MAX_FAILURES = 2
 """Number of times that Ray Train restarts workers that died."""
 
 
-@overload
-def execute(spec: RunSpec, until: None = None, wait: float = 90.0) -> Result: ...
-@overload
-def execute(spec: RunSpec, until: Rung, wait: float = 90.0) -> Result | dict[str, float]: ...
-def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Result | dict[str, float]:
+def execute(spec: RunSpec, wait: float = 90.0) -> Result:
     """Train and evaluate a run, from its last checkpoint if it has one. Returns the result, which is also
     written to ``result.json``.
 
-    A finished run is not run again. With ``until`` the run stops at that rung, with a checkpoint, and
-    {column: value} is returned; the next call resumes it. The data must be prepared under ``spec.root``;
-    several workers need a Ray session.
+    A finished run is not run again. With ``spec.rung`` the run stops there, with a checkpoint, and the result
+    has that column alone and is not written; the next call resumes it. The data must be prepared under
+    ``spec.root``; several workers need a Ray session.
 
     Raises:
         Busy: another process still holds the run after ``wait`` seconds.
@@ -69,7 +65,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
         folder.begin(spec.commit)
         try:
             with interruptible(folder):
-                return _fit(spec, until)
+                return _fit(spec)
         except Exception as error:
             if not isinstance(error, Interrupted):
                 with ignore_disk_full():
@@ -79,7 +75,7 @@ def execute(spec: RunSpec, until: Rung | None = None, wait: float = 90.0) -> Res
             folder.clear_interrupt()
 
 
-def _fit(spec: RunSpec, until: Rung | None) -> Any:
+def _fit(spec: RunSpec) -> Any:
     """Run the workers under Ray Train, a single one in this process.
 
     Workers that die are restarted as long as each attempt writes a new checkpoint.
@@ -99,7 +95,7 @@ def _fit(spec: RunSpec, until: Rung | None) -> Any:
         begun_at = step
         trainer = TorchTrainer(
             run_worker,
-            train_loop_config={"spec": spec, "until": until},
+            train_loop_config={"spec": spec},
             torch_config=torch_config() if several else None,
             scaling_config=ScalingConfig(
                 # 0: train in this process, which saves starting another
@@ -139,7 +135,7 @@ def _in_thread(call: Callable[[], Any]) -> Any:
     return future.result()
 
 
-def run_worker(task: dict[str, Any]) -> Result | dict[str, float] | TitansError:
+def run_worker(task: dict[str, Any]) -> Result | TitansError | None:
     """Train in a worker of Ray Train.
 
     Train retries what is raised, so errors that a retry would repeat are returned.
@@ -150,7 +146,7 @@ def run_worker(task: dict[str, Any]) -> Result | dict[str, float] | TitansError:
     if spec.resources.several:
         die_with_parent()
     try:
-        return Worker(spec, get_device()).run(task["until"])
+        return Worker(spec, get_device()).run()
     except TitansError as error:
         return error
 
@@ -171,19 +167,18 @@ class Worker:
             spec.folder.keep_data(self.data, hashes_of(self.cfg.eval.model_dump(mode="json")))
         self.reporter = Reporter(spec) if rank() == 0 else None
 
-    def run(self, until: Rung | None = None) -> Result | dict[str, float]:
-        """Train and evaluate, resuming from the last checkpoint. Raises UsageError, Diverged."""
+    def run(self) -> Result | None:
+        """Train and evaluate, resuming from the last checkpoint; None on ranks but 0.
+
+        Raises UsageError, Diverged.
+        """
         forms_used(forget=True)
         return_freed_memory()
         peak_rss(reset=True)
         try:
             with deterministic(self.cfg.seed, self.cfg.threads):
-                trainer = self._train(until)
-                if until is None:
-                    return self._finish(trainer)
-                measured = {until.column: self.cfg.eval.columns[until.column]}
-                columns = self._measure(trainer, measured)["columns"]
-                return self.reporter.reached(until, columns) if self.reporter else {}
+                trainer = self._train()
+                return self._at_rung(trainer, *self.spec.rung) if self.spec.rung else self._finish(trainer)
         except BaseException as error:
             if self.reporter:
                 self.reporter.fail(error)
@@ -193,8 +188,8 @@ class Worker:
                 with ignore_disk_full():
                     self.spec.folder.record_attempt()
 
-    def _train(self, until: Rung | None) -> Trainer:
-        cfg, folder = self.cfg, self.spec.folder.path / CHECKPOINTS
+    def _train(self) -> Trainer:
+        cfg, rung, folder = self.cfg, self.spec.rung, self.spec.folder.path / CHECKPOINTS
         self.objective.check(self.data)
         if arch := gpu_arch(self.device):
             check_kernels(cfg, arch)
@@ -225,14 +220,14 @@ class Worker:
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
         watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
         with saver, watched as stepped:
-            trainer.run(self._hooks(saver, trainer, stepped), until.step if until else None)
+            trainer.run(self._hooks(saver, trainer, stepped), rung[0] if rung else None)
         return trainer
 
     def _hooks(self, saver: checkpoint.Saver, trainer: Trainer, stepped: Callable[[], None]) -> Hooks:
         reporter, cfg = self.reporter, self.cfg
         guard = PreemptionGuard(self.spec.folder, self.spec.resources.several)
         # the log up to a checkpoint is durable before the checkpoint is committed
-        flush = reporter.flush if reporter else None
+        flush = reporter.journal.sync if reporter else None
 
         def on_step(step: int, metrics: dict[str, float]) -> None:
             if reporter:
@@ -272,7 +267,13 @@ class Worker:
         task = TaskConfig(task=str(self.objective.validation_task))
         return self._measure(trainer, {"validation": (task,)})["columns"]["validation"]
 
-    def _finish(self, trainer: Trainer) -> Result | dict[str, float]:
+    def _at_rung(self, trainer: Trainer, step: int, column: str) -> Result:
+        columns = self._measure(trainer, {column: self.cfg.eval.columns[column]})["columns"]
+        if self.reporter:
+            self.reporter.reached(step, columns)
+        return Result(cell=self.spec.name, columns=columns)
+
+    def _finish(self, trainer: Trainer) -> Result | None:
         started = time.perf_counter()
         if self.reporter:
             self.reporter.phase("evaluate")
@@ -281,7 +282,7 @@ class Worker:
             checkpoint.load_model(point, trainer.model)
         measured = self._measure(trainer, self.cfg.eval.columns, floors=True)
         if not self.reporter:
-            return {}
+            return None
         model, progress, cfg = trainer.model, trainer.progress, self.cfg
         result = Result(
             cell=self.spec.name,
@@ -307,7 +308,7 @@ class Worker:
             best_validation_loss=progress.best_loss,
             best_step=progress.best_step,
             world_sizes=progress.worlds,
-            mlflow_run_id=self.reporter.run_id,
+            mlflow_run_id=self.reporter.journal.run_id,
             study=self.spec.labels.get("study", ""),
             row=self.spec.labels.get("row", ""),
         )

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
 from titans_platform.errors import TitansError
 from titans_platform.files import file_lock, is_locked, read_json, write_bytes, write_json
@@ -28,13 +28,7 @@ Number = Annotated[float, BeforeValidator(lambda value: math.nan if value is Non
 """NaN where the file has null."""
 
 
-class _Record(BaseModel):
-    """Immutable. Unknown keys are ignored: another version may have written the file."""
-
-    model_config = ConfigDict(frozen=True, extra="ignore", use_attribute_docstrings=True)
-
-
-class TaskScore(_Record):
+class TaskScore(BaseModel, frozen=True):
     """One task at one length."""
 
     value: Number
@@ -47,8 +41,11 @@ class TaskScore(_Record):
     items: int = 0
 
 
-class Measures(_Record):
-    """Measurements that `evals.evaluate` takes of a model."""
+class Result(BaseModel, frozen=True):
+    """The numbers of a run, of which `evals.evaluate` measures the first four, and their provenance.
+
+    Unknown keys are ignored: another version may have written the file.
+    """
 
     columns: dict[str, Number] = Field(default_factory=dict)
     """By column of the table, the mean of its tasks."""
@@ -58,11 +55,6 @@ class Measures(_Record):
     """Chance level of each column."""
     buckets: dict[str, dict[str, Number]] = Field(default_factory=dict)
     """By ``column/task@tokens``, the value in each bucket: a needle's depth, a position."""
-
-
-class Result(Measures):
-    """The numbers of a finished run, and their provenance."""
-
     cell: str
     """Name of the run."""
     study: str = ""
@@ -121,18 +113,6 @@ class Result(Measures):
         """Return the result as a JSON value."""
         return self.model_dump(mode="json")
 
-    def write(self, path: Path) -> None:
-        """Write ``result.json`` atomically. Raises TitansError."""
-        write_json(path, self.record())
-
-    @staticmethod
-    def read(path: Path) -> Result | None:
-        """Read a result; None if the file is missing or does not hold a result."""
-        try:
-            return Result.model_validate_json(path.read_bytes())
-        except (OSError, ValidationError):
-            return None
-
 
 RECORD = "run.json"
 """Everything about a run but its metrics and its result; see `RunFolder.record`."""
@@ -165,6 +145,11 @@ class RunFolder:
     root: Path
     name: str
 
+    @staticmethod
+    def at(path: Path) -> RunFolder:
+        """Return the run whose folder is ``path``."""
+        return RunFolder(path.parents[1], path.name)
+
     @property
     def path(self) -> Path:
         """The folder's path; the folder need not exist."""
@@ -191,8 +176,11 @@ class RunFolder:
 
     def result(self) -> Result | None:
         """Return the result of the finished run, or None; a file that names another run is ignored."""
-        result = Result.read(self.path / RESULT)
-        return result if result and result.cell == self.name else None
+        try:
+            result = Result.model_validate_json((self.path / RESULT).read_bytes())
+        except (OSError, ValidationError):
+            return None
+        return result if result.cell == self.name else None
 
     def shown_result(self) -> Result | None:
         """Return the result to show: the current one, or else the stale one while the run is repeated."""
@@ -217,10 +205,6 @@ class RunFolder:
             progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
         return progress
 
-    def attempt(self) -> dict[str, Any] | None:
-        """Return the last attempt that ended: ``began``, ``ended``, ``host``."""
-        return self.record().get("attempt")
-
     def is_held(self) -> bool:
         """Return True if a live process holds the run.
 
@@ -244,14 +228,6 @@ class RunFolder:
     def rungs(self) -> dict[int, float]:
         """Return what a search measured at each rung, by optimiser step."""
         return {int(step): float(value) for step, value in self.record().get("rungs", {}).items()}
-
-    def record_rung(self, step: int, value: float) -> None:
-        """Record what was measured after ``step`` steps."""
-        self.update(rungs=self.rungs() | {step: value})
-
-    def stop(self, reason: str) -> None:
-        """Mark a run that a search will not train further."""
-        self.update(stopped=reason)
 
     def was_stopped(self) -> bool:
         """Return True if a search stopped the run early."""
@@ -332,3 +308,8 @@ class RunFolder:
             if not got:
                 raise Busy(f"run {self.name}: another process works on it; wait for it, or stop it")
             yield
+
+
+def runs_under(root: Path) -> list[RunFolder]:
+    """List the runs of a storage root, by name."""
+    return [RunFolder(root, path.name) for path in sorted((root / "cells").glob("*")) if path.is_dir()]

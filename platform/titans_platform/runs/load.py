@@ -20,7 +20,7 @@ from titans_platform.files import read_json
 from titans_platform.loading import config_from
 from titans_platform.objectives import Objective, build_objective, run_name
 from titans_platform.provenance import commit
-from titans_platform.runs.folder import CHECKPOINTS, RECORD, TOKENIZER, RunFolder
+from titans_platform.runs.folder import CHECKPOINTS, RECORD, TOKENIZER, RunFolder, runs_under
 from titans_platform.runs.reporter import send_left
 from titans_platform.runs.spec import Resources, RunSpec, Start
 from titans_platform.text import flatten
@@ -153,7 +153,7 @@ def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
     It names the run's own copy of its tokenizer: the file that the config names may have changed since.
     """
     folder = point.parents[1]
-    cfg, record = config_of(folder, overrides), RunFolder(folder.parents[1], folder.name).record()
+    cfg, record = config_of(folder, overrides), RunFolder.at(folder).record()
     if (spec := cfg.data.tokenizer) in VOCABULARIES:
         return cfg
     kept = next(map(str, folder.glob(f"{TOKENIZER}.*")), None)
@@ -165,7 +165,7 @@ def read_config(point: Path, overrides: Iterable[str] = ()) -> RunConfig:
 
 def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read the config of the run in ``folder``. Raises UsageError."""
-    if not (config := RunFolder(folder.parents[1], folder.name).record().get("config")):
+    if not (config := RunFolder.at(folder).record().get("config")):
         raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
     for section, names in GONE.items():
         for name in names:
@@ -185,7 +185,7 @@ def load_checkpoint(point: Path, cfg: RunConfig) -> tuple[Model, int, Objective[
 
 def find_run(run: str, root: Path) -> RunFolder:
     """Find a run by the beginning of its name or its MLflow run id. Raises UsageError: none, or several."""
-    folders = [RunFolder(root, path.name) for path in sorted((root / "cells").glob("*")) if path.is_dir()]
+    folders = runs_under(root)
     named = [folder for folder in folders if run and folder.name.startswith(run)]
     named = named or [f for f in folders if f.record().get("mlflow", {}).get("run_id") == run]
     if len(named) == 1:
@@ -207,7 +207,7 @@ def checkpoint_of_shorter(spec: RunSpec, run: str) -> Start | None:
     if any((spec.folder.path / CHECKPOINTS).glob("step-*")):
         return None
     path = Path(run).resolve() if Path(run).is_dir() else find_run(run, spec.root).path
-    shorter, cfg = RunFolder(path.parents[1], path.name), config_of(path)
+    shorter, cfg = RunFolder.at(path), config_of(path)
     if reason := _why_not_resumed(spec, shorter, cfg):
         raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
     # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet

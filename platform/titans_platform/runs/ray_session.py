@@ -242,9 +242,8 @@ def check_reach(root: Path) -> None:
     try:
         ray.get([check.options(scheduling_strategy=node).remote(mark, uri) for node in pinned], timeout=120)
     except Exception as error:
-        raise ClusterError(
-            f"a node cannot work on the study: {one_line(getattr(error, 'cause', error))}"
-        ) from None
+        cause = one_line(getattr(error, "cause", error))
+        raise ClusterError(f"a node cannot work on the study: {cause}") from None
     finally:
         mark.unlink(missing_ok=True)
 

@@ -14,7 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 from titans_kernels import Registry
 from titans_platform.errors import Interrupted, StorageError, TitansError, UsageError, one_line
-from titans_platform.files import write_error, write_text
-from titans_platform.runs.folder import METRICS, RECORD, RESULT, Result, RunFolder
-from titans_platform.runs.spec import Rung, RunSpec, Tracking
+from titans_platform.files import write_error, write_json, write_text
+from titans_platform.runs.folder import METRICS, RESULT, Result, RunFolder, runs_under
+from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.text import flatten
 
 if TYPE_CHECKING:
@@ -101,16 +101,11 @@ class Reporter:
         )
         if spec.start and not (self.folder.path / METRICS).exists():
             copy_metrics(spec.start.run, self.folder, spec.start.step)
-        self._log = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
+        self.journal = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where
-            self._log.keep(tracking=asdict(spec.tracking), ended=None)
-            self._log.start()
-
-    @property
-    def run_id(self) -> str | None:
-        """The id of the MLflow run; None for a run that is not tracked."""
-        return self._log.run_id
+            self.journal.keep(tracking=asdict(spec.tracking), ended=None)
+            self.journal.start()
 
     def start(self, step: int) -> None:
         """Report that training starts or resumes after ``step`` steps."""
@@ -141,46 +136,39 @@ class Reporter:
             if not (_due(step, self.steps, _LOSSES) or "validation_loss" in metrics):
                 return
             logged = {key: metrics[key] for key in LOSSES & metrics.keys()}
-        self._log.metrics(step, logged)
+        self.journal.metrics(step, logged)
         self._tell(lambda logger: logger.log(step, logged))
-
-    def flush(self) -> None:
-        """Make the log durable. Called before a checkpoint is committed, so that no logged step is lost."""
-        self._log.sync()
 
     def phase(self, name: str) -> None:
         """Report the run's phase: compile, train, evaluate or done."""
         self._state["phase"] = name
         self._write()
 
-    def reached(self, rung: Rung, columns: dict[str, float]) -> dict[str, float]:
-        """Record what was measured at a rung, in the folder and in MLflow. Returns ``columns``."""
-        self.folder.record_rung(rung.step, columns[rung.column])
-        self._log.metrics(rung.step, {f"rung.{name}": value for name, value in columns.items()})
+    def reached(self, step: int, columns: Mapping[str, float]) -> None:
+        """Record the one column that was measured at a rung, in the folder and in MLflow."""
+        ((name, value),) = columns.items()
+        self.folder.update(rungs=self.folder.rungs() | {step: value})
+        self.journal.metrics(step, {f"rung.{name}": value})
         # the next rung opens its own journal
         self._end(lambda run: None, None)
-        self._tell(lambda logger: logger.close())
-        return columns
 
     def finish(self, result: Result) -> None:
         """End the MLflow run, then write result.json, so that everything else is complete once it exists.
 
         The result is written even if MLflow cannot be reached.
         """
-        self._end(lambda run: log_result(run, result), "FINISHED")
         self._tell(lambda logger: logger.finish(result.steps, result.columns))
-        self._tell(lambda logger: logger.close())
+        self._end(lambda run: log_result(run, result), "FINISHED")
         self.phase("done")
-        result.write(self.folder.path / RESULT)
+        write_json(self.folder.path / RESULT, result.record())
         self.folder.update(stale=None)
 
     def fail(self, error: BaseException) -> None:
         """End the MLflow run, as KILLED if the run was interrupted, else as FAILED."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
         with suppress(Exception):
-            self._log.sync()
+            self.journal.sync()
         self._end(lambda run: run.close(status), status)
-        self._tell(lambda logger: logger.close())
 
     def _tell(self, call: Callable[[Logger], None]) -> None:
         """Call each logger; one that fails is warned about and left out from then on."""
@@ -192,9 +180,10 @@ class Reporter:
                 self._loggers.remove(logger)
 
     def _end(self, end: Callable[[RunLog], object], status: str | None) -> None:
-        if left := self._log.close(end, status):
+        if left := self.journal.close(end, status):
             # the command that started the run retries once and reports what is unsent
             log.info(left)
+        self._tell(lambda logger: logger.close())
 
     def _write(self) -> None:
         self._written = time.monotonic()
@@ -224,17 +213,8 @@ def log_result(run: RunLog, result: Result, ended: float | None = None) -> None:
     run.close(ended=ended)
 
 
-@contextmanager
-def orphans_ended(store: TrackingStore, parent: str, root: Path) -> Iterator[None]:
-    """End the MLflow runs below ``parent`` whose processes died, before the block and after it."""
-    _end_orphans(store, parent, root)
-    try:
-        yield
-    finally:
-        _end_orphans(store, parent, root)
-
-
-def _end_orphans(store: TrackingStore, parent: str, root: Path) -> None:
+def end_orphans(store: TrackingStore, parent: str, root: Path) -> None:
+    """End the MLflow runs below ``parent`` whose processes died."""
     for name, run_id in store.running(parent).items():
         folder = RunFolder(root, name)
         state = folder.state()
@@ -274,8 +254,7 @@ def copy_metrics(source: RunFolder, target: RunFolder, last: int) -> None:
 
 def send_left(root: Path) -> list[str]:
     """Send the unsent logs of all runs under ``root`` that no process holds. Returns the failures."""
-    folders = [RunFolder(root, path.parent.name) for path in sorted((root / "cells").glob(f"*/{RECORD}"))]
-    lines = (_send_rest(folder) for folder in folders if unsent(folder) and not folder.is_held())
+    lines = (_send_rest(folder) for folder in runs_under(root) if unsent(folder) and not folder.is_held())
     return [line for line in lines if line]
 
 

@@ -13,7 +13,7 @@ from pydantic import Field, field_validator
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
 from titans_platform.errors import ClusterError, UsageError, nearest
-from titans_platform.provenance import GPUS, Gpu, cores
+from titans_platform.provenance import GPUS, Gpu, cores, gpu_named
 from titans_platform.runs.folder import RunFolder
 
 DRIVER_CPU = 0.01
@@ -91,14 +91,6 @@ class Tracking:
 
 
 @dataclass(frozen=True)
-class Rung:
-    """A rung of a search: the run is evaluated after ``step`` optimiser steps, on one column."""
-
-    step: int
-    column: str
-
-
-@dataclass(frozen=True)
 class Start:
     """A checkpoint of a shorter run that took the same steps; as text `step 20 of run 3f2a91c0`."""
 
@@ -137,6 +129,8 @@ class RunSpec:
     """Copied into the result: ``study`` and ``row``."""
     start: Start | None = None
     """Start of a run that has not begun; None: its own checkpoint, or step 0."""
+    rung: tuple[int, str] | None = None
+    """Of a trial: stop after so many optimiser steps, and measure this column alone."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 
@@ -167,7 +161,7 @@ class Machine:
         """Describe a cluster by its nodes' resources in Ray's names (CPU, GPU, accelerator_type:H100)."""
         parts = tuple(Machine(float(node.get("CPU", 0)), float(node.get("GPU", 0))) for node in nodes)
         named = (key.partition("accelerator_type:")[2] for node in nodes for key in node)
-        known = [gpu for name in named for gpu in _gpus(name)]
+        known = [gpu for name in named if (gpu := gpu_named(name))]
         least = min(known, key=lambda gpu: gpu.memory, default=None)
         return Machine(sum(node.cpus for node in parts), sum(node.gpus for node in parts), parts, least)
 
@@ -195,11 +189,6 @@ class Machine:
         return fit
 
 
-def _gpus(name: str) -> list[Gpu]:
-    """Return the entry of `GPUS` for a device's name, if there is one."""
-    return [gpu for part, gpu in GPUS.items() if name and part in name][:1]
-
-
 def this_machine(resources: Resources = Resources()) -> Machine:
     """Return the CPUs this process may use and, if ``resources`` include GPUs, the ones visible to torch."""
     if not resources.gpus_per_worker:
@@ -209,9 +198,8 @@ def this_machine(resources: Resources = Resources()) -> Machine:
     gpu = None
     if torch.cuda.is_available():
         device = torch.cuda.get_device_properties(0)
-        flops = next((gpu.flops for gpu in _gpus(device.name)), 0.0)
-        arch = 10 * device.major + device.minor
-        gpu = Gpu(device.name, device.total_memory / 2**30, flops, arch)
+        known, arch = gpu_named(device.name), 10 * device.major + device.minor
+        gpu = Gpu(device.name, device.total_memory / 2**30, known.flops if known else 0.0, arch)
     return Machine(cores(), torch.cuda.device_count(), gpu=gpu)
 
 

@@ -100,7 +100,7 @@ class StudyRun:
 
     @property
     def scale(self) -> Scale:
-        """Its size."""
+        """Its scale in the study's file."""
         return self.study.scales[self.scale_name]
 
     @property

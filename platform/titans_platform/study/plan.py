@@ -54,7 +54,7 @@ def open_study(
         # until it finishes, another trial may become the best
         study = study.with_found() if study.search.over else study
     whole = expand(study.study, scale, overrides=overrides)
-    check(whole)
+    _check_rows(whole, lambda config: build_objective(config).check())
     configs = {cell.row: cell.config for cell in whole}
     chosen = chosen_rows(rows, study.rows, file.name)
     cells = chosen_cells(study.scale, configs, chosen, seeds)
@@ -83,11 +83,6 @@ def check_space(study: StudyRun) -> list[RunConfig]:
         with within(f"search.space at {at}", sep=": "):
             corners.append(study.trial_config(params))
     return corners
-
-
-def check(cells: Iterable[Cell]) -> None:
-    """Check each row's variant, tasks and options. Raises UsageError."""
-    _check_rows(cells, lambda config: build_objective(config).check())
 
 
 def check_without_data(study: StudyRun) -> None:
@@ -245,7 +240,7 @@ def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
         gpu_hours = hours and hours * study.resources.gpus
         rows.append({
             "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
-            "state_bytes": sizes(config).state_bytes, "tokens_per_second": rate, "hours": hours,
+            "state_bytes": sizes(config)["state_bytes"], "tokens_per_second": rate, "hours": hours,
             "gpu_hours": gpu_hours, "dollars": gpu_hours and price and price * gpu_hours,
         })  # fmt: skip
     return rows

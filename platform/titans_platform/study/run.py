@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -16,12 +16,12 @@ from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective, run_name
 from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import CHECKPOINTS, Busy, Result
+from titans_platform.runs.folder import CHECKPOINTS, Busy
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import die_with_parent, ray_session
-from titans_platform.runs.reporter import orphans_ended
-from titans_platform.runs.spec import DRIVER_CPU, Rung, RunSpec, Tracking
+from titans_platform.runs.reporter import end_orphans
+from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
 from titans_platform.study.plan import check_with_data, name_cells
 from titans_platform.study.search import FOUND, number_trial
@@ -66,8 +66,10 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
         redirect_stderr(log),
     ):
         parent = store.study_run(study.label, tags, columns)
+        end_orphans(store, parent, study.root)
         try:
-            with orphans_ended(store, parent, study.root), ray_session(cpus, gpus):
+            with ExitStack() as after, ray_session(cpus, gpus):
+                after.callback(end_orphans, store, parent, study.root)
                 try:
                     yield replace(study, tracking=Tracking(store.uri, study.label, parent))
                 except KeyboardInterrupt:
@@ -169,47 +171,40 @@ def _run_trial(space: dict[str, Any]) -> None:
     from ray import tune
 
     die_with_parent()
-    params = dict(space)
-    study = params.pop("study")
-    spec = _trial_spec(study, params.pop("fingerprint"), params)
-    search = study.search.search
+    study, data, search = space["study"], space["fingerprint"], space["study"].search.search
+    params = {key: space[key] for key in search.space}
+    config = located(study.trial_config(params), study.root)
+    name = run_name(config, data, study.resources.hashed_workers)
+    title = f"trial {number_trial(study.path, name, params)}"
+    spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
         for step in search.milestones(spec.config.optim.steps):
-            if (value := _measure(spec, Rung(step, search.metric))) is None:
+            if (value := _measure(spec, step, search.metric)) is None:
                 return
             tune.report({"steps": step, "value": value})
     except SystemExit:
         # how Tune stops a trial, inside report
         if not spec.folder.result():
-            spec.folder.stop("ASHA")
+            spec.folder.update(stopped="ASHA")
         raise
 
 
-def _trial_spec(study: StudyRun, fingerprint: str, params: dict[str, Any]) -> RunSpec:
-    assert study.search
-    config = located(study.trial_config(params), study.root)
-    name = run_name(config, fingerprint, study.resources.hashed_workers)
-    title = f"trial {number_trial(study.path, name, params)}"
-    return spec_of(study, Cell(title, config.seed, config, name, fingerprint), title)
-
-
-def _measure(spec: RunSpec, rung: Rung) -> float | None:
+def _measure(spec: RunSpec, step: int, metric: str) -> float | None:
     """Return the metric at a rung, from the folder or by training up to it; None if the trial has ended."""
-    folder, last = spec.folder, rung.step == spec.config.optim.steps
-    if last and (result := folder.result()):
-        return result.columns[rung.column]
-    if (known := folder.rungs().get(rung.step)) is not None:
+    folder, rung = spec.folder, None if step == spec.config.optim.steps else (step, metric)
+    if not rung and (result := folder.result()):
+        return result.columns[metric]
+    if (known := folder.rungs().get(step)) is not None:
         return known
     if folder.was_stopped():
         return None
     try:
-        outcome = execute(spec) if last else execute(spec, rung)
+        return execute(replace(spec, rung=rung)).columns[metric]
     except Exception as error:
         if isinstance(error, TitansError) and not isinstance(error, Busy | Interrupted):
             # a learning rate that diverges would diverge again
-            folder.stop(str(error))
+            folder.update(stopped=str(error))
         return None
-    return (outcome.columns if isinstance(outcome, Result) else outcome)[rung.column]
 
 
 def _run_trials(

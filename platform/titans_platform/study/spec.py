@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Annotated, Any
 
-from pydantic import Field, JsonValue, StringConstraints, model_validator
+from pydantic import BeforeValidator, Field, JsonValue, model_validator
 
 from titans_core.config import Frozen, PositiveInt
 from titans_platform.config import RunConfig
@@ -24,6 +24,8 @@ from titans_platform.loading import nearest, overlay, read_yaml, validate
 from titans_platform.runs.spec import Machine, Resources
 
 Fragment = dict[str, JsonValue]
+ONE_LINE = BeforeValidator(lambda text: " ".join(text.split()) if isinstance(text, str) else text)
+"""A text is folded to one line."""
 MAX_CORNERS = 512
 """Corners of a search space that are all checked."""
 
@@ -157,10 +159,10 @@ class Column(Frozen):
 class Scale(Frozen):
     """One size of the study: a RunConfig fragment, the seeds, the resources."""
 
-    about: str = ""
+    about: Annotated[str, ONE_LINE] = ""
     comparable: bool = False
     """True if the columns measure the same as the paper's; if not, the table says so."""
-    note: str = ""
+    note: Annotated[str, ONE_LINE] = ""
     """A description of the columns at this scale, printed below the table."""
     seeds: Annotated[tuple[int, ...], Field(min_length=1)] = (0,)
     resources: Resources = Resources()
@@ -210,7 +212,7 @@ class Expectation(Frozen):
     """Expected direction of a row against the first one, stated before it is run."""
 
     better: bool
-    because: Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+    because: Annotated[str, Field(min_length=1), ONE_LINE]
     """A derivation, or the source of the claim."""
 
 
@@ -239,7 +241,7 @@ class Study(Frozen):
 
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
     """Letters, digits, `-` and `_`: it names a folder and a run in MLflow."""
-    description: str = ""
+    description: Annotated[str, ONE_LINE] = ""
     paper: tuple[str, ...] = ()
     """Tables of the paper, by their key in ``paper.yaml``; their rows are matched by name."""
     columns: Annotated[dict[str, Column], Field(min_length=1)]
@@ -373,9 +375,8 @@ class Paper(Frozen):
     @property
     def items(self) -> dict[str, Printed]:
         """Tables, then figures, by display name: ``Table 1``."""
-        return {
-            key.replace("_", " ").capitalize(): item for key, item in (self.tables | self.figures).items()
-        }
+        both = self.tables | self.figures
+        return {key.replace("_", " ").capitalize(): item for key, item in both.items()}
 
 
 @cache

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, NamedTuple, TypeVar
 from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import EvalConfig, TaskConfig, digest
-from titans_platform.errors import UsageError, nearest
+from titans_platform.errors import UsageError
 from titans_platform.loading import validate
 from titans_platform.tasks.items import Item, ItemTokenizer, encode_item
 
@@ -73,17 +73,13 @@ class Context:
     """Returns the n-grams of the text trained on (`titans_platform.evals.ngrams`); None: not counted."""
 
 
-class NoTaskOptions(Frozen):
-    """Options of a task without options."""
-
-
 class Task(ABC):
     """Something a model can be measured on."""
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
     """Increment it with every change that changes a number: cells of another version run again."""
-    Options: ClassVar[type[Frozen]] = NoTaskOptions
+    Options: ClassVar[type[Frozen]] = Frozen
     data_kind: ClassVar[str] = "tokens"
     """Kind of data that the task needs: the ``data_kind`` of an objective."""
 
@@ -95,11 +91,6 @@ class Task(ABC):
         """Name and kind; unique among the tasks of a column unless they differ in other options."""
         kind = getattr(self.options, "kind", None)
         return f"{self.name}-{kind}" if kind else self.name
-
-    @property
-    @abstractmethod
-    def chance(self) -> float:
-        """Value of guessing without reading; an upper bound if it depends on a file."""
 
     def check(self, objective: Any, length: int, data: Any) -> None:  # noqa: B027
         """Reject a row length that cannot be measured. ``data`` is None before they are prepared.
@@ -127,6 +118,11 @@ class GeneratedTask(Task):
 
     A model below or at the floor (`floor`) may be using a shortcut, so a task should list its `heuristics`.
     """
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """Value of guessing without reading; an upper bound if it depends on a file."""
 
     @property
     def heuristics(self) -> Mapping[str, Heuristic]:
@@ -246,23 +242,18 @@ PROTOCOL = 1
 
 T = TypeVar("T", bound=type[Task])
 
-TASKS = Registry(
-    "task",
-    Task,
-    {
-        "babi": "titans_platform.tasks.babi:Babi",
-        "babilong": "titans_platform.tasks.babi:Babilong",
-        "babilong_hub": "titans_platform.tasks.babi:BabilongHub",
-        "lm_eval": "titans_platform.evals.lm_harness:LmEval",
-        "loss": "titans_platform.evals.perplexity:HeldOutLoss",
-        "needle": "titans_platform.tasks.needle:Needle",
-        "perplexity": "titans_platform.evals.perplexity:Perplexity",
-        "reasoning": "titans_platform.tasks.reasoning:Reasoning",
-        "recall": "titans_platform.tasks.recall:Recall",
-        "throughput": "titans_platform.evals.perplexity:Throughput",
-    },
-    UsageError,
-)
+TASKS = Registry("task", Task, {
+    "babi": "titans_platform.tasks.babi:Babi",
+    "babilong": "titans_platform.tasks.babi:Babilong",
+    "babilong_hub": "titans_platform.tasks.babi:BabilongHub",
+    "lm_eval": "titans_platform.evals.lm_harness:LmEval",
+    "loss": "titans_platform.evals.perplexity:HeldOutLoss",
+    "needle": "titans_platform.tasks.needle:Needle",
+    "perplexity": "titans_platform.evals.perplexity:Perplexity",
+    "reasoning": "titans_platform.tasks.reasoning:Reasoning",
+    "recall": "titans_platform.tasks.recall:Recall",
+    "throughput": "titans_platform.evals.perplexity:Throughput",
+}, UsageError)  # fmt: skip
 """Every task by name, which is its class's `name`; objectives add tasks that need their data."""
 
 
@@ -278,10 +269,6 @@ def build_task(config: TaskConfig) -> Task:
         UsageError: no such task, no such option, or an option's value is not valid.
     """
     task = TASKS.find(config.task)
-    valid = list(task.Options.model_fields)
-    for key in config.options:
-        if key not in valid:
-            raise UsageError(f"options: task {config.task} has no option {key!r}; {nearest(key, valid)}")
     return task(validate(task.Options, config.options, "options"))
 
 

@@ -273,10 +273,9 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
     except Exception as error:  # errors of HTTP, Arrow, JSON and datasets have no common base class
         reason = f"{type(error).__name__} {one_line(error, 160)}"
         raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
-    rows = (
-        [(f"{text}{_asked(question)}", False), (f" {answer}", True)] for text, question, answer in triples
+    return tuple(
+        make_item([(text + _asked(asked), False), (f" {said}", True)]) for text, asked, said in triples
     )
-    return tuple(map(make_item, rows))
 
 
 def split_question(item: Item) -> tuple[list[str], str, str]:

@@ -15,11 +15,10 @@ from __future__ import annotations
 import random
 import re
 import string
-from abc import abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import lru_cache
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -40,45 +39,30 @@ Block = tuple[str, dict[str, str]]
 """Pairs as text, and the answer for each key that a question may ask for."""
 
 
-class QueryOptions(Frozen):
-    """Number of questions, and the filler between them."""
+class RecallOptions(Frozen):
+    """Questions and the filler between them, the alphabets of keys and values, and rebinding."""
 
     queries: PositiveInt | None = None
     """Questions after each block of pairs; None: as many as pairs."""
     filler: Literal["blank", "noise"] = "blank"
     """One repeated character, or random ones of eight."""
-
-
-class PairOptions(QueryOptions):
-    """Number of pairs, and the alphabets of keys and values."""
-
     pairs: PositiveInt = 4
     """Keys that are bound to a value."""
     keys: Keys = 26
     """Size of the key alphabet; up to 50 keys have one character, more have two."""
     values: Values = 16
     """Size of the value alphabet; up to 36 values have one character, more have two."""
+    rebind: Share = 0.0
+    """Share of the keys that are bound again to another value; the latest one is the answer."""
 
     @model_validator(mode="after")
-    def _enough_keys(self) -> PairOptions:
+    def _enough_keys(self) -> RecallOptions:
         if self.pairs > self.keys:
             raise ValueError(f"pairs: {self.pairs} exceed keys: {self.keys}")
         return self
 
-    @property
-    def characters(self) -> int:
-        """Characters of a block's pairs, questions and answers."""
-        width = 2 + (self.keys > len(KEYS)) + (self.values > len(VALUES))
-        return width * (self.pairs + (self.queries or self.pairs))
 
-
-class RecallOptions(PairOptions):
-    """Also rebinding."""
-
-    rebind: Share = 0.0
-    """Share of the keys that are bound again to another value; the latest one is the answer."""
-
-
+@lru_cache
 def symbols(alphabet: str, size: int) -> list[str]:
     """Return the first `size` symbols over `alphabet`: single characters, or pairs if there are too few."""
     if size <= len(alphabet):
@@ -92,12 +76,6 @@ def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
     drawn = values * whole + rng.sample(values, rest)
     rng.shuffle(drawn)
     return drawn
-
-
-def paired(keys: Iterable[str], values: Iterable[str]) -> Block:
-    """Return a block of keys, each followed by its value."""
-    bound = dict(zip(keys, values, strict=True))
-    return "".join(key + value for key, value in bound.items()), bound
 
 
 _KEY = rf"[A-Z{re.escape(''.join(mark for mark in KEYS if not mark.isalpha()))}]+"
@@ -115,12 +93,30 @@ def key_and_pairs(before: str) -> tuple[str, dict[str, str]]:
     return query[0] if query else "", bound
 
 
-class Associative(GeneratedTask):
-    """Blocks of pairs, each followed by questions; subclasses define the blocks."""
+class Recall(GeneratedTask):
+    """The latest value of each queried key.
 
-    @abstractmethod
+    A subclass may bind keys in other blocks.
+    """
+
+    name = "recall"
+    version = 2
+    Options = RecallOptions
+
     def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """Blocks of a row of `length` tokens."""
+        """Generate one block; rebound keys occur twice. A subclass may have several in `length` tokens."""
+        options, values = self.options, symbols(VALUES, self.options.values)
+        keys = rng.sample(symbols(KEYS, options.keys), options.pairs)
+        latest = dict(zip(keys, spread(rng, values, len(keys)), strict=True))
+        again = set(rng.sample(keys, round(options.rebind * len(keys))))
+        order = [*keys, *sorted(again)]
+        rng.shuffle(order)
+        pairs = []
+        for key in order:
+            others = [value for value in values if value != latest[key]]
+            pairs.append(key + (rng.choice(others) if key in again else latest[key]))
+            again.discard(key)
+        return [("".join(pairs), latest)]
 
     @property
     def bound(self) -> int:
@@ -167,34 +163,3 @@ class Associative(GeneratedTask):
     def _filler(self, characters: int, rng: random.Random) -> str:
         blank = self.options.filler == "blank"
         return BLANK * characters if blank else "".join(rng.choices(NOISE, k=characters))
-
-
-class KeyValue(Associative):
-    """An associative task over one alphabet of keys and one of values."""
-
-    def __init__(self, options: Any = None) -> None:
-        super().__init__(options)
-        self._keys = symbols(KEYS, self.options.keys)
-        self._values = symbols(VALUES, self.options.values)
-
-
-class Recall(KeyValue):
-    """The latest value of each queried key."""
-
-    name = "recall"
-    version = 2
-    Options = RecallOptions
-
-    def blocks(self, rng: random.Random, length: int) -> list[Block]:
-        """Generate one block; rebound keys occur twice."""
-        keys = rng.sample(self._keys, self.options.pairs)
-        latest = dict(zip(keys, spread(rng, self._values, len(keys)), strict=True))
-        again = set(rng.sample(keys, round(self.options.rebind * len(keys))))
-        order = [*keys, *sorted(again)]
-        rng.shuffle(order)
-        pairs = []
-        for key in order:
-            others = [value for value in self._values if value != latest[key]]
-            pairs.append(key + (rng.choice(others) if key in again else latest[key]))
-            again.discard(key)
-        return [("".join(pairs), latest)]

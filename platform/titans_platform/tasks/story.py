@@ -108,18 +108,12 @@ class ParsedStory(NamedTuple):
     history: list[str]
     """Places in the order in which people went there."""
     world: World
-    names: tuple[str, ...]
-    """Names in the question."""
+    subject: str
+    """The first name in the question."""
+    place: str
+    """The last name in the question."""
     words: dict[str, str]
     """yes, no and numbers as the style writes them."""
-
-    @property
-    def subject(self) -> str:
-        return self.names[0]
-
-    @property
-    def place(self) -> str:
-        return self.names[-1]
 
 
 Guess = Callable[[ParsedStory], Sequence[str]]
@@ -153,17 +147,18 @@ def read_story(before: str, world: World, *, compact: bool) -> ParsedStory:
     if compact:
         text, question = before.rsplit("?", 1)
         matches = re.findall(r"([A-M])([+-]?)([a-z])\.", re.sub(r"\?[^.]*\.", "", text))
-        names = tuple(name for name in question if name.isalpha())
+        names = [name for name in question if name.isalpha()]
         words = {"yes": "Y", "no": "N"} | {str(n): str(n) for n in range(len(NUMBERS))}
     else:
         text, question = before.rsplit("\n", 1)
         matches = PROSE_FACT.findall(text + "\n")
-        names = tuple(re.findall("|".join(PEOPLE + PLACES + THINGS), question))
+        names = re.findall("|".join(PEOPLE + PLACES + THINGS), question)
         words = {"yes": "yes", "no": "no"} | {str(n): name for n, name in enumerate(NUMBERS)}
     facts = [Fact(ACTIONS[word], person, target) for person, word, target in matches]
     for fact in facts:
         world.apply(fact)
-    return ParsedStory(facts, [fact.target for fact in facts if fact.action == "move"], world, names, words)
+    history = [fact.target for fact in facts if fact.action == "move"]
+    return ParsedStory(facts, history, world, names[0], names[-1], words)
 
 
 def _carried(story: ParsedStory) -> list[int]:

@@ -299,9 +299,7 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
         saved: dict[str, Any] = {}
         for writer in wanted:
             prefix = f"{name}.rank{writer}.tensors."
-            own = {
-                key.removeprefix(prefix): entry for key, entry in entries.items() if key.startswith(prefix)
-            }
+            own = {key.removeprefix(prefix): of for key, of in entries.items() if key.startswith(prefix)}
             tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
         _read({name: saved}, path)
@@ -357,9 +355,8 @@ def _check_shapes(path: Path, entries: dict[str, Any], weights: dict[str, torch.
         saved_shape = tuple(kept[name].size) if name in kept else "missing"
         if model_shape != saved_shape:
             fix = "give the config the checkpoint was made with, or another folder"
-            raise UsageError(
-                f"{path}: {name} is {saved_shape} in the checkpoint and {model_shape} in the model; {fix}"
-            )
+            differ = f"{name} is {saved_shape} in the checkpoint and {model_shape} in the model"
+            raise UsageError(f"{path}: {differ}; {fix}")
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -20,7 +20,7 @@ from titans_core.sequence_parallel import SequenceParallel
 from titans_kernels import accelerate, ran
 from titans_platform.config import OptimConfig
 from titans_platform.errors import UsageError
-from titans_platform.provenance import GPUS
+from titans_platform.provenance import gpu_named
 
 
 def world_size() -> int:
@@ -126,8 +126,7 @@ def device_metrics(device: torch.device, flops_per_second: float | None) -> dict
     metrics = {"memory_gib": torch.cuda.max_memory_allocated(device) / 2**30}
     if flops_per_second is not None:
         metrics["tflops"] = flops_per_second / 1e12
-        name = torch.cuda.get_device_name(device)
-        if gpu := next((gpu for part, gpu in GPUS.items() if part in name), None):
+        if gpu := gpu_named(torch.cuda.get_device_name(device)):
             metrics["mfu"] = flops_per_second / gpu.flops
     return metrics
 
