@@ -226,11 +226,6 @@ def test_state_that_does_not_fit_the_mask_or_positions_is_refused():
         net(x, position_ids=torch.tensor([[6, 7, 8, 0, 1, 2]]), past_key_values=past)
 
 
-def test_misspelt_argument_of_generate_is_refused():
-    with pytest.raises(ValueError, match="atention_mask"):
-        titans().generate(tokens(1, 4), atention_mask=torch.ones(1, 4), max_new_tokens=2)
-
-
 # outputs
 
 

@@ -207,20 +207,6 @@ def test_gates_of_a_rule_are_required_and_not_accepted_without_need():
             neural_memory(*case.tokens, *case.state, extension=Extension(rule=rule, gates=given))
 
 
-def test_inference_and_autocast_leave_the_state_in_float32():
-    case, options = Case(20, 2), {"chunk_size": 8, "extension": Extension(rule="gated_delta")}
-    tokens = [x.detach().float() for x in case.tokens]
-    state = MemoryState(*(tuple(x.detach().float() for x in part) for part in case.state))
-    expected, _ = neural_memory(*tokens, *state, **options)
-    with torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
-        y, after = neural_memory(*(x.clone() for x in tokens), *state, **options)
-        _, cut = extend_memory(*(x[:, :13] for x in tokens), DecodeState.of(state), **options)
-    torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-6)
-    assert {x.dtype for x in tree_leaves((after, cut))} == {torch.float32}
-    low, _ = neural_memory(*(x.bfloat16() for x in tokens), *state, **options)
-    assert low.dtype == torch.bfloat16
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rule", [GatedDelta(), Start()], ids=str)
 def test_compiled_rule_equals_eager(rule):
