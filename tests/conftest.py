@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests.small import RUN
+from tests.small import RUN, documented
 
 # before a kernel is defined: without a GPU they run in Triton's interpreter
 if not torch.cuda.is_available():
@@ -93,6 +93,15 @@ def tiny_yaml(tmp_path: Path) -> Path:
     # JSON is YAML
     path.write_text(json.dumps(RUN))
     return path
+
+
+@pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The import path of the task that docs/extending.md shows, in a package of its own."""
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "tasks.py").write_text(documented("platform/titans_platform/tasks/sums.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_lab.tasks:Sums"
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.objectives.test_series import line, when
+from titans_core.forecasting.linear import RLinear
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
@@ -133,31 +134,26 @@ def test_run_is_tested_on_every_window_and_named_by_its_forecaster(tiny):
 
 
 OWN = """
-import torch
-from torch import nn
-from titans_core.forecasting import Forecaster
+from titans_core.forecasting.linear import RLinear
 
-
-class Last(Forecaster):
-    def __init__(self, config, window, options):
-        super().__init__()
-        self.scale_C, self.horizon = nn.Parameter(torch.ones(window.channels)), window.horizon
-
+class Negated(RLinear):
     def predict(self, x_BTC):
-        return (self.scale_C * x_BTC[:, -1:]).expand(-1, self.horizon, -1)
+        return -super().predict(x_BTC)
 """
 
 
 def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     (tiny / "own_forecaster.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tiny))
-    objective = build_objective(config(tiny, forecaster="own_forecaster:Last", forecaster_options={}))
+    objective = build_objective(config(tiny, forecaster="own_forecaster:Negated", forecaster_options={}))
     data = objective.prepare(tiny / "root")
     objective.check(data)
     (batch,) = data.held_out(8, 500, 500, "test")
     cfg = objective.cfg
-    result = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
-    assert result == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
+    model = objective.build_model().eval()
+    result = evaluate(model, data, cfg.eval, 8)["columns"]["mse"]
+    negated = RLinear.predict(model, batch.inputs)
+    assert result == pytest.approx((-negated - batch.targets).square().mean().item())
     before = run_name(cfg, data.fingerprint)
     (tiny / "own_forecaster.py").write_text(OWN + "\n")
     assert run_name(cfg, data.fingerprint) != before
