@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.objectives.test_series import line, when
+from tests.small import changed
 from titans_core.forecasting.linear import RLinear
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
@@ -170,15 +171,14 @@ def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
     ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
     ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
-    ({"lengths": (1.0, 2.0)}, r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"),
+    ({"lengths": [1.0, 2.0]}, r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"),
 ])  # fmt: skip
 def test_wrong_config_is_named(tiny, options, says):
-    lengths = options.pop("lengths", (1.0,)) if "lengths" in options else (1.0,)
-    cfg = config(tiny, **options)
-    columns = {"mse": (cfg.eval.columns["mse"][0].model_copy(update={"lengths": lengths}),)}
-    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"columns": columns})})
+    lengths = {"lengths": options.get("lengths", [1.0])}
+    cfg = config(tiny, **{key: value for key, value in options.items() if key not in lengths})
+    task = cfg.eval.model_dump(mode="json")["columns"]["mse"][0]
     with pytest.raises(UsageError, match=says):
-        build_objective(cfg).check()
+        build_objective(changed(cfg, eval={"columns": {"mse": [task | lengths]}})).check()
 
 
 def test_study_runs_each_model_once_a_dataset_and_horizon():

@@ -107,15 +107,10 @@ def test_series_and_tokens_have_commands_and_measures_of_their_own(run_yaml, ref
 
 def test_only_tokens_need_memory_for_logits(tiny_run, monkeypatch):
     monkeypatch.setattr(check, "machine_memory", lambda: check.PROCESS_BYTES + 50 * 2**20)
-
-    def wide(cfg: RunConfig) -> RunConfig:
-        model = cfg.model.model_copy(update={"vocab_size": 2**16})
-        optim = cfg.optim.model_copy(update={"global_batch_size": 64})
-        return cfg.model_copy(update={"model": model, "optim": optim})
-
-    check.check_resources(wide(config()), Resources())
+    wide = {"model": {"vocab_size": 2**16}, "optim": {"global_batch_size": 64}}
+    check.check_resources(small.changed(config(), **wide), Resources())
     with pytest.raises(UsageError, match=r"^data\.sequence_length: .* tokens at once take at least"):
-        check.check_resources(wide(tiny_run), Resources())
+        check.check_resources(small.changed(tiny_run, **wide), Resources())
 
 
 def test_run_is_named_by_content_and_options_and_reads_its_file_once(tmp_path):
