@@ -105,24 +105,16 @@ def test_deterministic_restores_what_was_set():
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
-class Slow(Rows):
-    """A stream whose batches take ``seconds`` each."""
+def data_wait(step_seconds: float) -> float:
+    """Seconds that six steps of at least ``step_seconds`` each wait for batches of 0.05 s."""
+    t, waited, own = trainer(), [], threading.get_ident()
 
-    def __init__(self, seconds: float):
-        super().__init__()
-        self.seconds = seconds
-        self.threads: set[int] = set()
+    def slow(step: int) -> Batch:
+        assert threading.get_ident() != own
+        time.sleep(0.05)
+        return Rows().batch(step)
 
-    def batch(self, step: int) -> Batch:
-        self.threads.add(threading.get_ident())
-        time.sleep(self.seconds)
-        return super().batch(step)
-
-
-def data_wait(stream: Slow, step_seconds: float) -> float:
-    """Seconds that six steps of at least ``step_seconds`` each wait for batches."""
-    t, waited = trainer(), []
-    t.stream = stream
+    t.stream = SimpleNamespace(batch=slow)
 
     def pause(step: int, metrics: dict[str, float]) -> None:
         time.sleep(step_seconds)
@@ -133,13 +125,11 @@ def data_wait(stream: Slow, step_seconds: float) -> float:
 
 
 def test_wait_for_a_slow_stream_is_measured_and_hidden_behind_steps():
-    stream = Slow(0.05)
-    waited = data_wait(stream, 0.0)
-    # six batches of 0.05 s, with steps too short to overlap
+    waited = data_wait(0.0)
+    # the steps are too short to overlap
     assert waited > 0.2
     # only the first is waited for; the others are prefetched during the steps
-    assert data_wait(stream, 0.1) < 0.6 * waited
-    assert threading.get_ident() not in stream.threads
+    assert data_wait(0.1) < 0.6 * waited
 
 
 def test_batches_come_in_the_order_of_the_steps_and_draw_no_random_numbers():
