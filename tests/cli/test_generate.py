@@ -65,9 +65,7 @@ def test_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
     assert out[:-1] + rest == whole
 
 
-def test_text_comes_from_standard_input_and_memory_from_its_own_checkpoint(
-    cell, book, capsys, monkeypatch, tmp_path, refused
-):
+def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monkeypatch, tmp_path, refused):
     line = ("--temperature", 0, "--max-new-tokens", 9)
     expected, _ = generate(capsys, cell, "--read", book, *line)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))

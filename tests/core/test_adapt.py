@@ -130,9 +130,8 @@ def test_kept_tokens_have_the_largest_sums_of_attention_and_surprise(monkeypatch
         scores.append(score)
     leaves = slice(SINKS, T - WINDOW)
     both = received[:, leaves] + torch.cat(scores, 1)[:, first:, None]
-    y, level, after = keeping.attend(
-        attention._attend, q[:, first:], state, k[:, leaves], v[:, leaves], both, most
-    )
+    given = q[:, first:], state, k[:, leaves], v[:, leaves], both, most
+    y, level, after = keeping.attend(attention._attend, *given)
     for b, g, t in itertools.product(range(B), range(G), range(first, T)):
         far = range(SINKS, t - WINDOW + 1)
         near = {i: surprise[b, max(0, i - keeping.AROUND) : i + keeping.AROUND + 1].mean() for i in far}

@@ -193,9 +193,7 @@ def gradients(parts: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return [*parts, *torch.autograd.grad(torch.stack(sums).sum(), leaves, materialize_grads=True)]
 
 
-def compare(
-    layer: Attention, run: Callable[[Attention], list[Tensor]], served: list[str], calls: int
-) -> None:
+def compare(layer: Attention, run: Callable, served: list[str], calls: int) -> None:
     torch.testing.assert_close(run(exchanged(layer)), run(layer), rtol=1e-9, atol=1e-10)
     assert served.count(ATTEND) == calls
 

@@ -15,6 +15,12 @@ BUDGETS = {"lmm": 30_000, "mac": 50_000, "mag": 38_000, "mal": 38_000, "transfor
 # Dynamo does so itself
 pytestmark = pytest.mark.filterwarnings("ignore:.*Function'> should not be instantiated:DeprecationWarning")
 
+# MAL has the parts of MAG
+MAL, *NIGHTLY = (
+    pytest.param(name, marks=pytest.mark.nightly)
+    for name in ("mal", "gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "based", "hyena")
+)
+
 
 def tensors(graphs: footprint.Graphs) -> list[Tensor]:
     nodes = [*graphs.forward.graph.nodes, *graphs.backward.graph.nodes]
@@ -22,10 +28,7 @@ def tensors(graphs: footprint.Graphs) -> list[Tensor]:
 
 
 @pytest.mark.slow
-# MAL has the parts of MAG
-@pytest.mark.parametrize(
-    "variant", ["lmm", "mag", pytest.param("mal", marks=pytest.mark.nightly), "transformer"]
-)
+@pytest.mark.parametrize("variant", ["lmm", "mag", MAL, "transformer"])
 def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask(variant):
     options = {"projections": "titans"} if variant == "transformer" else {}
     config = presets.preset("340M", variant=variant, options=options)
@@ -44,13 +47,8 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
     assert {x.meta["val"].dtype for node in calls for x in node.args[:3]} <= {torch.bfloat16}
 
 
-NIGHTLY = ["gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "based", "hyena"]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "variant", ["mamba", "retnet", *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)]
-)
+@pytest.mark.parametrize("variant", ["mamba", "retnet", *NIGHTLY])
 def test_a_layer_of_a_baseline_has_no_tensor_above_a_gibibyte(variant):
     graphs = footprint.trace(presets.preset("340M", variant=variant), ROWS, LENGTH)
     assert max(footprint.size_of(x) for x in tensors(graphs)) <= 2**30

@@ -46,10 +46,8 @@ def padded(sequences, side="right", pad=39):
     for row in sequences:
         gap = [0, width - len(row)][:: 1 if side == "right" else -1]
         labels = torch.cat([torch.tensor([IGNORED]), row[1:]])
-        for kept, x, fill in zip(
-            batch.values(), (row, torch.ones_like(row), labels), (pad, 0, IGNORED), strict=True
-        ):
-            kept.append(torch.nn.functional.pad(x, gap, value=fill))
+        for key, x, fill in zip(batch, (row, torch.ones_like(row), labels), (pad, 0, IGNORED), strict=True):
+            batch[key].append(torch.nn.functional.pad(x, gap, value=fill))
     return {key: torch.stack(x) for key, x in batch.items()}
 
 

@@ -148,14 +148,11 @@ def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(data,
     assert (whole.tokens == held_out.read(0, 180 * 32 + 1).tokens).all()
 
 
-def test_eval_by_position_prints_a_table_and_draws_a_figure(
-    data, tmp_path, capsys, answer, refused, monkeypatch
-):
+def test_by_position_prints_a_table_and_draws_a_figure(data, tmp_path, capsys, answer, refused, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     config, root = tmp_path / "run.yaml", ["--root", str(tmp_path / "runs")]
-    config.write_text(
-        json.dumps(RUN | {"data": data, "eval": {"columns": {"ppl": [{"task": "perplexity"}]}}})
-    )
+    measured = {"columns": {"ppl": [{"task": "perplexity"}]}}
+    config.write_text(json.dumps(RUN | {"data": data, "eval": measured}))
     name = answer("train", config, *root, "--set", "optim.steps=2")["cell"]
     by_position = ["eval", name, *root, "--by-position"]
     assert titans([*by_position, "--rows", "16"]) == 0

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -168,11 +169,9 @@ def test_op_that_fails_midway_drops_out(tiny):
         return leaf * 2
 
     leaf = torch.ones(3, requires_grad=True)
-    good = Op(lambda: leaf * 2, [leaf])
     clock = timing.Clock(CPU)
-    turns = timing.Interleaved(
-        {"bad": lambda: timing.Runner(Op(forward, [leaf]), clock), "good": lambda: timing.Runner(good, clock)}
-    )
+    ops = {"bad": Op(forward, [leaf]), "good": Op(lambda: leaf * 2, [leaf])}
+    turns = timing.Interleaved({name: partial(timing.Runner, op, clock) for name, op in ops.items()})
     turns.run(5)
     assert turns.failed == {"bad": "RuntimeError: gone"}
     assert len(turns.runners["good"].samples.steps) == 5

@@ -302,9 +302,8 @@ def _written(v: Tensor, bound: float | None, backend: str, depth: int = 1) -> Te
     The errors of all layers have norm 2 |v|: the first layer was 0, the others are rotations.
     """
     k, gates = torch.eye(5, dtype=v.dtype)[0].view(1, 1, 1, 5), torch.zeros(3, 1, 1, 1, dtype=v.dtype)
-    turn = torch.linalg.qr(
-        torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    )[0]
+    generator = torch.Generator().manual_seed(0)
+    turn, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64, generator=generator))
     W = (torch.zeros(1, 5, 5, dtype=v.dtype), *[turn.to(v.dtype)[None]] * (depth - 1))
     _, state = neural_memory(
         k, k, v.view(1, 1, 1, 5), *gates[:2], gates[2] + 0.5, W, backend=backend, surprise_bound=bound,

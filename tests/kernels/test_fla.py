@@ -153,13 +153,10 @@ def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
 @pytest.mark.slow
 @pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.parametrize("gated", [False, True])
-def test_their_kernels_of_the_delta_rule_are_the_memory_in_chunks_of_one(
-    kernels, monkeypatch, gated, documents
-):
+def test_their_delta_rule_is_the_memory_in_chunks_of_one(kernels, monkeypatch, gated, documents):
     T, E = 70, 16
-    given = q, k, v, write, keep, state = leaves(
-        (1, T, H, E), (1, T, H, E), (1, T, H, E), (1, T, H), (1, T, H), (1 + 2 * documents, H, E, E)
-    )
+    shapes = *[(1, T, H, E)] * 3, *[(1, T, H)] * 2, (1 + 2 * documents, H, E, E)
+    given = q, k, v, write, keep, state = leaves(*shapes)
     given = given if gated else [x for x in given if x is not keep]
     operands = torch.float32 if gated else torch.float16  # the kernel without a decay takes no float32
     alpha, zeros = 1 - keep.sigmoid() if gated else torch.zeros(1, T, H), torch.zeros(1, T, H)

@@ -437,9 +437,8 @@ def test_changing_numbers_of_documents_take_two_graphs_that_give_the_same():
         options = {"chunk_size": 16, "cu_seqlens": cu_seqlens, "backend": "triton"}
         return neural_memory(*tokens, weights, **options)[0].square().sum()
 
-    compiled = torch.compile(
-        call, backend=(counter := CompileCounterWithBackend("aot_eager")), fullgraph=True
-    )
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
     for borders in ([0, 7, 40], [0, 7, 9, 40], [0, 1, 20, 30, 40], [0, 5, 6, 20, 30, 40]):
         results = []
         for form in (call, compiled):

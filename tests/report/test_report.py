@@ -183,9 +183,8 @@ def test_other_seeds_and_other_scales_are_named(tmp_path):
     note = "Seeds that are not the scale's are counted: 100, 101."
     for seeds, counted in (((0, 1), False), ((0, 1, 100, 101), True)):
         assert (note in build_report(measured(tmp_path / str(len(seeds)), tuned, seeds)).notes) == counted
-    table = measured(
-        tmp_path, study([Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})])
-    )
+    rows = [Row(name="LMM", paper={"ppl": 27.0}), Row(name="b", paper={"ppl": 28.0})]
+    table = measured(tmp_path, study(rows))
     for comparable, shared in ((True, "on the same scale"), (False, "a scale of their own")):
         assert shared in pictures(figure_data(replace(table, comparable=comparable)))[0].caption
 

@@ -63,9 +63,7 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
 
 
 @pytest.mark.parametrize(("best", "every", "due"), [(True, 1, 1), (False, 1, 1), (True, 3, 100)])
-def test_checkpoint_of_the_lowest_loss_is_kept_also_between_two_that_are_due(
-    book, tmp_path, monkeypatch, best, every, due
-):
+def test_checkpoint_of_the_lowest_loss_is_kept_when_not_due(book, tmp_path, monkeypatch, best, every, due):
     cfg = changed(run_on(book, every=every), checkpoint={"every": due, "keep": 1, "best": best})
     prepare(cfg.data, tmp_path)
     losses = iter([5.0, 2.0, 3.0, 2.0, 4.0] if every == 1 else [2.0, 3.0])

@@ -73,7 +73,5 @@ def test_preset_gives_it_the_parameters_of_the_size_unless_its_mixer_is_larger(l
     assert config.options == {"width": 9}
     source = BLOCK.replace("nn.Linear(2 *", "nn.Linear(64 *")
     (lab / "my_lab" / "wide.py").write_text(source)
-    with pytest.raises(
-        ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward layer"
-    ):
+    with pytest.raises(ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward"):
         preset("smoke", VARIANT.replace("blocks", "wide"))

@@ -57,9 +57,8 @@ def test_streams_are_read_as_one_sequence_each(variant):
             return t.model(part[:, :-1], targets_BT=part[:, 1:]).losses[0]
 
         rows = [losses(0, 0, 6), torch.cat([losses(1, 0, 4), losses(1, 4, 6)]), losses(2, 0, 6)]
-    assert collected == pytest.approx(
-        torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2)).tolist(), rel=1e-9
-    )
+    expected = torch.stack(rows).unflatten(1, (6, LENGTH)).mean((0, 2))
+    assert collected == pytest.approx(expected.tolist(), rel=1e-9)
 
 
 def test_groups_of_streams_take_turns():
