@@ -8,15 +8,13 @@ from statistics import fmean
 
 import pytest
 
-from tests.evals.small import questions
+from tests.evals.small import BYTE, questions
 from titans_platform.config import TaskConfig
-from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.tasks import build_generated, build_task, encode_item
 from titans_platform.tasks.babi import split_question
 from titans_platform.tasks.items import count_tokens
 
-BYTE = load_tokenizer("byte")
 PEOPLE, PLACES = ("Mary", "John", "Daniel"), ("garden", "office", "kitchen", "hallway")
 FACT = re.compile(r"(Mary|John|Daniel) went to the (\w+)\.")
 BOOK = "It was a wet day. Nobody had been seen on the moor! Was the old man asleep? He was not. " * 30

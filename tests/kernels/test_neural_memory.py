@@ -8,15 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.cases import PARALLEL, Case
-from titans_kernels import (
-    DecodeState,
-    Extension,
-    MemoryState,
-    Residual,
-    extend_memory,
-    neural_memory,
-    read_memory,
-)
+from titans_kernels import DecodeState, Extension, Residual, extend_memory, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import chunked
 
@@ -177,6 +169,6 @@ def test_what_does_not_fit_is_named(name):
     with pytest.raises((TypeError, ValueError), match=refused):
         neural_memory(**given)
     if name in ("no tokens", "chunk size", "activation"):
-        state = DecodeState.of(MemoryState(given.pop("weights"), given.pop("momentum")))
+        state = DecodeState.of(case.state._make((given.pop("weights"), given.pop("momentum"))))
         with pytest.raises(ValueError, match=refused):
             extend_memory(**given, state=state)

@@ -6,15 +6,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tests.kernels.cases import NATIVE, PARALLEL, Case, assert_same, needs_compiler
-from titans_kernels import (
-    DecodeState,
-    Extension,
-    MemoryState,
-    Residual,
-    extend_memory,
-    neural_memory,
-    read_memory,
-)
+from titans_kernels import DecodeState, Extension, Residual, extend_memory, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.forms.triton import pieces
@@ -168,7 +160,7 @@ def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
 def test_bfloat16_tokens_leave_the_state_in_float32(kind, groups, rule):
     case, options = Case(20, kind=kind, groups=groups), {"chunk_size": 8}
     options["extension"] = case.extension(rule=rule)
-    start = DecodeState.of(MemoryState(*(tuple(x.float() for x in part) for part in case.state)))
+    start = DecodeState.of(case.state._make(tuple(x.float() for x in part) for part in case.state))
     low = [x.detach().bfloat16() for x in case.tokens]
     exact = [x.float() for x in low]
     with torch.autocast("cpu", torch.bfloat16):

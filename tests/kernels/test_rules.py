@@ -13,21 +13,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.kernels.cases import Case, assert_same
 from tests.small import documented
-from titans_kernels import (
-    RULES,
-    DecodeState,
-    Extension,
-    MemoryState,
-    Rule,
-    extend_memory,
-    find_rule,
-    neural_memory,
-    state_numel,
-)
+from titans_kernels import RULES, DecodeState, Extension, extend_memory, find_rule, neural_memory, state_numel
 from titans_kernels.memory.forms import reference
 from titans_kernels.memory.forms.generic import write_chunk
 from titans_kernels.memory.options import Options
-from titans_kernels.memory.rules import GatedDelta
+from titans_kernels.memory.rules import GatedDelta, Rule
 
 # the kernels' tests also run where the models are not installed
 titans_core = pytest.importorskip("titans_core")
@@ -145,7 +135,7 @@ def test_rule_with_its_own_chunk_replaces_the_computation():
         extension = Extension(rule=Normalised(), gates=tokens[6])
         y, after = neural_memory(*tokens[:6], *state, extension=extension, **options)
         weights = tuple((a + b) / 2 if start < 16 else b for a, b in zip(state[0], after[0], strict=True))
-        state = MemoryState(weights, after.momentum)
+        state = after._replace(weights=weights)
         parts.append(y)
     expected = [torch.cat(parts, 1), *state.weights, *state.momentum]
     assert_same(expected, case.whole(rule=rule, **options), case.leaves)

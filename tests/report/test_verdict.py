@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 
-from titans_platform.report.table import (
-    AT_FLOOR,
-    RATES,
-    Comparison,
-    Entry,
-    adjust,
-    cell,
-    compare,
-    difference,
-    holm,
-    tally,
-)
+from titans_platform.report import table as module
+from titans_platform.report.table import Comparison, Entry, adjust, cell, compare, holm, tally
 from titans_platform.runs.folder import Result
 from titans_platform.study.spec import Expectation, Row
 
@@ -52,7 +42,7 @@ def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
 
 def paired(ours: dict[int, float], base: dict[int, float]):
     """The difference, which must be there."""
-    result = difference(ours, base)
+    result = module.difference(ours, base)
     assert result is not None
     return result
 
@@ -81,7 +71,7 @@ def test_interval_p_and_holm_of_examples_worked_by_hand():
 def test_one_seed_has_no_interval_and_equal_differences_are_certain():
     one = paired({0: 1.0}, {0: 0.0})
     assert (one.interval, one.p) == (None, None)
-    assert difference({0: 1.0}, {1: 0.0}) is None
+    assert module.difference({0: 1.0}, {1: 0.0}) is None
     (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, one)])
     assert (alone.outcome, str(cell(alone, 2))) == ("one seed", "+1.00 one seed")
     assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
@@ -108,7 +98,7 @@ def test_number_not_better_than_its_floor_counts_in_no_verdict():
     near = row("A", measured([4, 4.3, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26, "reasoning_acc": 49})
     near.entries["lm_ppl"] = replace(near.entries["lm_ppl"], values=(4.0, 4.3, 4.2), floor=4.1)
     at, above = compare(table(lmm, near))
-    assert (at.outcome, at.p, above.outcome) == (AT_FLOOR, None, "agrees")
+    assert (at.outcome, at.p, above.outcome) == (module.AT_FLOOR, None, "agrees")
     # the other comparison is alone in its family
     assert above.p == above.ours.p
     assert tally([at, above]).startswith("of 1 comparison 1 agree")
@@ -124,7 +114,7 @@ def test_rows_at_different_learning_rates_are_not_judged():
     apart = row("A", measured([4, 4.3, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26})
     equal, apart.rates = row("B", measured([4, 4.1, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26}), {2e-3}
     across, same, *_ = verdicts = compare(table(lmm, apart, equal))
-    assert (across.outcome, across.p, same.outcome) == (RATES, None, "agrees")
+    assert (across.outcome, across.p, same.outcome) == (module.RATES, None, "agrees")
     assert same.p == same.ours.p
     assert tally(verdicts).endswith("; 1 more are across learning rates")
     tuned = table(lmm, apart, equal)
