@@ -54,6 +54,13 @@ def changed(cfg: "RunConfig", **parts: dict[str, Any]) -> "RunConfig":
     return type(cfg).model_validate_json(json.dumps(values | {k: values[k] | v for k, v in parts.items()}))
 
 
+def run_name(cfg: "RunConfig", root: Path) -> str:
+    """The name of a run on the data that it prepares."""
+    from titans_platform import objectives
+
+    return objectives.run_name(cfg, objectives.build_objective(cfg).prepare(root).fingerprint)
+
+
 def texts(folder: Path, *contents: str, **fields: Any) -> dict[str, Any]:
     """A source of a new folder with a file for each text; ``fields`` are its other fields."""
     folder.mkdir()

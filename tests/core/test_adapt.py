@@ -110,7 +110,6 @@ def test_state_does_not_grow_in_100_000_tokens(kind):
 
 
 def test_kept_tokens_have_the_largest_sums_of_attention_and_surprise(monkeypatch):
-    """Held to loops over tokens, and its gradients to finite differences."""
     monkeypatch.setattr(keeping, "PIECE", 5)
     B, T, G, H, E, most, first = 2, 60, 2, 4, 6, 7, WINDOW + SINKS
     torch.manual_seed(0)

@@ -52,7 +52,6 @@ def padded(sequences, side="right", pad=39):
 
 
 def own(x, mask):
-    """Values of unmasked tokens, row by row."""
     return [row[kept.bool()] for row, kept in zip(x, mask, strict=True)]
 
 

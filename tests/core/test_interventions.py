@@ -151,7 +151,6 @@ def test_interventions_without_effect_and_windows_that_do_not_fit_are_known():
 
 @pytest.mark.parametrize("variant", ["mag", "mal"])
 def test_without_positions_the_order_in_a_window_does_not_count(variant):
-    """One layer of attention without a convolution: later tokens see a set."""
     x = tokens(1, 8)
     other = x[:, [1, 0, 2, 3, 4, 5, 6, 7]]
     for positions in ("none", "rotary"):

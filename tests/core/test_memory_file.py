@@ -74,7 +74,6 @@ def test_another_model_is_refused_and_a_failed_write_leaves_the_file(tmp_path, m
 
 
 def rewritten(content: bytes, **about: str | None) -> bytes:
-    """A safetensors file with other entries in its header."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     entries = header["__metadata__"] | about

@@ -79,7 +79,6 @@ def parameters(part: NeuralMemory | Attention) -> Parameters:
 
 
 def block_parameters(b: Block) -> Parameters:
-    """The tensors of a block under the textbook's names."""
     p = Parameters(P=b.persistent_PD, norm=b.norm.weight)
     for name, part in b.named_children():
         if isinstance(part, NeuralMemory | Attention):

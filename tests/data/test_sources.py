@@ -20,7 +20,6 @@ from titans_platform.errors import UsageError
 
 
 def documents_of(prepared: PreparedData, split: str) -> list[str]:
-    """The texts of a split, read back from the shards."""
     which = getattr(prepared.sources[0], split)
     if not which.info.tokens:
         return []

@@ -73,14 +73,10 @@ CHECKS = {
         cfg = config(data={"sequence_length": 16, "sources": [source]}, eval=measure)
         objective = build_objective(cfg)
         objective.check(objective.prepare(Path("root")))
-        item = build_task(TaskConfig(task="sums")).item(random.Random(0), 16, load_tokenizer("byte"))
-        assert re.fullmatch(r"\\.+\\d\\+\\d=\\d+", item.text) and len(item.text) == 15
-        a, b, total = map(int, re.findall(r"\\d+", item.text))
-        assert total == a + b
     """,
 }
 SCRIPT = """
-import json, random, re, sys, textwrap, traceback
+import json, textwrap, traceback
 from pathlib import Path
 
 import torch
@@ -92,9 +88,7 @@ from titans_core.presets import preset
 from titans_kernels import find_rule
 from titans_platform.cli import run
 from titans_platform.clusters import load_cluster
-from titans_platform.config import RunConfig, TaskConfig
-from titans_platform.data.tokenizer import load_tokenizer
-from titans_platform.tasks import build_task
+from titans_platform.config import RunConfig
 from titans_platform.objectives import build_objective
 
 assert Path(titans_core.__file__).is_relative_to(Path.cwd())

@@ -19,7 +19,6 @@ from torch.nn import functional as F
 from titans_kernels import Extension, forms_used, linear_attention, neural_memory, recurrence
 from titans_kernels.memory.forms import online
 from titans_kernels.memory.forms.triton import pieces
-from titans_kernels.native import library
 from titans_kernels.recurrence import recurrent_linear_attention
 from titans_kernels.scans import scan
 
@@ -211,37 +210,6 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
     assert forms_used() == ["linear_attention: flash-linear-attention's chunk_simple_gla"]
     expected = recurrent_linear_attention(q / 4, k, v, F.logsigmoid(gate), state)
     agree(actual, [y / 2 for y in expected], given)
-
-
-@overflowing
-@pytest.mark.slow
-# HGRN2 takes GLA's kernel, and RetNet Mamba-2's
-@pytest.mark.parametrize(
-    "variant", ["gla", "mamba2", *(pytest.param(v, marks=pytest.mark.nightly) for v in ("hgrn2", "retnet"))]
-)
-def test_model_takes_the_kernels_and_says_so(kernels, monkeypatch, variant):
-    # the kernels' tests are collected with torch alone
-    from titans_core import LanguageModel, presets
-
-    kernel = "gla" if variant in ("gla", "hgrn2") else "simple_gla"
-    options = {"heads": 2} if variant != "mamba2" else {"state": 16}
-    config = presets.preset("laptop", variant=variant, options=options).model_copy(update={"n_layers": 1})
-    torch.manual_seed(0)
-    model, tokens = LanguageModel(config), torch.randint(256, (2, 20))
-    starts = torch.zeros(2, 20, dtype=torch.bool)
-    starts[0, 9] = True
-    results = []
-    for served in (False, True):
-        if served:
-            serve(monkeypatch)
-        forms_used(forget=True)
-        out = [model(tokens).logits, model(tokens, document_starts=starts).logits]
-        loss = torch.stack([y.square().mean() for y in out]).sum()
-        results.append([*out, *torch.autograd.grad(loss, list(model.parameters()))])
-        plain = "native" if kernel == "gla" and library(torch.float32) else "chunked"
-        form = f"flash-linear-attention's chunk_{kernel}" if served else plain
-        assert forms_used() == [f"linear_attention: {form}"]
-    torch.testing.assert_close(*results, rtol=1e-4, atol=1e-5)
 
 
 class OnAGPU:

@@ -101,7 +101,6 @@ HERE = {form.name: form for form in op.FORMS if form.tolerance and form.name != 
 
 @pytest.mark.parametrize("name", HERE)
 def test_form_computes_what_its_row_of_the_table_says(name):
-    """Each call that a form does not refuse is within its tolerance of the reference."""
     form, computed = HERE[name], 0
     for seed in range(30):
         call = Drawn(seed)

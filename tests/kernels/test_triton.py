@@ -118,7 +118,6 @@ class Call(cases.Call):
 
 
 def single(case: Case) -> Call:
-    """The call in float32."""
     call = Call(case)
     call.cast(torch.float32)
     return call
@@ -270,7 +269,6 @@ REFUSED = {
 
 
 def why(q: Tensor, W: tuple[Tensor, ...], b: int, dtype: torch.dtype | None = None) -> str:
-    """The reason why no kernel supports a call."""
     return refusal.refusal(q, W, Options(b, "silu", None, None, operands=dtype)) or "served"
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from tests.objectives.test_series import line, when
-from tests.small import changed
+from tests.small import changed, run_name
 from titans_core.forecasting.linear import RLinear
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
-from titans_platform.objectives import build_objective, files, run_name
+from titans_platform.objectives import build_objective, files
 from titans_platform.objectives.files import DATASETS, Dataset, SeriesTable, read_dataset
 from titans_platform.objectives.regression import Parts, SeriesData
 from titans_platform.runs.execute import Worker
@@ -125,10 +125,7 @@ def test_run_is_tested_on_every_window_and_named_by_its_forecaster(tiny):
     (tiny / "moved").mkdir()
     (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
 
-    def named(folder: Path, **options: Any) -> str:
-        cfg = config(folder, **options)
-        return run_name(cfg, build_objective(cfg).prepare(tiny / "root").fingerprint)
-
+    named = lambda folder, **options: run_name(config(folder, **options), tiny / "root")  # noqa: E731
     assert named(tiny) == named(tiny / "moved") == named(tiny, forecaster_options={})
     own = [named(tiny, **each) for each in ({"forecaster": None}, {"forecaster_options": {"dropout": 0.2}})]
     assert len({*own, named(tiny)}) == 3
@@ -155,9 +152,9 @@ def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     result = evaluate(model, data, cfg.eval, 8)["columns"]["mse"]
     negated = RLinear.predict(model, batch.inputs)
     assert result == pytest.approx((-negated - batch.targets).square().mean().item())
-    before = run_name(cfg, data.fingerprint)
+    before = run_name(cfg, tiny / "root")
     (tiny / "own_forecaster.py").write_text(OWN + "\n")
-    assert run_name(cfg, data.fingerprint) != before
+    assert run_name(cfg, tiny / "root") != before
 
 
 @pytest.mark.parametrize(("options", "says"), [

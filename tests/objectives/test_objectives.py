@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests import small
-from titans_platform import cli, objectives
+from tests.small import run_name
+from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.files import read_json
@@ -32,11 +33,6 @@ CLOCKS = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id", "f
 def config(**options: Any) -> RunConfig:
     given = {"kind": "regression", "options": RUN["objective"]["options"] | options}
     return RunConfig.model_validate_json(json.dumps(RUN | {"objective": given}))
-
-
-def run_name(cfg: RunConfig, root: Path) -> str:
-    objective = build_objective(cfg)
-    return objectives.run_name(cfg, objective.prepare(root).fingerprint)
 
 
 def sawtooth(path: Path, period: int = 7) -> Path:

@@ -55,16 +55,6 @@ def test_class_that_is_not_a_block_is_refused_at_once(lab, refused, source, line
     assert not (lab / "runs").exists()
 
 
-@pytest.mark.parametrize(("options", "line"), [
-    ({"widht": 3}, "model.options.widht: unknown option; did you mean width?"),
-    ({"width": 0}, "model.options.width: should be greater than or equal to 1"),
-])  # fmt: skip
-def test_options_are_checked(lab, refused, options, line):
-    model = {"variant": VARIANT, "vocab_size": 260, "options": options}
-    (lab / "run.yaml").write_text(json.dumps({**RUN, "model": model}))
-    assert line in refused("train", "run.yaml", "--root", "runs")
-
-
 def test_preset_gives_it_the_parameters_of_the_size_unless_its_mixer_is_larger(lab):
     config = preset("laptop", VARIANT, options={"width": 9})
     baseline = block_parameters(preset("laptop", "transformer"))

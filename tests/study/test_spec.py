@@ -174,8 +174,6 @@ def ablation():
 
 
 class TestAblation:
-    """The study the project is about."""
-
     SCALES = ("smoke", "laptop", "workstation", "overnight", "170M", "340M", "400M", "760M")
 
     def test_each_row_takes_away_what_it_says(self, ablation):

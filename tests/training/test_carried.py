@@ -62,8 +62,6 @@ def test_streams_are_read_as_one_sequence_each(variant):
 
 
 def test_groups_of_streams_take_turns():
-    """Each group has the loss of its own streams, whose state waits while other groups have their turn."""
-
     class Turns(Streams):
         def batch(self, step: int) -> StreamBatch:
             return super().batch(step // 2) if step % 2 == 0 else super().batch(10 + step // 2)

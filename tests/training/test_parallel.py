@@ -37,7 +37,6 @@ def workers() -> ModuleType:
 
 
 def together(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Results of each of ``count`` workers."""
     command = [sys.executable, str(PROGRAM), str(folder)]
     start = lambda rank: subprocess.Popen([*command, str(rank), str(count)], stderr=PIPE, text=True)  # noqa: E731
     processes = [start(rank) for rank in range(count)]
