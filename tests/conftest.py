@@ -112,6 +112,18 @@ def book(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.fixture(scope="session")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 30 pieces with a start, an end and an unknown piece but no pad."""
+    from sentencepiece import SentencePieceTrainer
+
+    text = "the memory learns to memorize at test time, token after token, chunk after chunk. "
+    with (path := tmp_path_factory.mktemp("spm") / "small.model").open("wb") as file:
+        options = {"model_writer": file, "vocab_size": 30, "minloglevel": 2}
+        SentencePieceTrainer.train(sentence_iterator=iter([text] * 50), **options)
+    return path
+
+
 @pytest.fixture
 def refused(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Runs a line of the command line that must be refused, and returns what it says: one line."""

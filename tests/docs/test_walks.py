@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.small import RUN
+
 TOP = Path(__file__).parents[2]
 SOURCE = ("kernels", "titans_core", "platform")
 PATHS = ("kernels", ".", "platform")
@@ -92,13 +94,7 @@ from titans_platform.config import RunConfig
 from titans_platform.objectives import build_objective
 
 assert Path(titans_core.__file__).is_relative_to(Path.cwd())
-SMALL = {
-    "model": {"vocab_size": 260, "d_model": 16, "n_layers": 1, "memory": {"heads": 2, "chunk_size": 8},
-              "attention": {"heads": 2}, "persistent_tokens": 0},
-    "optim": {"steps": 2, "global_batch_size": 4},
-    "data": {"sequence_length": 16},
-    "eval": {"columns": {}},
-}
+SMALL = json.loads(Path("small.json").read_text())
 
 def config(**parts):
     return RunConfig.model_validate_json(json.dumps(SMALL | parts))
@@ -129,6 +125,8 @@ def applied(tmp_path_factory) -> dict[str, str]:
             else:
                 path.write_text(patched(path.read_text(encoding="utf-8"), text), encoding="utf-8")
     (tree / "checks.json").write_text(json.dumps(CHECKS))
+    small = RUN | {"data": {"sequence_length": 16}, "eval": {"columns": {}}}
+    (tree / "small.json").write_text(json.dumps(small))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(tree / root) for root in PATHS)}
     command = [sys.executable, "-c", SCRIPT]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True, timeout=300)

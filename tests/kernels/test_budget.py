@@ -93,7 +93,8 @@ def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, lim
     leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
     slow, fast = (partial(form, budget=limit) for form in (definition, write_budget))
     expected = with_gradients(slow, leaves, chunk_size, borders)
-    assert (expected[0] < leaves[2]).double().mean() > 0.1  # many are limited
+    assert 0.1 < (expected[0] < leaves[2]).double().mean() < 0.9  # many are limited
+    assert (expected[0] <= leaves[2]).all()
     assert all(torch.isfinite(x).all() for x in expected)
     same(with_gradients(fast, leaves, chunk_size, borders), expected)
 
@@ -162,10 +163,6 @@ def test_steps_that_fit_are_left_and_a_repeated_key_is_written_one_full_step():
     k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
     eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
     assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
-    mixed = inputs(2, 40, 2, 5, grad=False)
-    for limited in (write_budget(*mixed, 16), definition(*mixed, 16)):
-        assert 0.1 < (limited == mixed[2]).double().mean() < 0.9
-        assert (limited <= mixed[2]).all()
     k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
     steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
     expected = torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2)

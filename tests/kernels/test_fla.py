@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.kernels.test_linear_attention import documents as packed_rows
 from titans_kernels import Extension, forms_used, linear_attention, neural_memory, recurrence
 from titans_kernels.memory.forms import online
 from titans_kernels.memory.forms.triton import pieces
@@ -130,21 +131,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recurrence, "fla_refusal", lambda *_: None)
 
 
-def packed(T: int) -> Tensor:
-    """A document of one token, and a border in the middle of a chunk and between two."""
-    starts = torch.zeros(B, T, dtype=torch.long)
-    for row, t in ((0, 3), (0, 4), (1, 64)):
-        starts[row, min(t, T - 1)] = 1
-    return starts.cumsum(1) + torch.tensor([[0], [T]])
-
-
 @pytest.mark.parametrize(("T", "channels", "documents"), [
     (17, 1, True), (17, 16, False),
     pytest.param(70, 1, False, marks=pytest.mark.slow), pytest.param(70, 16, True, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_their_kernels_are_the_recurrence(kernels, T, channels, documents):
     given = q, k, v, gate, state = recurrent(T, 16, 32, channels)
-    tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed(T) if documents else None
+    tokens, index = (q, k / 4, v, F.logsigmoid(gate), state), packed_rows(T) if documents else None
     actual, expected = recurrence.fla_attention(*tokens, index), recurrent_linear_attention(*tokens, index)
     agree(actual, expected, given)
 

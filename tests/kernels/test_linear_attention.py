@@ -23,9 +23,9 @@ def inputs(T: int, channels: int, strongest: float = 3.0) -> list[Tensor]:
 
 
 def documents(T: int) -> Tensor:
-    """A document of one token, and borders within and on the border of a chunk of 8."""
+    """A document of one token, and borders within and on the border of a chunk of 8 or 64."""
     starts = torch.zeros(2, T, dtype=torch.long)
-    for row, t in ((0, 3), (0, 4), (1, 8), (1, 30)):
+    for row, t in ((0, 3), (0, 4), (1, 8), (1, 30), (1, 64)):
         starts[row, min(t, T - 1)] = 1
     return starts.cumsum(1) + torch.tensor([[0], [T]])
 

@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tests.training.small import LENGTH, VOCAB, Batch, Rows, trainer
+from tests.training.small import LENGTH, VOCAB, Rows, trainer
 from titans_core import LanguageModel, ModelConfig
 from titans_platform.config import OptimConfig
+from titans_platform.data import Batch
 from titans_platform.training.loop import Hooks, batches_ahead, deterministic
 from titans_platform.training.optim import Diverged, adamw, learning_rate, save_batch
 
