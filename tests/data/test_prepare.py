@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import small
-from tests.data.small import config
+from tests.data.small import PREPARE, config
 from titans_platform.data import open_prepared, prepare
 from titans_platform.data.shards import write_table
 from titans_platform.errors import TitansError, UsageError
@@ -156,14 +156,8 @@ def test_root_that_cannot_be_written_and_too_little_text_are_one_line(texts, tmp
 
 @pytest.mark.slow
 def test_two_processes_at_once(texts, tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from titans_platform.config import DataConfig\n"
-        "from titans_platform.data import prepare\n"
-        "prepared = prepare(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
-        "print(prepared.fingerprint)"
-    )
     data = config(texts)
-    command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path)]
+    command = [sys.executable, "-c", PREPARE, data.model_dump_json(), str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=240)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]

@@ -1,5 +1,7 @@
 """A residual, LN, an alpha by column, a base to decay to: every form against the recurrence."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -252,13 +254,10 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
     expected, actual = case.whole(**options), compiled()
     assert_same(expected, actual, case.leaves)
     # of some results only: the others' gradients are then undefined
+    grads = partial(torch.autograd.grad, inputs=case.leaves, retain_graph=True, materialize_grads=True)
     for part in (slice(0, 1), slice(1, 3)):
         sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, actual))
-        grads = [
-            torch.autograd.grad(total, case.leaves, retain_graph=True, materialize_grads=True)
-            for total in sums
-        ]
-        torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(*map(grads, sums), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("backend", "case", "reason"), [

@@ -94,13 +94,9 @@ class Call(cases.Call):
             tokens[3][:, 5::17], tokens[3][:, 7::13], tokens[4][:, 3::11] = 1, 0, 0
         else:
             tokens[3] *= 0.02
-        self.tokens, self.state = (
-            tokens,
-            MemoryState(
-                tuple(normal(documents, H, a, b) / a**0.5 for a, b in pairs),
-                tuple(normal(documents, H, a, b) * 0.05 for a, b in pairs),
-            ),
-        )
+        weights = tuple(normal(documents, H, a, b) / a**0.5 for a, b in pairs)
+        momentum = tuple(normal(documents, H, a, b) * 0.05 for a, b in pairs)
+        self.tokens, self.state = tokens, MemoryState(weights, momentum)
         self.base = tuple(0.5 * normal(H, a, b) / a**0.5 for a, b in pairs) if case.base else None
         self.cast(torch.float64)
 
