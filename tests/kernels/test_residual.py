@@ -300,17 +300,21 @@ def test_forgetting_all_leads_back_to_the_base(depth, backend):
 
 @needs_compiler
 @pytest.mark.parametrize("used", ["base", "tokens"])
-def test_gradient_of_some_inputs_alone(used):
+def test_gradient_of_some_inputs_alone_and_of_none(used):
     case, grads = Case(20, base=True), []
     leaves = case.base if used == "base" else case.tokens
     fixed = [x for x in case.leaves if all(x is not leaf for leaf in leaves)]
     for x in fixed:
         x.requires_grad_(False)
-    for backend in ("reference", "native", "chunked"):
+    for backend in ("reference", "native", "chunked", "generic"):
         y = case.whole(backend=backend, chunk_size=7)[0]
         grads.append(torch.autograd.grad(y.sin().sum(), leaves))
     for result in grads[1:]:
         torch.testing.assert_close(result, grads[0], rtol=1e-9, atol=1e-10)
+    for x in leaves:
+        x.requires_grad_(False)
+    for backend in ("reference", "native", "chunked", "generic"):
+        assert not any(x.requires_grad for x in case.whole(backend=backend, chunk_size=7)), backend
 
 
 @pytest.mark.parametrize(("change", "message"), [

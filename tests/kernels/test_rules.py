@@ -205,17 +205,6 @@ def test_compiled_rule_equals_eager(rule):
     assert_same(case.whole(**options), compiled(**options), case.leaves)
 
 
-def test_call_that_needs_no_gradient_gets_none():
-    case, options = Case(9, 2), {"chunk_size": 4, "extension": Extension(rule="gated_delta")}
-    tokens, state = [x.detach() for x in case.tokens], case.state.detach()
-    y, after = neural_memory(*tokens, *state, **options)
-    assert not any(x.requires_grad for x in (y, *after.weights, *after.momentum))
-    expected = torch.autograd.grad(case.whole(chunk_size=4, rule="gated_delta")[0].sum(), case.tokens[1])
-    tokens[1] = case.tokens[1]
-    actual = torch.autograd.grad(neural_memory(*tokens, *state, **options)[0].sum(), tokens[1])
-    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
 def test_form_that_does_not_support_a_rule_is_refused():
     case, rule = Case(4), GatedDelta()
     for backend in ("chunked", "native", "online", "triton"):
