@@ -21,7 +21,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 
-from tests.small import RUN
+from tests.small import RUN, documented
 
 # before a kernel is defined: without a GPU they run in Triton's interpreter
 if not torch.cuda.is_available():
@@ -96,10 +96,31 @@ def tiny_yaml(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
+def sums(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The import path of the task that docs/extending.md shows, in a package of its own."""
+    (tmp_path / "my_lab").mkdir()
+    (tmp_path / "my_lab" / "tasks.py").write_text(documented("platform/titans_platform/tasks/sums.py"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return "my_lab.tasks:Sums"
+
+
+@pytest.fixture
 def book(tmp_path: Path) -> Path:
     """A text of 12 KB."""
     path = tmp_path / "book.txt"
     path.write_text("a line of a book, not a long one; and then the next of them\n" * 200)
+    return path
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tokenizer of 30 pieces with a start, an end and an unknown piece but no pad."""
+    from sentencepiece import SentencePieceTrainer
+
+    text = "the memory learns to memorize at test time, token after token, chunk after chunk. "
+    with (path := tmp_path_factory.mktemp("spm") / "small.model").open("wb") as file:
+        options = {"model_writer": file, "vocab_size": 30, "minloglevel": 2}
+        SentencePieceTrainer.train(sentence_iterator=iter([text] * 50), **options)
     return path
 
 

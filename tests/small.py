@@ -5,7 +5,10 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from titans_platform.config import RunConfig
 
 TASK: dict[str, Any] = {"task": "recall", "options": {"pairs": 2}}
 RUN: dict[str, Any] = {
@@ -43,6 +46,19 @@ def trained(root: Path, **fields: Any) -> Path:
     spec = spec_for(cfg, root)
     execute(spec)
     return spec.folder.path
+
+
+def changed(cfg: "RunConfig", **parts: dict[str, Any]) -> "RunConfig":
+    """A config with other fields in these parts."""
+    values = cfg.model_dump(mode="json")
+    return type(cfg).model_validate_json(json.dumps(values | {k: values[k] | v for k, v in parts.items()}))
+
+
+def run_name(cfg: "RunConfig", root: Path) -> str:
+    """The name of a run on the data that it prepares."""
+    from titans_platform import objectives
+
+    return objectives.run_name(cfg, objectives.build_objective(cfg).prepare(root).fingerprint)
 
 
 def texts(folder: Path, *contents: str, **fields: Any) -> dict[str, Any]:

@@ -44,20 +44,12 @@ def test_source_roots_are_no_packages(folder):
     assert not (ROOT / folder / "__init__.py").exists(), f"{folder}/__init__.py shadows another module"
 
 
-def test_standard_library_s_platform_is_found_from_the_repository_root():
-    code = "import platform, uuid, asyncio; print(platform.python_implementation())"
-    result = subprocess.check_output([sys.executable, "-c", code], cwd=ROOT, text=True)
-    assert result.strip() == sys.implementation.name.replace("cpython", "CPython")
-
-
 def of_extra(name: str) -> set[str]:
-    """Import names of the packages of an extra."""
     packages = {re.split(r"[^\w-]", line)[0] for line in PROJECT["optional-dependencies"][name]}
     return {"yaml" if name == "pyyaml" else name for name in packages}
 
 
 def run_without(hidden: set[str], code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run code in a process that refuses to import the hidden packages."""
     code = f"import sys; sys.modules.update(dict.fromkeys({sorted(hidden)}))\n{code}"
     return subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, cwd=ROOT)
 

@@ -36,10 +36,9 @@ def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, cap
     told("--session", "bert", "--rollback", "1")
     assert told("--session", "bert", "--say", "And yours?")[0] == second[0]
     listed = told("--list")[0].splitlines()
-    assert [line.partition(":")[0] for line in listed] == [
-        f"{n}, turn {i}" for n in ("anna", "bert") for i in (1, 2)
-    ]
-    assert [line.partition(":")[2] for line in listed[:2]] == [line.partition(":")[2] for line in listed[2:]]
+    turns, states = zip(*(line.split(":") for line in listed), strict=True)
+    assert turns == ("anna, turn 1", "anna, turn 2", "bert, turn 1", "bert, turn 2")
+    assert states[:2] == states[2:]
     told("--session", "bert", "--delete")
     assert "bert" not in told("--list")[0]
     for words, message in (
@@ -53,9 +52,7 @@ def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, cap
 def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
     assert chat.turn_text(tokenizer, "Hi", True) == chat.turn_text(tokenizer, "Hi", False) == "Hi"
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</>\n{% endfor %}<assistant>"
-    )
+    tokenizer.chat_template = "{% for m in messages %}<{{m.role}}>{{m.content}}</>\n{% endfor %}<assistant>"
     turns = ("user", "Hi"), ("assistant", "Ho"), ("user", "No")
     said = [{"role": role, "content": text} for role, text in turns]
     turns = chat.turn_text(tokenizer, "Hi", True), chat.turn_text(tokenizer, "No", False)

@@ -8,8 +8,8 @@ from itertools import product
 import pytest
 import torch
 
+from tests.small import changed
 from titans_platform import cli
-from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.runs import check
 from titans_platform.runs.spec import Resources
@@ -39,14 +39,12 @@ def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path,
 
 
 def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
-    """Those of its rows or, under sequence parallelism, of its part of every row; of one micro-batch."""
+    """Tokens of its rows or, under sequence parallelism, of its part of every row; of one micro-batch."""
     monkeypatch.setattr(check, "machine_memory", lambda: 2**30)
     tokens = {}
     for parallel, micro in product(("ddp", "sequence"), (None, 1)):
         optim = {"parallel": parallel, "micro_batch_size": micro, "global_batch_size": 4}
-        data = tiny_run.data.model_copy(update={"sequence_length": 2**24, "rows": "streams"})
-        parts = {"optim": tiny_run.optim.model_copy(update=optim), "data": data}
-        config = tiny_run.model_copy(update=parts)
+        config = changed(tiny_run, optim=optim, data={"sequence_length": 2**24, "rows": "streams"})
         with pytest.raises(UsageError) as caught:
             check.check_resources(config, Resources(workers=2), shared=True)
         result = re.search(r"and ([\d,]+) tokens at once take at least ([\d.,]+) GiB", str(caught.value))
@@ -55,11 +53,7 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
 
 
 def test_states_of_streams_that_take_turns_need_memory(tiny_run, monkeypatch):
-    def run(groups: int) -> RunConfig:
-        optim = tiny_run.optim.model_copy(update={"stream_groups": groups})
-        data = tiny_run.data.model_copy(update={"rows": "streams"})
-        return tiny_run.model_copy(update={"optim": optim, "data": data})
-
+    run = lambda groups: changed(tiny_run, optim={"stream_groups": groups}, data={"rows": "streams"})  # noqa: E731
     one, many = (check.needed_memory(run(groups), Resources()) for groups in (1, 5))
     state = check.sizes(tiny_run)["state_bytes"] * tiny_run.optim.global_batch_size
     assert [needed["optim.stream_groups"] for needed in (one, many)] == [state, 5 * state]

@@ -127,9 +127,8 @@ def test_harness_scores_and_writes_as_each_text_alone(folder, tokenizer):
 def test_peft_trains_saves_and_merges_an_adapter(folder, tokenizer, tmp_path):
     peft = pytest.importorskip("peft", reason="pip install peft")
     torch.manual_seed(0)
-    net = peft.get_peft_model(
-        load(folder), peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    adapter = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
+    net = peft.get_peft_model(load(folder), adapter)
     before = {name: p.clone() for name, p in net.named_parameters()}
     one_step(net, tokenizer, 4, 2, True, tmp_path / "t", gradient_checkpointing=True, learning_rate=0.1)
     moved = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
@@ -143,6 +142,5 @@ def test_peft_trains_saves_and_merges_an_adapter(folder, tokenizer, tmp_path):
     merged = again.merge_and_unload()
     torch.testing.assert_close(merged(**batch).logits, expected, rtol=1e-3, atol=1e-3)
     merged.save_pretrained(tmp_path / "merged")
-    torch.testing.assert_close(
-        load_folder(tmp_path / "merged")(batch["input_ids"][:1]).logits, expected[:1], rtol=1e-3, atol=1e-3
-    )
+    logits = load_folder(tmp_path / "merged")(batch["input_ids"][:1]).logits
+    torch.testing.assert_close(logits, expected[:1], rtol=1e-3, atol=1e-3)

@@ -6,7 +6,6 @@ import re
 from pathlib import Path
 
 import pytest
-import sentencepiece
 
 from tests.small import RUN, trained
 from titans_core.pretrained import load_folder
@@ -65,9 +64,7 @@ def test_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
     assert out[:-1] + rest == whole
 
 
-def test_text_comes_from_standard_input_and_memory_from_its_own_checkpoint(
-    cell, book, capsys, monkeypatch, tmp_path, refused
-):
+def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monkeypatch, tmp_path, refused):
     line = ("--temperature", 0, "--max-new-tokens", 9)
     expected, _ = generate(capsys, cell, "--read", book, *line)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))
@@ -111,20 +108,16 @@ def test_run_is_handed_over_as_a_folder(cell, tmp_path, capsys, refused):
     assert "is not empty; give another folder" in refused("export", cell, out)
 
 
-def test_any_tokenizer_will_do(tmp_path, book, capsys):
+def test_any_tokenizer_will_do(sentencepiece_model, tmp_path, book, capsys):
     book.write_text(BOOK * 30)
-    model, path = io.BytesIO(), tmp_path / "small.model"
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([BOOK] * 20), model_writer=model, vocab_size=28, minloglevel=2
-    )
-    path.write_bytes(model.getvalue())
-    data = {"sequence_length": 32, "tokenizer": str(path), "sources": [{"kind": "files", "path": str(book)}]}
+    tokenizer = str(sentencepiece_model)
+    data = {"sequence_length": 32, "tokenizer": tokenizer, "sources": [{"kind": "files", "path": str(book)}]}
     measured = {"columns": {"lm": [{"task": "perplexity"}]}, "perplexity_tokens": 32}
-    sizes = {"model": RUN["model"] | {"vocab_size": 28}, "optim": RUN["optim"] | {"steps": 1}}
+    sizes = {"model": RUN["model"] | {"vocab_size": 32}, "optim": RUN["optim"] | {"steps": 1}}
     cell = trained(tmp_path / "root", data=data, eval=measured, **sizes)
     line = (cell, "--prompt", "Call me", "--max-new-tokens", 20)
     out, err = generate(capsys, *line)
     assert err.count(" a second") == 2
     assert generate(capsys, *line, "--no-stream")[0] == out
     assert run(["export", str(cell), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == path.read_bytes()
+    assert (tmp_path / "out" / "tokenizer.model").read_bytes() == sentencepiece_model.read_bytes()

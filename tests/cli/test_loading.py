@@ -56,7 +56,6 @@ def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
 @pytest.mark.parametrize(("text", "line"), [
     ("model: {memory: {dept: 2}}", "model.memory.dept: unknown key; did you mean depth?"),
     ("modle: {}", "modle: unknown key; did you mean model?"),
-    ("data: {sources: [{kind: corpus, taks: []}]}", "data.sources.0.taks: unknown key; did you mean tasks?"),
     ("eval: {columns: {a: [{task: x, lenghts: [1]}]}}",
      "eval.columns.a.0.lenghts: unknown key; did you mean lengths?"),
     ("model: {memory: {depth: 0}}", "model.memory.depth: should be greater than or equal to 1, got 0"),
@@ -70,7 +69,6 @@ def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
      "data.sources.0.kind: should be 'corpus', 'files', 'hub' or 'task', got \"web\""),
     ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config must set it"),
     ("data: {sources: [{knd: corpus}]}", "data.sources.0.knd: unknown key; did you mean kind?"),
-    ("eval: {columns: {a: [{tsk: x}]}}", "eval.columns.a.0.tsk: unknown key; did you mean task?"),
     ("optim: {lr: .nan}", "optim.lr: .nan and .inf are not allowed; give a finite number"),
     ("a: [", "{path}: line 1 not valid YAML: did not find expected node content"),
     ("seed: 1\nseed: 2", "{path}: line 2 not valid YAML: key 'seed' is written twice"),

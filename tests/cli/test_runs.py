@@ -13,7 +13,6 @@ from titans_platform.runs.folder import RunFolder
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory) -> Path:
-    """A root with one finished run."""
     root = tmp_path_factory.mktemp("trained")
     trained(root, checkpoint={"every": 5, "keep": 3})
     return root

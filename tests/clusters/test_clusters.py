@@ -50,6 +50,8 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
 
 @pytest.mark.parametrize(("text", "line"), [
     ("kind: cloud", "kind: 'cloud' is not one of nodes, existing"),
+    ("kind: math:pi", "kind: math:pi is not a subclass of titans_platform.clusters.base.Cluster"),
+    ("kind: titans_platform.clusters.base:Cluster", "does not define down_steps, jobs, up_steps, where"),
     ("kind: nodes\nnods: 2", "nods: unknown key; did you mean nodes?"),
     ("kind: nodes\ntoken: {file: x}", "token: these nodes generate their own token"),
     ("kind: existing", "address: missing"),

@@ -110,7 +110,6 @@ def test_state_does_not_grow_in_100_000_tokens(kind):
 
 
 def test_kept_tokens_have_the_largest_sums_of_attention_and_surprise(monkeypatch):
-    """Held to loops over tokens, and its gradients to finite differences."""
     monkeypatch.setattr(keeping, "PIECE", 5)
     B, T, G, H, E, most, first = 2, 60, 2, 4, 6, 7, WINDOW + SINKS
     torch.manual_seed(0)
@@ -130,9 +129,8 @@ def test_kept_tokens_have_the_largest_sums_of_attention_and_surprise(monkeypatch
         scores.append(score)
     leaves = slice(SINKS, T - WINDOW)
     both = received[:, leaves] + torch.cat(scores, 1)[:, first:, None]
-    y, level, after = keeping.attend(
-        attention._attend, q[:, first:], state, k[:, leaves], v[:, leaves], both, most
-    )
+    given = q[:, first:], state, k[:, leaves], v[:, leaves], both, most
+    y, level, after = keeping.attend(attention._attend, *given)
     for b, g, t in itertools.product(range(B), range(G), range(first, T)):
         far = range(SINKS, t - WINDOW + 1)
         near = {i: surprise[b, max(0, i - keeping.AROUND) : i + keeping.AROUND + 1].mean() for i in far}

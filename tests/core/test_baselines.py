@@ -180,14 +180,11 @@ SSM_NAMES = {  # by our names
 def test_mamba_and_mamba2_equal_transformers(variant, options):
     transformers = pytest.importorskip("transformers")
     if variant == "mamba":
-        layer = transformers.models.mamba.modeling_mamba.MambaMixer(
-            transformers.MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1), layer_idx=0
-        )
+        c = transformers.MambaConfig(hidden_size=32, state_size=6, num_hidden_layers=1)
+        layer = transformers.models.mamba.modeling_mamba.MambaMixer(c, layer_idx=0)
     else:
-        sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8}
-        c = transformers.Mamba2Config(
-            hidden_size=32, expand=2, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes
-        )
+        sizes = {"num_heads": 4, "head_dim": 16, "state_size": 6, "n_groups": 1, "chunk_size": 8, "expand": 2}
+        c = transformers.Mamba2Config(hidden_size=32, num_hidden_layers=1, layer_norm_epsilon=1e-6, **sizes)
         layer = transformers.models.mamba2.modeling_mamba2.Mamba2Mixer(c, layer_idx=0)
     torch.manual_seed(0)
     c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)

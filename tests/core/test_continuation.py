@@ -50,20 +50,9 @@ def test_state_bytes_are_those_of_the_state(variant, switch):
             assert m.state_bytes(state.position) == storages(state), f"after {state.position} tokens"
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_state_keeps_nothing_alive_that_grows_with_the_sequence(variant):
-    m, kept = LanguageModel(config(variant)), []
-    for length in (67, 643):  # both three tokens into a chunk and a segment
-        with torch.no_grad():
-            state = m(tokens(2, length)).state
-        kept.append(storages(state))
-    assert kept[0] == kept[1]
-
-
 @pytest.mark.parametrize("window", [12, None])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_rows_that_are_reset_are_new_sequences(variant, window):
-    """Rows are reset at different calls; each then matches a separate sequence, gradients included."""
     m, x = model(variant, window=window), tokens(3, 96)
     resets = None, torch.tensor([False, True, False]), torch.tensor([True, False, False])
     state, actual = None, []

@@ -144,6 +144,7 @@ def test_number_of_threads_changes_nothing(threads, torch_threads):
 
 
 @pytest.mark.parametrize("key", METHODS)
+@pytest.mark.usefixtures("served")
 def test_wrong_exchange_is_noticed(monkeypatch, key):
     """Every method of the table is reached by the comparison above."""
     cls, _, name = key.rpartition(".")
@@ -157,14 +158,10 @@ def test_wrong_exchange_is_noticed(monkeypatch, key):
         return y
 
     monkeypatch.setitem(exchange.METHODS, cls, exchange.METHODS[cls] | {name: wrong})
-    exchange._exchanged.cache_clear()
     net, kind = model("mac" if "mac" in key else "mag"), "packed" if name == "packed" else "row"
     runs = [(net, 2, CUTS[kind], STARTS if kind == "packed" else None) for net in (exchanged(net), net)]
-    try:
-        with pytest.raises(AssertionError):
-            assert_same(results(*runs[0]), results(*runs[1]))
-    finally:
-        exchange._exchanged.cache_clear()
+    with pytest.raises(AssertionError):
+        assert_same(results(*runs[0]), results(*runs[1]))
 
 
 # attention alone: windows, prefixes, cached keys
@@ -193,9 +190,7 @@ def gradients(parts: list[Tensor], leaves: list[Tensor]) -> list[Tensor]:
     return [*parts, *torch.autograd.grad(torch.stack(sums).sum(), leaves, materialize_grads=True)]
 
 
-def compare(
-    layer: Attention, run: Callable[[Attention], list[Tensor]], served: list[str], calls: int
-) -> None:
+def compare(layer: Attention, run: Callable, served: list[str], calls: int) -> None:
     torch.testing.assert_close(run(exchanged(layer)), run(layer), rtol=1e-9, atol=1e-10)
     assert served.count(ATTEND) == calls
 

@@ -15,16 +15,19 @@ BUDGETS = {"lmm": 30_000, "mac": 50_000, "mag": 38_000, "mal": 38_000, "transfor
 QUIET = "ignore:(The .grad attribute of a Tensor|.*Function'> should not be)"  # Dynamo does so itself
 pytestmark = pytest.mark.filterwarnings(QUIET)
 
+# MAL has the parts of MAG
+MAL, *NIGHTLY = (
+    pytest.param(name, marks=pytest.mark.nightly)
+    for name in ("mal", "gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "based", "hyena")
+)
+
 
 def tensors(graphs: footprint.Graphs) -> list[Tensor]:
     return [x for node in graphs.nodes if isinstance(x := node.meta.get("val"), Tensor)]
 
 
 @pytest.mark.slow
-# MAL has the parts of MAG
-@pytest.mark.parametrize(
-    "variant", ["lmm", "mag", pytest.param("mal", marks=pytest.mark.nightly), "transformer"]
-)
+@pytest.mark.parametrize("variant", ["lmm", "mag", MAL, "transformer"])
 def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask(variant):
     options = {"projections": "titans"} if variant == "transformer" else {}
     config = presets.preset("340M", variant=variant, options=options)
@@ -47,10 +50,6 @@ def test_a_packed_block_keeps_its_budget_accumulates_no_tokens_and_needs_no_mask
 def test_graphs_of_mac_do_not_grow_with_the_number_of_segments():
     few, many = (footprint.trace(presets.preset("340M", variant="mac"), 1, 1024 * n) for n in (2, 8))
     assert len(many.nodes) == pytest.approx(len(few.nodes), rel=0.1)
-
-
-NAMES = ["gla", "hgrn2", "mamba2", "deltanet", "gated_deltanet", "based", "hyena"]
-NIGHTLY = [pytest.param(name, marks=pytest.mark.nightly) for name in NAMES]
 
 
 @pytest.mark.slow

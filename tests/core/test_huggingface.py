@@ -46,15 +46,12 @@ def padded(sequences, side="right", pad=39):
     for row in sequences:
         gap = [0, width - len(row)][:: 1 if side == "right" else -1]
         labels = torch.cat([torch.tensor([IGNORED]), row[1:]])
-        for kept, x, fill in zip(
-            batch.values(), (row, torch.ones_like(row), labels), (pad, 0, IGNORED), strict=True
-        ):
-            kept.append(torch.nn.functional.pad(x, gap, value=fill))
+        for key, x, fill in zip(batch, (row, torch.ones_like(row), labels), (pad, 0, IGNORED), strict=True):
+            batch[key].append(torch.nn.functional.pad(x, gap, value=fill))
     return {key: torch.stack(x) for key, x in batch.items()}
 
 
 def own(x, mask):
-    """Values of unmasked tokens, row by row."""
     return [row[kept.bool()] for row, kept in zip(x, mask, strict=True)]
 
 
@@ -224,11 +221,6 @@ def test_state_that_does_not_fit_the_mask_or_positions_is_refused():
         net(x, position_ids=torch.arange(6)[None], past_key_values=past)
     with pytest.raises(ValueError, match="packed documents leave no state"):
         net(x, position_ids=torch.tensor([[6, 7, 8, 0, 1, 2]]), past_key_values=past)
-
-
-def test_misspelt_argument_of_generate_is_refused():
-    with pytest.raises(ValueError, match="atention_mask"):
-        titans().generate(tokens(1, 4), atention_mask=torch.ones(1, 4), max_new_tokens=2)
 
 
 # outputs

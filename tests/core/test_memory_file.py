@@ -4,6 +4,8 @@ import json
 import os
 import random
 import struct
+from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,10 +17,22 @@ from titans_core.memory_file import load_memory, model_hash, save_memory
 TEXT = tokens(1, 45)[0].tolist()
 
 
-@pytest.mark.parametrize("length", [1, 2, 17, 25, 45])  # fresh, in a chunk, on its boundary, on a segment's
-@pytest.mark.parametrize("variant", VARIANTS)
-def test_saved_state_continues_bit_for_bit(variant, length, tmp_path):
-    m, path = model(variant), tmp_path / "a.memory"
+def saved(folder: Path, variant: str = "lmm") -> tuple[LanguageModel, Path]:
+    """A model that has read `TEXT`, and its memory file."""
+    m, path = model(variant), folder / "a.memory"
+    save_memory(path, m.read(TEXT), m)
+    return m, path
+
+
+KINDS = ["robust", "gates_per_chunk", "no_conv", "linear", "write_budget", "forget_to_initial"]
+
+
+@pytest.mark.parametrize(("variant", "switch", "length"), [
+    # fresh, in a chunk, on its boundary, on a segment's
+    *product(VARIANTS, ["default"], [1, 2, 17, 25, 45]), *product(["mac"], KINDS, [38]),
+])  # fmt: skip
+def test_saved_state_continues_bit_for_bit(variant, switch, length, tmp_path):
+    m, path = model(variant, **SWITCHES[switch]), tmp_path / "a.memory"
     reading = m.read(TEXT[:length])
     assert save_memory(path, reading, m) == path.stat().st_size
     loaded = load_memory(path, m)
@@ -30,33 +44,19 @@ def test_saved_state_continues_bit_for_bit(variant, length, tmp_path):
         assert torch.equal(m(probe, loaded.state).logits, m(probe, reading.state).logits)
 
 
-KINDS = ["robust", "gates_per_chunk", "no_conv", "linear", "write_budget", "forget_to_initial"]
-
-
-@pytest.mark.parametrize("switch", KINDS)
-def test_every_kind_of_state_is_kept(switch, tmp_path):
-    m, path = model("mac", **SWITCHES[switch]), tmp_path / "a.memory"
-    reading = m.read(TEXT[:38])
-    save_memory(path, reading, m)
-    assert m.generate([[3]], 5, start=load_memory(path, m)) == m.generate([[3]], 5, start=reading)
-
-
 def test_copies_of_a_file_and_the_format_without_a_checksum_are_read(tmp_path):
-    m, path, fork = model("mal"), tmp_path / "a.memory", tmp_path / "b.memory"
-    save_memory(path, m.read(TEXT), m)
+    (m, path), fork = saved(tmp_path, "mal"), tmp_path / "b.memory"
     fork.write_bytes(path.read_bytes())
     save_memory(fork, m.read([1, 2, 3], load_memory(fork, m)), m)
     assert (load_memory(path, m).tokens, load_memory(fork, m).tokens) == (45, 48)
     assert m.generate([[7]], 5, start=load_memory(path, m)) == m.generate([[*TEXT, 7]], 5)
-    m, path = model("lmm"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
+    m, path = saved(tmp_path)
     path.write_bytes(older(path.read_bytes()))
     assert load_memory(path, m).tokens == 45
 
 
 def test_another_model_is_refused_and_a_failed_write_leaves_the_file(tmp_path, monkeypatch):
-    m, path = model("lmm"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
+    m, path = saved(tmp_path)
     others = [model("lmm"), model("lmm", max_theta=0.2), LanguageModel(config("lmm"))]
     with torch.no_grad():
         others[0].head.weight[3, 5] += 1e-12
@@ -65,8 +65,6 @@ def test_another_model_is_refused_and_a_failed_write_leaves_the_file(tmp_path, m
             load_memory(path, other)
         assert "\n" not in str(caught.value)
     assert model_hash(model("lmm")) == model_hash(m)
-    m, path = model("lmm"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
 
     def full(*paths):
         raise OSError(28, "No space left on device")
@@ -79,7 +77,6 @@ def test_another_model_is_refused_and_a_failed_write_leaves_the_file(tmp_path, m
 
 
 def rewritten(content: bytes, **about: str | None) -> bytes:
-    """A safetensors file with other entries in its header."""
     (length,) = struct.unpack("<Q", content[:8])
     header = json.loads(content[8 : 8 + length])
     entries = header["__metadata__"] | about
@@ -94,8 +91,7 @@ def older(content: bytes, **about: str) -> bytes:
 
 
 def test_flipped_bit_never_loads_as_another_memory(tmp_path):
-    m, path = model("mac"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
+    m, path = saved(tmp_path, "mac")
     content, rng = path.read_bytes(), random.Random(0)
     header = 8 + struct.unpack("<Q", content[:8])[0]
     places = [rng.randrange(header) for _ in range(100)] + [rng.randrange(len(content)) for _ in range(50)]
@@ -126,8 +122,7 @@ def test_flipped_bit_never_loads_as_another_memory(tmp_path):
      "the state in the file cannot be restored: TypeError"),
 ])  # fmt: skip
 def test_what_is_no_whole_memory_file_is_one_line(spoil, says, tmp_path):
-    m, path = model("lmm"), tmp_path / "a.memory"
-    save_memory(path, m.read(TEXT), m)
+    m, path = saved(tmp_path)
     path.write_bytes(spoil(path.read_bytes())) if spoil else path.unlink()
     with pytest.raises(ValueError, match=rf"a\.memory: {says}") as caught:
         load_memory(path, m)

@@ -39,9 +39,8 @@ def test_segments_of_packed_documents_equal_document_by_document(monkeypatch, co
     m, x = perturbed("mac", conv=conv, attention={"conv_kernel": 9}), tokens(ROWS, LENGTH)
     monkeypatch.setattr(type(m.blocks[0]), "is_compiled", spare)
     expected = grads(m, one_by_one(m, x))
-    torch.testing.assert_close(
-        grads(m, m(x, document_starts=starts()).logits), expected, rtol=1e-9, atol=1e-11
-    )
+    actual = grads(m, m(x, document_starts=starts()).logits)
+    torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-11)
 
 
 def test_telemetry_of_packed_segments_equals_document_by_document():

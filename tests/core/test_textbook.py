@@ -79,14 +79,12 @@ def parameters(part: NeuralMemory | Attention) -> Parameters:
 
 
 def block_parameters(b: Block) -> Parameters:
-    """The tensors of a block under the textbook's names."""
     p = Parameters(P=b.persistent_PD, norm=b.norm.weight)
     for name, part in b.named_children():
         if isinstance(part, NeuralMemory | Attention):
             setattr(p, name, parameters(part))
-    p.inner_norm = next(
-        (getattr(b, n).weight for n in ("memory_norm", "attention_norm") if hasattr(b, n)), None
-    )
+    inner = getattr(b, "memory_norm", None) or getattr(b, "attention_norm", None)
+    p.inner_norm = inner.weight if inner else None
     p.gate_norm = b.gate.norm.weight if hasattr(b, "gate") else None
     return p
 

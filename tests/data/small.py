@@ -5,6 +5,12 @@ from pathlib import Path
 
 from titans_platform.config import DataConfig
 
+PREPARE = """
+import sys; from pathlib import Path; from titans_platform.config import DataConfig
+from titans_platform.data import prepare
+print(prepare(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2])).fingerprint)
+"""
+
 
 def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
     """Rows of ``length`` tokens of these sources."""

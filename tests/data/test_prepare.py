@@ -1,7 +1,6 @@
 """Preparing data: once, atomically, by any number of processes; and errors on corruption."""
 
 import os
-import random
 import shutil
 import subprocess
 import sys
@@ -11,11 +10,11 @@ import numpy as np
 import pytest
 
 from tests import small
-from tests.data.small import config
+from tests.data.small import PREPARE, config
 from titans_platform.data import open_prepared, prepare
 from titans_platform.data.shards import write_table
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.tasks import TASKS, GeneratedTask, Item
+from titans_platform.tasks import TASKS, Item
 
 
 def folders(root: Path) -> dict[str, int]:
@@ -34,22 +33,8 @@ def texts(tmp_path) -> dict:
 
 
 @pytest.fixture
-def sum_task(monkeypatch) -> dict:
-    """A task of one digit sums, registered for the test."""
-
-    class Sums(GeneratedTask):
-        name = "test-sums"
-        chance = 0.1
-
-        def item(self, rng: random.Random, length: int, tokenizer) -> Item:
-            a, b = rng.randrange(5), rng.randrange(5)
-            return Item(((f"{a}+{b}=".rjust(length - 2), False), (str(a + b), True)))
-
-        def measure(self, context):
-            raise NotImplementedError
-
-    monkeypatch.setitem(TASKS, "test-sums", Sums)
-    return {"kind": "task", "rows": 30, "tasks": [{"task": "test-sums"}]}
+def sum_task(sums) -> dict:
+    return {"kind": "task", "rows": 30, "tasks": [{"task": sums, "options": {"largest": 4}}]}
 
 
 def test_only_what_has_changed_is_made_anew(texts, tmp_path):
@@ -171,14 +156,8 @@ def test_root_that_cannot_be_written_and_too_little_text_are_one_line(texts, tmp
 
 @pytest.mark.slow
 def test_two_processes_at_once(texts, tmp_path):
-    code = (
-        "import sys; from pathlib import Path; from titans_platform.config import DataConfig\n"
-        "from titans_platform.data import prepare\n"
-        "prepared = prepare(DataConfig.model_validate_json(sys.argv[1]), Path(sys.argv[2]))\n"
-        "print(prepared.fingerprint)"
-    )
     data = config(texts)
-    command = [sys.executable, "-c", code, data.model_dump_json(), str(tmp_path)]
+    command = [sys.executable, "-c", PREPARE, data.model_dump_json(), str(tmp_path)]
     running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     printed = [process.communicate(timeout=240)[0].strip() for process in running]
     assert [process.returncode for process in running] == [0, 0]
@@ -192,7 +171,7 @@ def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path,
     assert batch.tokens.shape == (30, 9)
     for tokens, starts, loss in zip(*batch, strict=True):
         text = prepared.tokenizer.decode(tokens.tolist())
-        question, answer = text.strip().split("=")
+        question, answer = text.strip(".").split("=")
         assert sum(map(int, question.split("+"))) == int(answer)
         assert (tokens[0], tokens[8]) == (prepared.tokenizer.bos, prepared.tokenizer.pad)
         assert starts.tolist() == [True] + [False] * 8
@@ -205,15 +184,15 @@ def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path,
     assert prepare(config(sum_task), tmp_path).fingerprint == first
     prepare(config(sum_task, length=12), tmp_path)
     assert len(folders(tmp_path)) == 2
-    monkeypatch.setattr(TASKS["test-sums"], "version", 2)
+    monkeypatch.setattr(TASKS.find(sum_task["tasks"][0]["task"]), "version", 2)
     prepare(config(sum_task), tmp_path)
     assert len(folders(tmp_path)) == 3
     prepared = prepare(config(sum_task), tmp_path)
     with pytest.raises(UsageError, match=r"data\.sources: 0 validation tokens .*validation_fraction"):
         prepared.validation(4)
-    with pytest.raises(UsageError, match="test-sums"):
-        prepare(config(sum_task | {"tasks": [{"task": "test-sum"}]}), tmp_path)
-    silent = sum_task | {"tasks": [{"task": "test-sums", "weight": 0.0}]}
+    with pytest.raises(UsageError, match="did you mean recall"):
+        prepare(config(sum_task | {"tasks": [{"task": "recal"}]}), tmp_path)
+    silent = sum_task | {"tasks": [sum_task["tasks"][0] | {"weight": 0.0}]}
     with pytest.raises(UsageError, match=r"data\.sources\.0\.tasks: every weight is 0"):
         prepare(config(silent), tmp_path)
 
@@ -221,6 +200,6 @@ def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path,
 def test_tokens_by_source(texts, sum_task, tmp_path):
     prepared = prepare(config(texts, sum_task, texts | {"max_tokens": 500}), tmp_path)
     name = f"files:{Path(texts['path']).name}"
-    assert prepared.labels == [f"{name}#0", "task:test-sums", f"{name}#2"]
+    assert prepared.labels == [f"{name}#0", "task:my_lab.tasks:Sums", f"{name}#2"]
     _, task, cut = (source.manifest for source in prepared.sources)
     assert (task.train.tokens, cut.train.tokens + cut.validation.tokens) == (30 * 8, 500)

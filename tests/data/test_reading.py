@@ -27,9 +27,7 @@ STORY = "".join(f"Line {i} of the story.\n" for i in range(400))
 def texts(path: object, dataset: bool = False) -> list[str]:
     """The texts of the documents at a path, or of the dataset there."""
     where, source = {"dataset" if dataset else "path": str(path)}, HubSource if dataset else FilesSource
-    opened = source(
-        SourceConfig(kind="hub" if dataset else "files", **where), "data.sources.0", Path("cache")
-    )
+    opened = source(SourceConfig(kind="hub" if dataset else "files", **where), "data", Path("cache"))
     return [document.text for document in opened.documents()]
 
 

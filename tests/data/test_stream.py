@@ -18,11 +18,9 @@ from titans_platform.errors import UsageError
 def mixed(tmp_path_factory) -> PreparedData:
     """Two sources whose rows tell where they are from, weights 3 to 1."""
     folder = tmp_path_factory.mktemp("mixed")
-    upper, lower = (
-        [chr(a + i % 26) * (20 + i % n) for i in range(c)] for a, n, c in ((65, 7, 40), (97, 5, 20))
-    )
-    one = documents(folder / "upper.jsonl", *upper, weight=0.75)
-    other = documents(folder / "lower.jsonl", *lower, weight=0.25)
+    texts = lambda a, n, count: [chr(a + i % 26) * (20 + i % n) for i in range(count)]  # noqa: E731
+    one = documents(folder / "upper.jsonl", *texts(65, 7, 40), weight=0.75)
+    other = documents(folder / "lower.jsonl", *texts(97, 5, 20), weight=0.25)
     return prepare(config(one, other), folder / "root")
 
 

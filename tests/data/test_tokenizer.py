@@ -1,13 +1,11 @@
 """Tokenizers: ids, special tokens, fingerprints, and errors on a corrupt file."""
 
-import io
 import itertools
 import json
 import shutil
 from pathlib import Path
 
 import pytest
-import sentencepiece
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from titans_platform.config import VOCABULARIES
@@ -20,19 +18,6 @@ from titans_platform.study.grid import known_studies, load_study, resolve
 
 HUB = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 """The tokenizer that the studies name at the paper's scales."""
-TEXT = "the memory learns to memorize at test time, token after token, chunk after chunk. "
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_model(tmp_path_factory) -> Path:
-    """A model of 30 pieces with a start, an end and an unknown piece but no pad."""
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter([TEXT] * 50), model_writer=model, vocab_size=30, minloglevel=2
-    )
-    path = tmp_path_factory.mktemp("spm") / "small.model"
-    path.write_bytes(model.getvalue())
-    return path
 
 
 def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:

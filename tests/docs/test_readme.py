@@ -18,12 +18,10 @@ LOG = tuple(sorted((TOP / "experiments/log").glob("2*.md")))
 
 
 def joined(text: str) -> str:
-    """The lines of a command as one."""
     return text.replace("\\\n", " ")
 
 
 def blocks(language: str) -> list[str]:
-    """The fenced blocks of README in a language."""
     return re.findall(rf"^```{language}\n(.*?)^```", README.read_text("utf-8"), re.MULTILINE | re.DOTALL)
 
 

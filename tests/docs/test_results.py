@@ -41,7 +41,6 @@ def test_ablation_in_results_and_readme_equals_its_cells():
 
 
 def ablation_cells(name: str) -> dict[str, dict[str, list[float]]]:
-    """By row and column, the numbers of all seeds."""
     values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     with (CELLS / name).open() as file:
         for line in csv.DictReader(file):

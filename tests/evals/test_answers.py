@@ -7,13 +7,10 @@ from functools import cache
 
 import pytest
 
-from tests.evals.small import questions
+from tests.evals.small import BYTE, questions
 from titans_platform.config import TaskConfig
-from titans_platform.data import load_tokenizer
 from titans_platform.tasks import build_generated
 from titans_platform.tasks.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
-
-BYTE = load_tokenizer("byte")
 
 
 @cache

@@ -12,23 +12,16 @@ from torch import nn
 from torch.nn import functional as F
 
 from tests import small
+from tests.evals.small import BYTE
 from tests.small import RUN
 from titans_core import LanguageModel
 from titans_platform.cli import run as titans
 from titans_platform.config import DataConfig, RunConfig
-from titans_platform.data import load_tokenizer, prepare
+from titans_platform.data import prepare
 from titans_platform.evals import Scorer
-from titans_platform.evals.by_position import (
-    BLOCKS,
-    ByPosition,
-    LongText,
-    long_texts,
-    longest_text,
-    ratio,
-    read_by_position,
-)
+from titans_platform.evals import by_position as module
+from titans_platform.evals.by_position import ByPosition, LongText, long_texts, read_by_position
 
-BYTE = load_tokenizer("byte")
 CPU = torch.device("cpu")
 T, ROWS = 16, 5
 
@@ -118,10 +111,10 @@ def test_carrying_more_gains_more_and_errors_follow_texts_or_parts():
     means = (fresh - carried)[:, 32:].mean(1)
     assert result.gain() == pytest.approx((means.mean(), statistics.stdev(means) / 2))
     one = ByPosition(32, np.ones((1, 64), bool), {"fresh": fresh[:1], "carried": carried[:1]})
-    parts = (fresh - carried)[0, 32:].reshape(BLOCKS, -1).mean(1)
-    assert one.gain() == pytest.approx((parts.mean(), statistics.stdev(parts) / math.sqrt(BLOCKS)))
+    parts = (fresh - carried)[0, 32:].reshape(module.BLOCKS, -1).mean(1)
+    assert one.gain() == pytest.approx((parts.mean(), statistics.stdev(parts) / math.sqrt(module.BLOCKS)))
     # texts of other sizes: residuals of the common mean
-    mean, stderr = ratio(np.array([2.0, 9.0]), np.array([1.0, 3.0]))
+    mean, stderr = module.ratio(np.array([2.0, 9.0]), np.array([1.0, 3.0]))
     assert (mean, stderr) == pytest.approx((11 / 4, math.sqrt(2 * (0.75**2 + 0.75**2)) / 4))
 
 
@@ -134,7 +127,7 @@ def data(tmp_path) -> dict:
 
 def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(data, tmp_path):
     prepared = prepare(DataConfig.model_validate_json(json.dumps(data)), tmp_path)
-    assert longest_text(prepared) == 6 * 961 - 1
+    assert module.longest_text(prepared) == 6 * 961 - 1
     actual = long_texts(prepared, 8, 4 * 8 * 32)
     assert len(actual) == 4
     for text in actual:
@@ -148,14 +141,11 @@ def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(data,
     assert (whole.tokens == held_out.read(0, 180 * 32 + 1).tokens).all()
 
 
-def test_eval_by_position_prints_a_table_and_draws_a_figure(
-    data, tmp_path, capsys, answer, refused, monkeypatch
-):
+def test_by_position_prints_a_table_and_draws_a_figure(data, tmp_path, capsys, answer, refused, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     config, root = tmp_path / "run.yaml", ["--root", str(tmp_path / "runs")]
-    config.write_text(
-        json.dumps(RUN | {"data": data, "eval": {"columns": {"ppl": [{"task": "perplexity"}]}}})
-    )
+    measured = {"columns": {"ppl": [{"task": "perplexity"}]}}
+    config.write_text(json.dumps(RUN | {"data": data, "eval": measured}))
     name = answer("train", config, *root, "--set", "optim.steps=2")["cell"]
     by_position = ["eval", name, *root, "--by-position"]
     assert titans([*by_position, "--rows", "16"]) == 0

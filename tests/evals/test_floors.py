@@ -157,9 +157,8 @@ def test_ngrams_give_the_probabilities_of_counting_by_dictionaries(order):
     wanted = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
     np.testing.assert_allclose(ngrams.probabilities(row, order), wanted, rtol=1e-12)
     rows = [(row, np.ones((3, 10), bool))]
-    assert perplexity(lambda tokens: ngrams.probabilities(tokens, order), rows) == pytest.approx(
-        np.exp(-np.log(wanted).mean())
-    )
+    measured = perplexity(lambda tokens: ngrams.probabilities(tokens, order), rows)
+    assert measured == pytest.approx(np.exp(-np.log(wanted).mean()))
 
 
 def test_cache_counts_what_followed_the_same_tokens_earlier_in_the_row():

@@ -5,24 +5,13 @@ import re
 
 import pytest
 
+from tests.evals.small import BYTE
 from titans_platform.config import EvalConfig, TaskConfig
-from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
 from titans_platform.tasks import TASKS, Item, build_generated, build_task, encode_item, eval_version
-from titans_platform.tasks.items import (
-    ADJECTIVES,
-    NOUNS,
-    VERBS,
-    answer_spans,
-    fill,
-    lowercase_words,
-    make_item,
-    prose,
-    scatter,
-)
+from titans_platform.tasks import items as module
+from titans_platform.tasks.items import answer_spans, fill, lowercase_words, make_item, prose, scatter
 from titans_platform.tasks.reasoning import PEOPLE, PLACES, THINGS
-
-BYTE = load_tokenizer("byte")
 
 
 class WordTokenizer:
@@ -88,7 +77,7 @@ def test_filler_has_its_length_states_no_fact_and_holds_no_needle():
     for make in (prose, lowercase_words):
         assert [len(make(rng, n)) for n in (0, 1, 7, 100, 1001)] == [0, 1, 7, 100, 1001]
     world = {word.lower() for word in (*PEOPLE, *PLACES, *THINGS)}
-    assert not world & {*NOUNS, *ADJECTIVES, *VERBS}
+    assert not world & {*module.NOUNS, *module.ADJECTIVES, *module.VERBS}
     assert re.fullmatch(r"[a-z ]+", lowercase_words(random.Random(1), 5000))
     assert not re.search(r"\d|special|magic", prose(random.Random(1), 5000))
 

@@ -86,9 +86,8 @@ def test_answer_with_a_wrong_token_is_wrong_and_standard_errors_are_binomial():
     assert result["columns"]["col"] == 0.0
     calls = iter(range(10**6))
     sometimes = lambda text: (said := solve_recall(text)) and (said if next(calls) % 3 else None)  # noqa: E731
-    result = evaluate(
-        Oracle(sometimes), prepared(), config("recall", {"pairs": 1, "queries": 1}, items=30), 24
-    )
+    recall = config("recall", {"pairs": 1, "queries": 1}, items=30)
+    result = evaluate(Oracle(sometimes), prepared(), recall, 24)
     (measured,) = result["tasks"].values()
     p = measured["value"]
     assert 0 < p < 1
@@ -150,14 +149,10 @@ def test_modes_are_restored_after_a_failure_and_bad_tasks_fail_before_measuring(
 
 
 def test_columns_are_means_of_tasks_and_their_names_differ():
-    columns = {
-        "long": (
-            TaskConfig(task="needle", options=COMPACT, lengths=(1.0, 2.0)),
-            TaskConfig(task="needle", options={**COMPACT, "digits": 1}),
-            TaskConfig(task="needle", options={**COMPACT, "kind": "number"}),
-        ),
-        "recall": (TaskConfig(task="recall"),),
-    }
+    options = COMPACT, COMPACT | {"digits": 1}, COMPACT | {"kind": "number"}
+    twice, *once = (TaskConfig(task="needle", options=each) for each in options)
+    long = twice.model_copy(update={"lengths": (1.0, 2.0)}), *once
+    columns = {"long": long, "recall": (TaskConfig(task="recall"),)}
     result = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
     names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number@48"]
     assert list(result["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
@@ -238,9 +233,8 @@ def early(text: str) -> str | None:
 
 
 def test_needles_are_counted_by_depth():
-    ((key, one),) = evaluate(Oracle(early), prepared(), config("needle", COMPACT, items=120), 80)[
-        "buckets"
-    ].items()
+    needle = config("needle", COMPACT, items=120)
+    ((key, one),) = evaluate(Oracle(early), prepared(), needle, 80)["buckets"].items()
     assert key == "col/needle-passkey@80"
     assert (one["0-10%"], one["90-100%"]) == (1.0, 0.0)
     # of several questions each has a depth of its own

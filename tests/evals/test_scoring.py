@@ -6,11 +6,9 @@ import random
 import pytest
 import torch
 
+from tests.evals.small import BYTE
 from titans_core import BLOCKS, LanguageModel
-from titans_platform.data import load_tokenizer
 from titans_platform.evals import Request, Scorer, scoring
-
-BYTE = load_tokenizer("byte")
 
 
 def direct(model, request, max_length):

@@ -129,9 +129,8 @@ def shipped() -> dict[str, list[dict]]:
                 hidden = memory.expansion * width * (memory.depth > 1)
                 sizes = memory.depth, width, hidden, 16, 4096, memory.chunk_size, memory.heads
                 sizes = *sizes, memory.surprise_bound, memory.write_budget
-                shapes[dtype].setdefault(
-                    (*sizes[:3], *sizes[5:6], *sizes[7:]), dict(zip(FIELDS, sizes, strict=True))
-                )
+                key = *sizes[:3], *sizes[5:6], *sizes[7:]
+                shapes[dtype].setdefault(key, dict(zip(FIELDS, sizes, strict=True)))
     return {
         dtype: [{"name": f"shipped-{i}"} | sizes for i, sizes in enumerate(distinct.values())]
         for dtype, distinct in shapes.items()
@@ -154,9 +153,8 @@ def test_no_path_of_a_shipped_scale_spills_much(dtype, tmp_path):
 
 def test_products_are_on_tensor_cores(reports):
     for row in reports:
-        if not row["kernel"].startswith("gates") and row["kernel"].removesuffix("+base") != (
-            "reads.update_backward"
-        ):
+        kernel = row["kernel"].removesuffix("+base")
+        if not kernel.startswith("gates") and kernel != "reads.update_backward":
             assert row["tensor_core"] > 0, row
 
 

@@ -5,6 +5,8 @@ import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from itertools import count
 
 import pytest
 import torch
@@ -159,20 +161,17 @@ def test_what_cannot_run_is_a_row_and_of_ours_an_error(tiny):
 
 
 def test_op_that_fails_midway_drops_out(tiny):
-    steps = []
+    calls = count(1)
 
     def forward():
-        steps.append(None)
-        if len(steps) > timing.WARM_UP + 3:
+        if next(calls) > timing.WARM_UP + 3:
             raise RuntimeError("gone")
         return leaf * 2
 
     leaf = torch.ones(3, requires_grad=True)
-    good = Op(lambda: leaf * 2, [leaf])
     clock = timing.Clock(CPU)
-    turns = timing.Interleaved(
-        {"bad": lambda: timing.Runner(Op(forward, [leaf]), clock), "good": lambda: timing.Runner(good, clock)}
-    )
+    ops = {"bad": Op(forward, [leaf]), "good": Op(lambda: leaf * 2, [leaf])}
+    turns = timing.Interleaved({name: partial(timing.Runner, op, clock) for name, op in ops.items()})
     turns.run(5)
     assert turns.failed == {"bad": "RuntimeError: gone"}
     assert len(turns.runners["good"].samples.steps) == 5
@@ -203,13 +202,6 @@ def test_bad_usage_is_exit_2_and_one_line(line, monkeypatch, capsys):
     assert line[0] in message
 
 
-@pytest.mark.slow
-def test_it_needs_neither_the_models_nor_the_platform():
-    blocked = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml"]
-    code = f"import sys; sys.modules.update(dict.fromkeys({blocked})); import titans_kernels.bench.__main__"
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 def test_instructions_of_a_loop_count_as_often_as_it_runs():
     lines = ["MOV R1, R2", ".L_x_0:", "HMMA R1, R2", "@P0 BRA `(.L_x_0)", "EXIT", ".L_x_1:", "BRA `(.L_x_1)"]
     sass = "\n".join(x if x.startswith(".") else f"        /*0010*/  {x} ;" for x in lines)
@@ -217,9 +209,14 @@ def test_instructions_of_a_loop_count_as_often_as_it_runs():
     assert predict.issued(sass, "reads.forward") == 5
 
 
-def test_without_click_one_line_names_it():
-    code = "import sys; sys.modules['click'] = None; import titans_kernels.bench.__main__"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (
-        1, "error: the benchmark needs the package click: pip install click\n",
-    )  # fmt: skip
+ABOVE = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hidden", "code", "says"), [
+    (ABOVE, 0, ""), (["click"], 1, "error: the benchmark needs the package click: pip install click\n"),
+])  # fmt: skip
+def test_it_needs_neither_models_nor_platform_and_names_what_it_needs(hidden, code, says):
+    line = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import titans_kernels.bench.__main__"
+    done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, says)

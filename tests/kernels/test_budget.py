@@ -93,7 +93,8 @@ def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, lim
     leaves, borders = inputs(*shape), None if borders is None else torch.tensor(borders)
     slow, fast = (partial(form, budget=limit) for form in (definition, write_budget))
     expected = with_gradients(slow, leaves, chunk_size, borders)
-    assert (expected[0] < leaves[2]).double().mean() > 0.1  # many are limited
+    assert 0.1 < (expected[0] < leaves[2]).double().mean() < 0.9  # many are limited
+    assert (expected[0] <= leaves[2]).all()
     assert all(torch.isfinite(x).all() for x in expected)
     same(with_gradients(fast, leaves, chunk_size, borders), expected)
 
@@ -162,10 +163,6 @@ def test_steps_that_fit_are_left_and_a_repeated_key_is_written_one_full_step():
     k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
     eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
     assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
-    mixed = inputs(2, 40, 2, 5, grad=False)
-    for limited in (write_budget(*mixed, 16), definition(*mixed, 16)):
-        assert 0.1 < (limited == mixed[2]).double().mean() < 0.9
-        assert (limited <= mixed[2]).all()
     k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
     steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
     expected = torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2)
@@ -302,9 +299,8 @@ def _written(v: Tensor, bound: float | None, backend: str, depth: int = 1) -> Te
     The errors of all layers have norm 2 |v|: the first layer was 0, the others are rotations.
     """
     k, gates = torch.eye(5, dtype=v.dtype)[0].view(1, 1, 1, 5), torch.zeros(3, 1, 1, 1, dtype=v.dtype)
-    turn = torch.linalg.qr(
-        torch.randn(5, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    )[0]
+    generator = torch.Generator().manual_seed(0)
+    turn, _ = torch.linalg.qr(torch.randn(5, 5, dtype=torch.float64, generator=generator))
     W = (torch.zeros(1, 5, 5, dtype=v.dtype), *[turn.to(v.dtype)[None]] * (depth - 1))
     _, state = neural_memory(
         k, k, v.view(1, 1, 1, 5), *gates[:2], gates[2] + 0.5, W, backend=backend, surprise_bound=bound,

@@ -23,9 +23,9 @@ def inputs(T: int, channels: int, strongest: float = 3.0) -> list[Tensor]:
 
 
 def documents(T: int) -> Tensor:
-    """A document of one token, and borders within and on the border of a chunk of 8."""
+    """A document of one token, and borders within and on the border of a chunk of 8 or 64."""
     starts = torch.zeros(2, T, dtype=torch.long)
-    for row, t in ((0, 3), (0, 4), (1, 8), (1, 30)):
+    for row, t in ((0, 3), (0, 4), (1, 8), (1, 30), (1, 64)):
         starts[row, min(t, T - 1)] = 1
     return starts.cumsum(1) + torch.tensor([[0], [T]])
 
@@ -34,28 +34,20 @@ compare = partial(assert_same, results=(1e-9, 1e-9), gradients=(1e-9, 1e-9))
 
 
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("channels", [1, 4])
-@pytest.mark.parametrize("T", [1, 7, 8, 9, 41])
-@pytest.mark.parametrize("part_bytes", [recurrence.PART_BYTES, 1], ids=["whole", "parts_of_a_chunk"])
-def test_chunks_give_the_recurrence(T, channels, packed, part_bytes, monkeypatch):
-    monkeypatch.setattr(recurrence, "PART_BYTES", part_bytes)
-    x = inputs(T, channels)
-    index = documents(T) if packed else None
-    result = linear_attention(*x, index, chunk_size=8)
-    compare(result, recurrent_linear_attention(*x, index), x)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("T", [1, 7, 16, 17, 41])
-@pytest.mark.parametrize("threads", [1, 2])
-@needs_compiler
-def test_compiled_form_is_the_recurrence(T, packed, threads, torch_threads):
+@pytest.mark.parametrize("T", [1, 7, 8, 9, 16, 17, 41])
+@pytest.mark.parametrize(("form", "channels", "threads"), [
+    *((form, channels, 1) for form in ("whole", "parts of a chunk") for channels in (1, 4)),
+    *(pytest.param("native", 4, threads, marks=needs_compiler) for threads in (1, 2)),
+])  # fmt: skip
+def test_every_form_gives_the_recurrence(T, form, channels, threads, packed, monkeypatch, torch_threads):
+    if form == "parts of a chunk":
+        monkeypatch.setattr(recurrence, "PART_BYTES", 1)
     torch_threads(threads)
-    x = inputs(T, 4)
+    x, options = inputs(T, channels), {} if form == "native" else {"chunk_size": 8}
     index = documents(T) if packed else None
     forms_used(forget=True)
-    compare(linear_attention(*x, index), recurrent_linear_attention(*x, index), x)
-    assert forms_used() == ["linear_attention: native"]
+    compare(linear_attention(*x, index, **options), recurrent_linear_attention(*x, index), x)
+    assert ("linear_attention: native" in forms_used()) == (form == "native")
 
 
 def scanned(T: int, rows: int = 2) -> list[Tensor]:

@@ -47,9 +47,8 @@ def test_denormals_are_flushed_in_the_kernels_and_not_after_them():
     """With small eta the products of a chunk are so small, and slow on Intel."""
     zero, tiny = torch.zeros(1, 4, 1, 16), torch.full((1, 16, 16), 1e-39)
     gate = torch.zeros(1, 4, 1)
-    _, state = neural_memory(
-        zero, zero, zero, gate, gate + 1, gate, (tiny,), (tiny,), chunk_size=4, backend="native"
-    )
+    given = zero, zero, zero, gate, gate + 1, gate, (tiny,), (tiny,)
+    _, state = neural_memory(*given, chunk_size=4, backend="native")
     assert (state.weights[0] == 0).all()
     assert (state.momentum[0] == 0).all()
     assert (tiny * 0.5 > 0).all()

@@ -6,6 +6,7 @@ same cases.
 
 import random
 from collections.abc import Iterator
+from copy import copy
 from itertools import pairwise
 
 import pytest
@@ -15,18 +16,10 @@ from torch.nn import functional as F
 
 from tests.kernels.cases import Call, assert_same, needs_compiler
 from tests.kernels.test_budget import definition
-from titans_kernels import (
-    DecodeState,
-    MemoryState,
-    Residual,
-    extend_memory,
-    forms_used,
-    native,
-    neural_memory,
-    write_budget,
-)
+from titans_kernels import MemoryState, Residual, forms_used, neural_memory, write_budget
 from titans_kernels.layers import rms_norm, short_convolution
 from titans_kernels.memory import op
+from titans_kernels.native import library
 
 
 @pytest.fixture(params=[pytest.param("compiled", marks=needs_compiler), "pytorch"])
@@ -34,9 +27,9 @@ def forms(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> It
     """Which forms a CPU has."""
     if request.param == "pytorch":
         monkeypatch.setenv("TITANS_NATIVE", "0")
-        native.library.cache_clear()
+        library.cache_clear()
     yield request.param
-    native.library.cache_clear()
+    library.cache_clear()
 
 
 class Drawn(Call):
@@ -78,18 +71,15 @@ class Drawn(Call):
     def run(self, backend: str) -> list[Tensor]:
         return self.whole(backend=backend, cu_seqlens=self.borders, **self.options)
 
-    def in_pieces(self) -> list[Tensor]:
-        """The first row or document alone, cut where a chunk may be open."""
-        T = self.tokens[0].shape[1] if self.borders is None else int(self.borders[1])
-        first = [x[:1, :T] for x in self.tokens]
-        start = tuple(W[None] for W in self.state.weights), tuple(S[:1] for S in self.state.momentum)
-        state, outputs = DecodeState.of(MemoryState(*start)), []
-        for a, b in pairwise([0, T // 3, T // 2, T]):
-            if a < b:
-                part, extension = (x[:, a:b] for x in first), self.extension()
-                y, state = extend_memory(*part, state, extension=extension, **self.options)
-                outputs.append(y)
-        return [torch.cat(outputs, 1)] if outputs else []
+    def in_pieces(self) -> Tensor:
+        """Reads of the first row or document alone, cut where a chunk may be open."""
+        T, first = self.tokens[0].shape[1] if self.borders is None else int(self.borders[1]), copy(self)
+        first.tokens = [x[:1, :T] for x in self.tokens]
+        first.state = MemoryState(
+            tuple(W[None] for W in self.state.weights), tuple(S[:1] for S in self.state.momentum)
+        )
+        sizes = [n for n in (T // 3, T // 2 - T // 3, T - T // 2) if n]
+        return first.pieces(sizes, **self.options)[0] if sizes else self.tokens[2][:1, :0]
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -101,8 +91,8 @@ def test_memory_is_the_recurrence(forms, seed):
     assert forms == "compiled" or "neural_memory: native" not in forms_used()
     assert_same(expected, actual, call.leaves)
     with torch.no_grad():  # the compiled form continues a chunk without a gradient alone
-        for y in call.in_pieces():
-            torch.testing.assert_close(y, expected[0][:1, : y.shape[1]], rtol=1e-10, atol=1e-11)
+        y = call.in_pieces()
+        torch.testing.assert_close(y, expected[0][:1, : y.shape[1]], rtol=1e-10, atol=1e-11)
 
 
 # Triton, with its widths and float32, has a file of its own
@@ -111,7 +101,6 @@ HERE = {form.name: form for form in op.FORMS if form.tolerance and form.name != 
 
 @pytest.mark.parametrize("name", HERE)
 def test_form_computes_what_its_row_of_the_table_says(name):
-    """Each call that a form does not refuse is within its tolerance of the reference."""
     form, computed = HERE[name], 0
     for seed in range(30):
         call = Drawn(seed)

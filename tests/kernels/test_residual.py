@@ -1,20 +1,14 @@
 """A residual, LN, an alpha by column, a base to decay to: every form against the recurrence."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 from tests.kernels.cases import NATIVE, PARALLEL, Case, assert_same, needs_compiler
-from titans_kernels import (
-    DecodeState,
-    Extension,
-    MemoryState,
-    Residual,
-    extend_memory,
-    neural_memory,
-    read_memory,
-)
+from titans_kernels import DecodeState, Extension, Residual, extend_memory, neural_memory, read_memory
 from titans_kernels.memory.activations import ACTIVATIONS
 from titans_kernels.memory.forms import channels, chunked, native, reference
 from titans_kernels.memory.forms.triton import pieces
@@ -162,11 +156,13 @@ def test_float32_is_near_the_float64_recurrence(depth, kind, groups, base):
             assert (x - y).norm() <= 1e-4 * x.norm()
 
 
-@pytest.mark.parametrize(("kind", "groups"), [PLAIN, ("norm", None), ("norm", 2)])
-def test_bfloat16_tokens_leave_the_state_in_float32(kind, groups):
+@pytest.mark.parametrize(("kind", "groups", "rule"), [
+    (*PLAIN, "paper"), ("norm", None, "paper"), ("norm", 2, "paper"), (*PLAIN, "gated_delta"),
+])  # fmt: skip
+def test_bfloat16_tokens_leave_the_state_in_float32(kind, groups, rule):
     case, options = Case(20, kind=kind, groups=groups), {"chunk_size": 8}
-    options["extension"] = case.extension()
-    start = DecodeState.of(MemoryState(*(tuple(x.float() for x in part) for part in case.state)))
+    options["extension"] = case.extension(rule=rule)
+    start = DecodeState.of(case.state._make(tuple(x.float() for x in part) for part in case.state))
     low = [x.detach().bfloat16() for x in case.tokens]
     exact = [x.float() for x in low]
     with torch.autocast("cpu", torch.bfloat16):
@@ -216,36 +212,19 @@ def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch)
     assert len(calls) == 12
 
 
+@pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("gates", [(3,), (4,), (5,), (3, 4, 5)])
-def test_one_group_is_a_gate_of_the_head(gates):
-    case = Case(30)
-    by_head = case.whole(chunk_size=8)
+def test_groups_are_neighbouring_columns_of_every_layer(gates, groups):
+    """Four groups of which neighbours are equal; tests/core/test_textbook.py has a gate for each column."""
+    case = Case(30, groups=tuple(groups if i in gates else None for i in (3, 4, 5)))
+    expected = case.whole(chunk_size=8)
     for i in gates:
-        case.tokens[i] = case.tokens[i][..., None]
-    torch.testing.assert_close(case.whole(chunk_size=8), by_head, rtol=1e-10, atol=1e-11)
-
-
-@pytest.mark.parametrize("gate", [3, 4, 5])
-def test_groups_are_neighbouring_columns_of_every_layer(gate):
-    """A gate of 1 forgets, one of 0 keeps no momentum and writes nothing, in its own columns alone."""
-    case = Case(1, groups=2 if gate == 3 else (None, 2, None) if gate == 4 else (None, None, 2))
-    with torch.no_grad():
-        for i, value in ((3, 0.0), (4, 1.0), (5, 1.0)):
-            case.tokens[i].fill_(value if i != 5 or gate == 5 else 0.0)
-        case.tokens[gate].copy_(torch.tensor([1.0, 0.0] if gate == 3 else [0.0, 1.0]))
-        for S in case.state.momentum:
-            S.fill_(float(gate == 4))
-        _, after = neural_memory(*case.tokens, *case.state, chunk_size=4)
-    if gate != 3:
-        for W, given in zip(after.weights, case.state.weights, strict=True):
-            half, moved = W.shape[-1] // 2, (W - given).detach().abs()
-            assert moved[..., :half].max() == 0
-            assert moved[..., half:].max() > 1e-3
-        return
-    for W, given in zip(after.weights, case.state.weights, strict=True):
-        half = W.shape[-1] // 2
-        assert W[..., :half].abs().max() == 0
-        torch.testing.assert_close(W[..., half:], given[..., half:].detach(), rtol=0, atol=0)
+        case.tokens[i] = case.tokens[i].repeat_interleave(4 // groups, -1)
+    torch.testing.assert_close(case.whole(chunk_size=8), expected, rtol=1e-10, atol=1e-11)
+    if groups == 1:
+        for i in gates:
+            case.tokens[i] = case.tokens[i][..., 0]
+        torch.testing.assert_close(case.whole(chunk_size=8), expected, rtol=1e-10, atol=1e-11)
 
 
 @pytest.mark.parametrize("base", [False, True])
@@ -275,13 +254,10 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
     expected, actual = case.whole(**options), compiled()
     assert_same(expected, actual, case.leaves)
     # of some results only: the others' gradients are then undefined
+    grads = partial(torch.autograd.grad, inputs=case.leaves, retain_graph=True, materialize_grads=True)
     for part in (slice(0, 1), slice(1, 3)):
         sums = (sum(x.square().sum() for x in outputs[part]) for outputs in (expected, actual))
-        grads = [
-            torch.autograd.grad(total, case.leaves, retain_graph=True, materialize_grads=True)
-            for total in sums
-        ]
-        torch.testing.assert_close(*grads, rtol=1e-8, atol=1e-9)
+        torch.testing.assert_close(*map(grads, sums), rtol=1e-8, atol=1e-9)
 
 
 @pytest.mark.parametrize(("backend", "case", "reason"), [
@@ -324,17 +300,21 @@ def test_forgetting_all_leads_back_to_the_base(depth, backend):
 
 @needs_compiler
 @pytest.mark.parametrize("used", ["base", "tokens"])
-def test_gradient_of_some_inputs_alone(used):
+def test_gradient_of_some_inputs_alone_and_of_none(used):
     case, grads = Case(20, base=True), []
     leaves = case.base if used == "base" else case.tokens
     fixed = [x for x in case.leaves if all(x is not leaf for leaf in leaves)]
     for x in fixed:
         x.requires_grad_(False)
-    for backend in ("reference", "native", "chunked"):
+    for backend in ("reference", "native", "chunked", "generic"):
         y = case.whole(backend=backend, chunk_size=7)[0]
         grads.append(torch.autograd.grad(y.sin().sum(), leaves))
     for result in grads[1:]:
         torch.testing.assert_close(result, grads[0], rtol=1e-9, atol=1e-10)
+    for x in leaves:
+        x.requires_grad_(False)
+    for backend in ("reference", "native", "chunked", "generic"):
+        assert not any(x.requires_grad for x in case.whole(backend=backend, chunk_size=7)), backend
 
 
 @pytest.mark.parametrize(("change", "message"), [

@@ -2,6 +2,7 @@
 
 import logging
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,7 +12,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import normalize
 
-from titans_kernels import Extension, forms_used, neural_memory, ran
+from tests.kernels import cases
+from titans_kernels import MemoryState, forms_used, neural_memory, ran
 from titans_kernels.bench.shapes import SHAPES
 from titans_kernels.bench.support import table
 from titans_kernels.memory.forms import native
@@ -75,67 +77,62 @@ CASES = [
 ]  # fmt: skip
 
 
-class Call:
+class Call(cases.Call):
     """Random inputs of a case, in float64, gates at exactly 0 and 1 among them."""
 
     def __init__(self, case: Case):
-        self.case = case
-        draw = torch.Generator().manual_seed(0)
-        B, T, H = case.B, case.T, case.H
-        documents = B if case.borders is None else len(case.borders) - 1
-
-        def normal(*size: int) -> Tensor:
-            return torch.randn(*size, generator=draw, dtype=torch.float64)
-
-        D, V = case.widths[0], case.widths[-1]
-        pairs = list(pairwise(case.widths))
-        self.tokens = [
+        self.case, draw = case, torch.Generator().manual_seed(0)
+        B, T, H, D, V = case.B, case.T, case.H, case.widths[0], case.widths[-1]
+        documents, pairs = B if case.borders is None else len(case.borders) - 1, list(pairwise(case.widths))
+        normal = lambda *size: torch.randn(*size, generator=draw, dtype=torch.float64)  # noqa: E731
+        tokens = [
             normalize(normal(B, T, H, D), dim=-1), normalize(normal(B, T, H, D), dim=-1),
             normal(B, T, H, V) / V**0.5, torch.sigmoid(normal(B, T, H) - 2),
             torch.sigmoid(normal(B, T, H) - 0.5), 0.5 * torch.sigmoid(normal(B, T, H) - 1),
         ]  # fmt: skip
         if case.resets:
-            self.tokens[3][:, 5::17], self.tokens[3][:, 7::13], self.tokens[4][:, 3::11] = 1, 0, 0
+            tokens[3][:, 5::17], tokens[3][:, 7::13], tokens[4][:, 3::11] = 1, 0, 0
         else:
-            self.tokens[3] *= 0.02
-        self.weights = [normal(documents, H, a, b) / a**0.5 for a, b in pairs]
-        self.momentum = [normal(documents, H, a, b) * 0.05 for a, b in pairs]
-        self.base = [0.5 * normal(H, a, b) / a**0.5 for a, b in pairs] if case.base else []
-        self.seeds = [normal(B, T, H, V), *(normal(*x.shape) for x in (*self.weights, *self.momentum))]
+            tokens[3] *= 0.02
+        weights = tuple(normal(documents, H, a, b) / a**0.5 for a, b in pairs)
+        momentum = tuple(normal(documents, H, a, b) * 0.05 for a, b in pairs)
+        self.tokens, self.state = tokens, MemoryState(weights, momentum)
+        self.base = tuple(0.5 * normal(H, a, b) / a**0.5 for a, b in pairs) if case.base else None
+        self.cast(torch.float64)
 
-    def results(self, backend: str, dtype: torch.dtype, operands=None) -> dict[str, Tensor]:
-        """Outputs, final states and every gradient, by name."""
-        depth, case = len(self.weights), self.case
-        kinds = [operands or dtype] * 3 + [dtype] * (3 + 2 * depth + len(self.base))
-        inputs = [*self.tokens, *self.weights, *self.momentum, *self.base]
-        leaves = [x.to(kind).requires_grad_() for x, kind in zip(inputs, kinds, strict=True)]
-        y, state = neural_memory(
-            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth : 6 + 2 * depth]),
-            chunk_size=case.b, extension=Extension(base=tuple(leaves[6 + 2 * depth :]) or None),
-            activation=case.activation, surprise_bound=case.bound, backend=backend,
-            cu_seqlens=None if case.borders is None else torch.tensor(case.borders),
+    def results(self, backend: str) -> list[Tensor]:
+        """Outputs, final states and every gradient."""
+        case, borders = self.case, self.case.borders
+        outputs = self.whole(
+            chunk_size=case.b, activation=case.activation, surprise_bound=case.bound, backend=backend,
+            cu_seqlens=None if borders is None else torch.tensor(borders),
         )  # fmt: skip
-        outputs = [y, *state.weights, *state.momentum]
-        seeds = [seed.to(x.dtype) for seed, x in zip(self.seeds, outputs, strict=True)]
-        grads = torch.autograd.grad(outputs, leaves, seeds)
-        layers = [f"{kind}{l}" for kind in ("W", "S") for l in range(depth)]
-        inputs = ["q", "k", "v", "alpha", "eta", "theta", *layers, *(f"B{l}" for l in range(len(self.base)))]
-        names = ["y", *layers, *(f"d{name}" for name in inputs)]
-        return dict(zip(names, (x.detach().double() for x in (*outputs, *grads)), strict=True))
+        return [*outputs, *cases.graded(outputs, self.leaves)]
+
+    def round_operands(self, dtype: torch.dtype, to: torch.dtype) -> None:
+        self.tokens[:3] = [x.detach().to(dtype).to(to).requires_grad_() for x in self.tokens[:3]]
 
 
-def errors(case: Case, operands: torch.dtype = torch.float32) -> dict[str, float]:
-    """Relative root-mean-square error of each result of the kernels; inputs rounded alike for both."""
+def single(case: Case) -> Call:
     call = Call(case)
-    call.tokens[:3] = [x.to(operands).double() for x in call.tokens[:3]]
-    expected = call.results("reference", torch.float64)
-    actual = call.results("triton", torch.float32, operands)
-    assert all(torch.isfinite(x).all() for x in actual.values())
-    size = lambda x: float(x.detach().pow(2).mean().sqrt()) + 1e-30  # noqa: E731
-    scale = {name: size(x) for name, x in expected.items()}
-    for l, B in enumerate(call.base):  # an offset W - B is as exact as W is
-        scale[f"W{l}"] += size(B)
-    return {name: size(actual[name] - x) / scale[name] for name, x in expected.items()}
+    call.cast(torch.float32)
+    return call
+
+
+def error(case: Case, operands: torch.dtype = torch.float32) -> float:
+    """The largest relative root-mean-square error of the kernels' results; inputs rounded alike for both."""
+    call = Call(case)
+    call.round_operands(operands, torch.float64)
+    expected = call.results("reference")
+    size = lambda x: float(x.detach().double().square().mean().sqrt()) + 1e-30  # noqa: E731
+    scales = [size(x) for x in expected]
+    for l, B in enumerate(call.base or ()):  # an offset W - B is as exact as W is
+        scales[1 + l] += size(B)
+    call.cast(torch.float32)
+    call.round_operands(operands, operands)
+    actual = call.results("triton")
+    assert all(torch.isfinite(x).all() for x in actual)
+    return max(size(x - y) / scale for x, y, scale in zip(actual, expected, scales, strict=True))
 
 
 @pytest.fixture(autouse=True)
@@ -158,8 +155,7 @@ def marked(cases: list[Case]) -> list:
 
 @pytest.mark.parametrize("case", marked(CASES))
 def test_kernels_equal_the_reference(case):
-    result = errors(case)
-    assert max(result.values()) < 1e-5, result
+    assert error(case) < 1e-5
 
 
 @pytest.mark.slow
@@ -171,8 +167,7 @@ def test_stages_of_wide_memories_equal_the_reference_with_several_tiles(case, mo
     """At widths that the interpreter has time for."""
     monkeypatch.setattr(shapes, "MOST_STREAMED", 0)
     monkeypatch.setattr(shapes.Shape, "tile", 16)
-    result = errors(case)
-    assert max(result.values()) < 1e-5, result
+    assert error(case) < 1e-5
 
 
 @pytest.mark.parametrize("case", [Case((32, 64), 50, 32, bound=None), Case((64, 32), 50, 32)], ids=str)
@@ -184,15 +179,15 @@ def test_reads_ride_along_where_programs_fill_the_card(case, keep, monkeypatch):
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2**40 if keep else 0)
     ride = triton_op.reads_ride_along
     monkeypatch.setattr(triton_op, "reads_ride_along", lambda *a: asked.append(ride(*a)) or asked[-1])
-    result = errors(case)
+    assert error(case) < 1e-5
     assert asked == [True]
-    assert max(result.values()) < 1e-5, result
 
 
 @pytest.mark.parametrize("widths", [SHORT, DEEP, pytest.param((16, 16, 16, 16), marks=pytest.mark.slow)])
 def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
     """As training on packed documents calls it: one start for all, and no state of each at the end."""
     call, seen, forward = Call(Case(widths, 34, 16, borders=(0, 1, 18, 18, 34))), [], triton_op.forward
+    call.state = MemoryState(*(tuple(x[0] for x in part) for part in call.state))
 
     def spied(shape, x, start, base, **options):
         y, after, kept = forward(shape, x, start, base, **options)
@@ -200,15 +195,11 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
         return y, after, kept
 
     def results(backend: str, dtype: torch.dtype) -> list[Tensor]:
-        leaves = [x.to(dtype) for x in (*call.tokens, *(x[0] for x in (*call.weights, *call.momentum)))]
-        leaves = [x.requires_grad_() for x in leaves]
-        depth = len(call.weights)
-        y, state = neural_memory(
-            *leaves[:6], tuple(leaves[6 : 6 + depth]), tuple(leaves[6 + depth :]), chunk_size=16,
-            surprise_bound=0.5, cu_seqlens=torch.tensor(call.case.borders), backend=backend,
-        )  # fmt: skip
-        assert state == ((), ())
-        return [y, *torch.autograd.grad(y, leaves, call.seeds[0].to(dtype))]
+        call.cast(dtype)
+        borders = torch.tensor(call.case.borders)
+        y, *state = call.whole(chunk_size=16, surprise_bound=0.5, cu_seqlens=borders, backend=backend)
+        assert not state
+        return [y, *cases.graded([y], call.leaves)]
 
     monkeypatch.setattr(triton_op, "forward", spied)
     expected, actual = results("reference", torch.float64), results("triton", torch.float32)
@@ -223,12 +214,12 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
 ])  # fmt: skip
 def test_states_found_again_are_those_kept(case, keep_bytes, again, monkeypatch):
     recalls, recall = [], triton_op.recall
-    kept = Call(case).results("triton", torch.float32)
+    kept = single(case).results("triton")
     monkeypatch.setattr(triton_op, "recall", lambda *args: recalls.append(args) or recall(*args))
     monkeypatch.setattr(triton_op, "KEEP_BYTES", keep_bytes)
-    result = Call(case).results("triton", torch.float32)
+    result = single(case).results("triton")
     assert len(recalls) == again
-    assert all(torch.equal(kept[name], result[name]) for name in kept)
+    assert all(map(torch.equal, kept, result))
 
 
 def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
@@ -243,8 +234,7 @@ def test_what_is_kept_is_a_share_of_the_card(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("widths", [(32, 32), (32, 32, 32), (32, 32, 32, 32)], ids=["1", "2", "3"])
 def test_operands_of_half_precision(widths, operands, limit):
-    result = errors(Case(widths, 64, 32, activation="gelu", resets=False), operands)
-    assert max(result.values()) < limit, result
+    assert error(Case(widths, 64, 32, activation="gelu", B=2, resets=False), operands) < limit
 
 
 def test_every_path_is_among_the_cases():
@@ -275,7 +265,6 @@ REFUSED = {
 
 
 def why(q: Tensor, W: tuple[Tensor, ...], b: int, dtype: torch.dtype | None = None) -> str:
-    """The reason why no kernel supports a call."""
     return refusal.refusal(q, W, Options(b, "silu", None, None, operands=dtype)) or "served"
 
 
@@ -365,51 +354,44 @@ def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set
 
 def test_auto_on_a_gpu_takes_chunked_for_a_shape_without_a_kernel_and_one_line_says_so(caplog, monkeypatch):
     monkeypatch.setattr(native, "library", lambda dtype: None)  # which a GPU's tensors never meet
-    call = Call(Case((16, 16), 40, 24))
-    expected = call.results("chunked", torch.float32)
+    call = single(Case((16, 16), 40, 24))
+    expected = call.results("chunked")
     with caplog.at_level(logging.WARNING, "titans_kernels"), monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", True, raising=False)
-        actual = [call.results("auto", torch.float32) for _ in range(2)]
+        actual = [call.results("auto") for _ in range(2)]
     lines = [r.getMessage() for r in caplog.records if r.name == "titans_kernels"]
     (line,) = lines  # once, and again when a call is traced
     assert line.startswith("neural_memory: chunked in place of triton: chunk_size: 24 is not one of")
-    assert all(torch.equal(actual[0][name], expected[name]) for name in expected)
+    assert all(map(torch.equal, actual[0], expected))
     caplog.clear()
 
 
 def test_without_a_gradient_a_long_row_goes_through_in_parts(monkeypatch):
-    call, calls = Call(Case((16, 32, 16), 100, 16, B=2)), []
+    call, calls = single(Case((16, 32, 16), 100, 16, B=2)), []
     monkeypatch.setattr(triton_op, "KEEP_BYTES", 2 * 2 * triton_op._chunk_bytes([16, 32, 16], 16, 4))
     whole = triton_op.forward
     monkeypatch.setattr(triton_op, "forward", lambda s, *a, **k: calls.append(s) or whole(s, *a, **k))
-    tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
     with torch.no_grad():
-        y, state = neural_memory(*tokens, weights, chunk_size=16, backend="triton")
-    assert [shape.tokens for shape in calls] == [64, 64, 64, 8]
-    expected, after = neural_memory(*tokens, weights, chunk_size=16, backend="chunked")
-    torch.testing.assert_close((y, state), (expected, after))
+        actual = call.whole(chunk_size=16, backend="triton")
+        assert [shape.tokens for shape in calls] == [64, 64, 64, 8]
+        torch.testing.assert_close(actual, call.whole(chunk_size=16, backend="chunked"))
 
 
 @pytest.mark.slow
 def test_borders_that_a_compiler_lets_pass_are_looked_at_when_it_runs():
-    call = Call(Case((16, 16), 20, 16))
-    tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
-    options = {"chunk_size": 16, "backend": "triton"}
-    call = lambda borders: neural_memory(*tokens, weights, cu_seqlens=borders, **options)  # noqa: E731
-    compiled = torch.compile(call, backend="aot_eager")
+    call = partial(single(Case((16, 16), 20, 16)).whole, chunk_size=16, backend="triton")
+    compiled = torch.compile(lambda borders: call(cu_seqlens=borders), backend="aot_eager")
     assert compiled(torch.tensor([0, 20], dtype=torch.int32))[0].isfinite().all()
     with pytest.raises(ValueError, match="cu_seqlens: must rise from 0 to T = 20"):
         compiled(torch.tensor([0, 40], dtype=torch.int32))
 
 
 def test_packed_documents_in_inference_mode():
-    call = Call(Case(SHORT, 20, 16))
-    tokens, weights = [x.float() for x in call.tokens], tuple(x[0].float() for x in call.weights)
+    call = single(Case(SHORT, 20, 16, borders=(0, 5, 20)))
     with torch.inference_mode():
-        rule = {"chunk_size": 16, "cu_seqlens": torch.tensor([0, 5, 20])}
-        y = neural_memory(*tokens, weights, backend="triton", **rule)[0]
-        expected = neural_memory(*tokens, weights, backend="chunked", **rule)[0]
-    torch.testing.assert_close(y, expected)
+        options = {"chunk_size": 16, "cu_seqlens": torch.tensor(call.case.borders)}
+        actual, expected = (call.whole(backend=name, **options) for name in ("triton", "chunked"))
+    torch.testing.assert_close(actual, expected)
 
 
 def test_tables_of_packed_documents_are_worked_out_once():
@@ -431,29 +413,26 @@ def test_tables_of_packed_documents_are_worked_out_once():
 
 @pytest.mark.slow
 def test_the_operators_pass_torch_s_own_checks():
-    call = Call(Case(DEEP, 10, 16))
-    tokens = [x.float().requires_grad_() for x in call.tokens]
-    start = torch.cat([x.float().flatten(2) for x in (*call.weights, *call.momentum)], -1).requires_grad_()
+    call = single(Case(DEEP, 10, 16))
+    start = torch.cat([x.detach().flatten(2) for part in call.state for x in part], -1).requires_grad_()
     base = start[0, :, : start.shape[-1] // 2].detach().clone().requires_grad_()
-    arguments = (*tokens, start, base, None, [16, 32, 16], 16, "silu", 0.5, True, True)
+    arguments = (*call.tokens, start, base, None, [16, 32, 16], 16, "silu", 0.5, True, True)
     torch.library.opcheck(torch.ops.titans.memory_triton, arguments)
 
 
 @pytest.mark.slow
 def test_changing_numbers_of_documents_take_two_graphs_that_give_the_same():
     """The first static, the second for any number of documents: a GPU would recompile at every step."""
-    given = Call(Case(DEEP, 40, 16))
-    tokens = [x.float().requires_grad_() for x in given.tokens]
-    weights = tuple(x[0].float() for x in given.weights)
+    given = single(Case(DEEP, 40, 16))
+    tokens, weights = given.tokens, tuple(x[0].detach() for x in given.state.weights)
     torch._dynamo.reset()
 
     def call(cu_seqlens: Tensor) -> Tensor:
         options = {"chunk_size": 16, "cu_seqlens": cu_seqlens, "backend": "triton"}
         return neural_memory(*tokens, weights, **options)[0].square().sum()
 
-    compiled = torch.compile(
-        call, backend=(counter := CompileCounterWithBackend("aot_eager")), fullgraph=True
-    )
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(call, backend=counter, fullgraph=True)
     for borders in ([0, 7, 40], [0, 7, 9, 40], [0, 1, 20, 30, 40], [0, 5, 6, 20, 30, 40]):
         results = []
         for form in (call, compiled):
@@ -468,10 +447,7 @@ def test_changing_numbers_of_documents_take_two_graphs_that_give_the_same():
 def test_autocast_gives_the_operands_their_type(monkeypatch):
     seen, run = [], triton_op.write_and_read
     monkeypatch.setattr(triton_op, "write_and_read", lambda *a: seen.append(a[3].operands) or run(*a))
-    call = Call(Case(DEEP, 20, 16))
-    tokens, weights = [x.float() for x in call.tokens], tuple(x.float() for x in call.weights)
     with torch.autocast("cpu", torch.bfloat16):
-        y, state = neural_memory(*tokens, weights, chunk_size=16, backend="triton")
+        results = single(Case(DEEP, 20, 16)).whole(chunk_size=16, backend="triton")
     assert seen == [torch.bfloat16]
-    assert y.dtype == torch.float32
-    assert {x.dtype for x in (*state.weights, *state.momentum)} == {torch.float32}
+    assert {x.dtype for x in results} == {torch.float32}

@@ -11,10 +11,11 @@ import pytest
 import torch
 import yaml
 
+from tests.small import changed
 from titans_platform.cli import run
-from titans_platform.config import RunConfig
 from titans_platform.data.tokenizer import load_tokenizer, write_tokenizer
 from titans_platform.errors import UsageError
+from titans_platform.loading import load_config
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import training_flops
 from titans_platform.training.loop import Trainer
@@ -54,10 +55,7 @@ def weights(place: Path, out: str) -> dict[str, torch.Tensor]:
 
 
 def objective(place: Path, stage: str, **optim):
-    cfg = RunConfig.model_validate_json(
-        json.dumps(yaml.safe_load((place / "out" / f"{stage}.yaml").read_text()))
-    )
-    return build_objective(cfg.model_copy(update={"optim": cfg.optim.model_copy(update=optim)}))
+    return build_objective(changed(load_config(place / "out" / f"{stage}.yaml"), optim=optim))
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +159,8 @@ def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
     assert capsys.readouterr().out.count("is finished; nothing to do") == 3
     config = json.loads((adapted / "more" / "config.json").read_text())
     assert config["titans"]["kept"] == 9
-    assert changed == {
-        name for name, x in weights(adapted, "more").items() if not torch.equal(x, after[name])
-    }
+    again = weights(adapted, "more")
+    assert changed == {name for name in again if not torch.equal(again[name], after[name])}
 
 
 @pytest.mark.parametrize(("out", "lora", "last"), [("out", (), 4), ("low", ("--lora", "2"), 8)])
@@ -241,8 +238,8 @@ def test_model_is_evaluated_as_its_last_run(adapted, capsys):
 
 def test_flops_are_counted_with_low_rank_changes_too(adapted):
     cfg = objective(adapted, "tune").cfg
-    options = {"objective": cfg.objective.model_copy(update={"options": cfg.objective.options | {"lora": 2}})}
-    assert training_flops(cfg.model_copy(update=options)) > training_flops(cfg) > 0
+    low = changed(cfg, objective={"options": cfg.objective.options | {"lora": 2}})
+    assert training_flops(low) > training_flops(cfg) > 0
 
 
 @pytest.mark.parametrize(("options", "message"), [

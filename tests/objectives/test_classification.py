@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.small import run_name
 from titans_core import ConvClassifier, SequenceClassifier
 from titans_core.presets import preset
-from titans_platform import cli, objectives
+from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
@@ -29,10 +30,11 @@ RUN: dict[str, Any] = {
     "data": {"tokenizer": "dna", "sequence_length": 25},
     "objective": {"kind": "classification", "options": {"path": "motif.csv"}},
     "optim": {"steps": 60, "global_batch_size": 16, "lr": 1e-2},
-    "eval": {
-        "items": 1000, "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]},
-    },
+    "eval": {"items": 999, "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]}},
 }  # fmt: skip
+
+
+ROOT = Path("runs")
 
 
 def items(n: int = 300, seed: int = 0, motif: str = "AAAAAAA") -> list[tuple[str, int]]:
@@ -65,16 +67,11 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-def run_name(cfg: RunConfig) -> str:
-    objective = build_objective(cfg)
-    return objectives.run_name(cfg, objective.prepare(Path("runs")).fingerprint)
-
-
 def test_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint():
     cfg = config(pretrain_steps=10, path="motif.csv")
     objective = build_objective(cfg)
-    objective.check(objective.prepare(Path("runs")))
-    spec = spec_for(cfg, Path("runs"))
+    objective.check(objective.prepare(ROOT))
+    spec = spec_for(cfg, ROOT)
     first = execute(spec)
     assert first.chance["accuracy"] == pytest.approx(0.6, abs=0.15)
     assert first.columns["accuracy"] > first.chance["accuracy"] + 0.15
@@ -90,7 +87,7 @@ def test_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint()
 
 def test_steps_of_pretraining_are_next_tokens_of_the_training_part():
     objective = build_objective(config(pretrain_steps=2))
-    data = objective.prepare(Path("runs"))
+    data = objective.prepare(ROOT)
     stream = data.train_stream(8, seed=0)
     before, after = stream.batch(1), stream.batch(2)
     assert (before.labels == -1).all()
@@ -136,14 +133,14 @@ def test_run_begins_from_a_language_model_with_a_new_head(folder):
         "eval": {"columns": {}},
     }  # fmt: skip
     first = RunConfig.model_validate_json(json.dumps(language))
-    build_objective(first).prepare(Path("runs"))
-    spec = spec_for(first, Path("runs"))
+    build_objective(first).prepare(ROOT)
+    spec = spec_for(first, ROOT)
     execute(spec)
     point = newest(spec.folder.path / "checkpoints")
     assert point
     cfg = config().model_copy(update={"start_from": str(point)})
     check_start(cfg)
-    assert run_name(cfg) != run_name(config())
+    assert run_name(cfg, ROOT) != run_name(config(), ROOT)
     model, trained = build_objective(cfg).build_model(), build_objective(first).build_model()
     load_model(point, model)
     load_model(point, trained)
@@ -172,14 +169,14 @@ def test_files_of_each_part_and_kind_and_a_dataset_by_name_are_read(folder):
     expected = Items([text for text, _ in rows], [f"k{label}" for _, label in rows])
     assert read_file("test.jsonl.gz", ("text", "kind"), "f") == expected
     write(folder / "test.csv", rows)
-    data = build_objective(config(test_path="test.csv", validation_path="test.csv")).prepare(Path("runs"))
+    data = build_objective(config(test_path="test.csv", validation_path="test.csv")).prepare(ROOT)
     assert (data.split["test"], len(data.labels["train"])) == (data.split["validation"], 300)
     assert data.classes == ["0", "1"]
     (folder / "set").mkdir()
     for split, count in (("train", 200), ("test", 50)):
         text = write(folder / "rows.csv", items(count, seed=len(split))).read_text()
         (folder / "set" / f"{split}.csv").write_text(text.replace("sequence", "seq", 1))
-    data = build_objective(config(path=None, dataset=str(folder / "set"))).prepare(Path("runs"))
+    data = build_objective(config(path=None, dataset=str(folder / "set"))).prepare(ROOT)
     assert [len(data.labels[part]) for part in ("train", "validation", "test")] == [180, 20, 50]
     named = build_objective(config(path=None, dataset="human_ocr_ensembl")).options
     assert named.hub_name == "katarinagresova/Genomic_Benchmarks_human_ocr_ensembl"
@@ -188,11 +185,11 @@ def test_files_of_each_part_and_kind_and_a_dataset_by_name_are_read(folder):
 
 def test_run_is_named_by_what_its_files_hold_which_are_read_once(folder):
     write(folder / "same.csv", items())
-    assert run_name(config(path="same.csv")) == run_name(config())
-    assert run_name(config(path="same.csv", folder=str(folder))) == run_name(config())
-    assert run_name(config(pooling="last")) != run_name(config())
+    assert run_name(config(path="same.csv"), ROOT) == run_name(config(), ROOT)
+    assert run_name(config(path="same.csv", folder=str(folder)), ROOT) == run_name(config(), ROOT)
+    assert run_name(config(pooling="last"), ROOT) != run_name(config(), ROOT)
     write(folder / "same.csv", items(seed=1))
-    assert run_name(config(path="same.csv")) != run_name(config())
+    assert run_name(config(path="same.csv"), ROOT) != run_name(config(), ROOT)
     objective = build_objective(config(path="motif.csv"))
     made = objective.prepare(folder / "once")
     (folder / "motif.csv").unlink()

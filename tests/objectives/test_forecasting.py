@@ -10,10 +10,12 @@ import pytest
 import torch
 
 from tests.objectives.test_series import line, when
+from tests.small import changed, run_name
+from titans_core.forecasting.linear import RLinear
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
-from titans_platform.objectives import build_objective, files, run_name
+from titans_platform.objectives import build_objective, files
 from titans_platform.objectives.files import DATASETS, Dataset, SeriesTable, read_dataset
 from titans_platform.objectives.regression import Parts, SeriesData
 from titans_platform.runs.execute import Worker
@@ -123,44 +125,36 @@ def test_run_is_tested_on_every_window_and_named_by_its_forecaster(tiny):
     (tiny / "moved").mkdir()
     (tiny / "moved" / "tiny.csv").write_bytes((tiny / "tiny.csv").read_bytes())
 
-    def named(folder: Path, **options: Any) -> str:
-        cfg = config(folder, **options)
-        return run_name(cfg, build_objective(cfg).prepare(tiny / "root").fingerprint)
-
+    named = lambda folder, **options: run_name(config(folder, **options), tiny / "root")  # noqa: E731
     assert named(tiny) == named(tiny / "moved") == named(tiny, forecaster_options={})
     own = [named(tiny, **each) for each in ({"forecaster": None}, {"forecaster_options": {"dropout": 0.2}})]
     assert len({*own, named(tiny)}) == 3
 
 
 OWN = """
-import torch
-from torch import nn
-from titans_core.forecasting import Forecaster
+from titans_core.forecasting.linear import RLinear
 
-
-class Last(Forecaster):
-    def __init__(self, config, window, options):
-        super().__init__()
-        self.scale_C, self.horizon = nn.Parameter(torch.ones(window.channels)), window.horizon
-
+class Negated(RLinear):
     def predict(self, x_BTC):
-        return (self.scale_C * x_BTC[:, -1:]).expand(-1, self.horizon, -1)
+        return -super().predict(x_BTC)
 """
 
 
 def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     (tiny / "own_forecaster.py").write_text(OWN)
     monkeypatch.syspath_prepend(str(tiny))
-    objective = build_objective(config(tiny, forecaster="own_forecaster:Last", forecaster_options={}))
+    objective = build_objective(config(tiny, forecaster="own_forecaster:Negated", forecaster_options={}))
     data = objective.prepare(tiny / "root")
     objective.check(data)
     (batch,) = data.held_out(8, 500, 500, "test")
     cfg = objective.cfg
-    result = evaluate(objective.build_model(), data, cfg.eval, 8)["columns"]["mse"]
-    assert result == pytest.approx((batch.inputs[:, -1:] - batch.targets).square().mean().item())
-    before = run_name(cfg, data.fingerprint)
+    model = objective.build_model().eval()
+    result = evaluate(model, data, cfg.eval, 8)["columns"]["mse"]
+    negated = RLinear.predict(model, batch.inputs)
+    assert result == pytest.approx((-negated - batch.targets).square().mean().item())
+    before = run_name(cfg, tiny / "root")
     (tiny / "own_forecaster.py").write_text(OWN + "\n")
-    assert run_name(cfg, data.fingerprint) != before
+    assert run_name(cfg, tiny / "root") != before
 
 
 @pytest.mark.parametrize(("options", "says"), [
@@ -174,15 +168,14 @@ def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     ({"forecaster": None, "forecaster_options": {"a": 1}}, r"forecaster_options: give the forecaster"),
     ({"split": [0.5, 0.2, 0.2]}, r"objective\.options\.split: shares add up to 0\.9, not to 1"),
     ({"forecaster": "patchtst"}, r"forecaster_options\.patch: 16 steps are more than the 8"),
-    ({"lengths": (1.0, 2.0)}, r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"),
+    ({"lengths": [1.0, 2.0]}, r"mse\.0\.lengths: a forecaster reads 8 steps, not 16"),
 ])  # fmt: skip
 def test_wrong_config_is_named(tiny, options, says):
-    lengths = options.pop("lengths", (1.0,)) if "lengths" in options else (1.0,)
-    cfg = config(tiny, **options)
-    columns = {"mse": (cfg.eval.columns["mse"][0].model_copy(update={"lengths": lengths}),)}
-    cfg = cfg.model_copy(update={"eval": cfg.eval.model_copy(update={"columns": columns})})
+    lengths = {"lengths": options.get("lengths", [1.0])}
+    cfg = config(tiny, **{key: value for key, value in options.items() if key not in lengths})
+    task = cfg.eval.model_dump(mode="json")["columns"]["mse"][0]
     with pytest.raises(UsageError, match=says):
-        build_objective(cfg).check()
+        build_objective(changed(cfg, eval={"columns": {"mse": [task | lengths]}})).check()
 
 
 def test_study_runs_each_model_once_a_dataset_and_horizon():

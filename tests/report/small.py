@@ -16,6 +16,5 @@ def study_of(root: Path, *cells: Cell, commit: str = "c0ffee", **fields: Any) ->
 
 
 def save(root: Path, cell: Cell, **fields: Any) -> None:
-    """Write the result of a cell."""
     result = {"cell": cell.name, "seed": cell.seed, "commit": "c0ffee"} | fields
     write_json(cell.folder(root).path / "result.json", result)

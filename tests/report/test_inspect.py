@@ -14,17 +14,8 @@ from tests.small import RUN, trained
 from titans_core import LanguageModel, MemoryTrace, ModelConfig
 from titans_platform.cli import run
 from titans_platform.data import load_tokenizer
-from titans_platform.report.inspect import (
-    Inspected,
-    as_frame,
-    binned,
-    inspect_text,
-    kept_shares,
-    page,
-    rounded,
-    shades,
-    token_texts,
-)
+from titans_platform.report import inspect as module
+from titans_platform.report.inspect import Inspected, as_frame, inspect_text, page, shades, token_texts
 
 TEXT = 'The pass is 74 — don\'t <b>forget</b> & "tell" no-one.\n</script><script>x</script>\nThe pass is'
 
@@ -118,11 +109,11 @@ def test_kept_shares_bins_and_token_texts_are_as_defined(inspected):
     trace: MemoryTrace = inspected["lmm"].traces[0]
     known = trace._replace(final=torch.zeros_like(trace.final))
     lost = trace._replace(final=2 * trace.surprise)
-    assert kept_shares([known]).tolist() == [1.0] * len(trace.final)
-    assert kept_shares([known, lost])[3].item() == 0.5
+    assert module.kept_shares([known]).tolist() == [1.0] * len(trace.final)
+    assert module.kept_shares([known, lost])[3].item() == 0.5
     values = torch.tensor([1.0, math.nan, 3.0, 5.0, math.nan, 7.0]).numpy()
-    assert (binned(values, 2), binned(values[:0])) == ({2.0: (2.0,), 5.0: (6.0,)}, {})
-    assert [rounded(value) for value in (241.154, 0.012345, 15_900.0)] == ["241", "0.0123", "15.9K"]
+    assert (module.binned(values, 2), module.binned(values[:0])) == ({2.0: (2.0,), 5.0: (6.0,)}, {})
+    assert [module.rounded(value) for value in (241.154, 0.012345, 15_900.0)] == ["241", "0.0123", "15.9K"]
     tokenizer = load_tokenizer("byte")
     tokens = [tokenizer.bos, *tokenizer.encode("aé—b")]
     assert token_texts(tokenizer, tokens) == ["", "a", "", "é", "", "", "—", "b"]
@@ -152,15 +143,12 @@ def test_command_is_deterministic(cell, tmp_path, capsys):
 
 
 def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, refused):
-    text, empty, binary = (tmp_path / name for name in ("text", "empty", "binary"))
+    text, empty = tmp_path / "text", tmp_path / "empty"
     text.write_text("some text")
     empty.write_text("")
-    binary.write_bytes(b"\xff\xfe")
     bare = trained(tmp_path, **ONE_STEP, model=RUN["model"] | {"variant": "transformer"})
     for words, message in (
-        ([cell, "--text", tmp_path / "none"], "No such file"),
         ([cell, "--text", empty], "the file is empty"),
-        ([cell, "--text", binary], "not UTF-8 at byte 0"),
         ([cell, "--text", text, "--position", 10], "--position: 10 is out of range: 10 tokens"),
         ([bare, "--text", text], "variant transformer has no neural memory"),
         ([tmp_path / "nowhere", "--text", text], "no such run"),

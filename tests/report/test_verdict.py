@@ -6,18 +6,8 @@ from typing import Any
 
 import pytest
 
-from titans_platform.report.table import (
-    AT_FLOOR,
-    RATES,
-    Comparison,
-    Entry,
-    adjust,
-    cell,
-    compare,
-    difference,
-    holm,
-    tally,
-)
+from titans_platform.report import table as module
+from titans_platform.report.table import Comparison, Entry, adjust, cell, compare, holm, tally
 from titans_platform.runs.folder import Result
 from titans_platform.study.spec import Expectation, Row
 
@@ -51,9 +41,12 @@ def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
     return {"lm_ppl": ppl, "reasoning_acc": acc}
 
 
+LMM = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
+
+
 def paired(ours: dict[int, float], base: dict[int, float]):
     """The difference, which must be there."""
-    result = difference(ours, base)
+    result = module.difference(ours, base)
     assert result is not None
     return result
 
@@ -82,7 +75,7 @@ def test_interval_p_and_holm_of_examples_worked_by_hand():
 def test_one_seed_has_no_interval_and_equal_differences_are_certain():
     one = paired({0: 1.0}, {0: 0.0})
     assert (one.interval, one.p) == (None, None)
-    assert difference({0: 1.0}, {1: 0.0}) is None
+    assert module.difference({0: 1.0}, {1: 0.0}) is None
     (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, one)])
     assert (alone.outcome, str(cell(alone, 2))) == ("one seed", "+1.00 one seed")
     assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
@@ -105,40 +98,37 @@ def test_holm_may_leave_unresolved_what_is_resolved_alone():
 
 
 def test_number_not_better_than_its_floor_counts_in_no_verdict():
-    lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
     near = row("A", measured([4, 4.3, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26, "reasoning_acc": 49})
     near.entries["lm_ppl"] = replace(near.entries["lm_ppl"], values=(4.0, 4.3, 4.2), floor=4.1)
-    at, above = compare(table(lmm, near))
-    assert (at.outcome, at.p, above.outcome) == (AT_FLOOR, None, "agrees")
+    at, above = compare(table(LMM, near))
+    assert (at.outcome, at.p, above.outcome) == (module.AT_FLOOR, None, "agrees")
     # the other comparison is alone in its family
     assert above.p == above.ours.p
     assert tally([at, above]).startswith("of 1 comparison 1 agree")
     assert tally([at, above]).endswith("; 1 more are with a number that is not above its floor")
     near.entries["lm_ppl"] = replace(near.entries["lm_ppl"], floor=4.2)
-    better, other = compare(table(lmm, near))
+    better, other = compare(table(LMM, near))
     assert better.outcome == "agrees"
     assert other.p == pytest.approx(2 * (other.ours.p or 0))
 
 
 def test_rows_at_different_learning_rates_are_not_judged():
-    lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27})
     apart = row("A", measured([4, 4.3, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26})
     equal, apart.rates = row("B", measured([4, 4.1, 4.2], [0.5, 0.51, 0.53]), {"lm_ppl": 26}), {2e-3}
-    across, same, *_ = verdicts = compare(table(lmm, apart, equal))
-    assert (across.outcome, across.p, same.outcome) == (RATES, None, "agrees")
+    across, same, *_ = verdicts = compare(table(LMM, apart, equal))
+    assert (across.outcome, across.p, same.outcome) == (module.RATES, None, "agrees")
     assert same.p == same.ours.p
     assert tally(verdicts).endswith("; 1 more are across learning rates")
-    tuned = table(lmm, apart, equal)
+    tuned = table(LMM, apart, equal)
     tuned.run.scale.tuned = "rates"
     assert [each.outcome for each in compare(tuned)][:2] == ["agrees", "agrees"]
 
 
 def test_agreement_follows_each_columns_direction():
-    lmm = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
     worse = row("A", measured([6, 6.1, 6.2], [0.5, 0.51, 0.53]), {"lm_ppl": 28, "reasoning_acc": 47})
     near = row("B", measured([5, 5.2, 5.1], [0.4, 0.4, 0.43]), {"lm_ppl": 26})
     apart = row("R", measured([9, 9, 9], [0, 0, 0]), {"lm_ppl": 30}, reference=True)
-    verdicts = compare(table(lmm, worse, near, apart))
+    verdicts = compare(table(LMM, worse, near, apart))
     assert [(v.row, v.column, v.outcome) for v in verdicts] == [
         ("A", "lm_ppl", "agrees"), ("B", "lm_ppl", "not resolved"), ("A", "reasoning_acc", "disagrees"),
         ("B", "reasoning_acc", ""),  # no number in the paper

@@ -1,12 +1,12 @@
 """A cell with a real model and data: its files, its errors, and a kill that changes no number."""
 
 import hashlib
-import json
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.small import RUN, changed
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import StorageError, TitansError, UsageError
@@ -20,13 +20,6 @@ from titans_platform.training.checkpoint import load_model, newest
 
 # timings and ids of the store differ between two runs of the same cell
 UNLIKE = {"train_seconds", "eval_seconds", "peak_rss_bytes", "mlflow_run_id", "finished"}
-
-
-def changed(cfg: RunConfig, **parts) -> RunConfig:
-    values = cfg.model_dump(mode="json")
-    for part, fields in parts.items():
-        values[part] |= fields
-    return RunConfig.model_validate_json(json.dumps(values))
 
 
 def run(cfg: RunConfig, root: Path, **fields) -> dict:
@@ -108,6 +101,5 @@ def test_a_memory_without_kernels_on_a_gpu_is_refused_before_training(tiny_run, 
     monkeypatch.setattr(sys.modules[execute.__module__], "gpu_arch", lambda device: 90)
     with pytest.raises(UsageError, match=r"^model\.memory\.chunk_size: 8 is not one of the kernels'"):
         run(tiny_run, tmp_path)
-    memory = tiny_run.model.memory.model_copy(update={"backend": "chunked"})
-    named = tiny_run.model_copy(update={"model": tiny_run.model.model_copy(update={"memory": memory})})
+    named = changed(tiny_run, model={"memory": RUN["model"]["memory"] | {"backend": "chunked"}})
     assert "neural_memory: chunked" in run(named, tmp_path).forms

@@ -187,9 +187,7 @@ def test_points_that_are_refused_for_a_while_are_sent_once_and_in_order(tmp_path
     assert sink.points == list(range(1, 61))
 
 
-def test_progress_without_room_is_said_once_and_the_log_ends_with_a_line(
-    tiny_run, tmp_path, monkeypatch, caplog
-):
+def test_progress_without_room_is_said_once_and_the_log_has_an_end(tiny_run, tmp_path, monkeypatch, caplog):
     prepare(tiny_run.data, tmp_path)
     spec = spec_for(tiny_run, tmp_path)
     spec.folder.path.mkdir(parents=True)

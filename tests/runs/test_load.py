@@ -3,18 +3,12 @@
 import pytest
 import torch
 
-from tests.small import RUN, trained
+from tests.objectives.test_objectives import RUN as SERIES
+from tests.small import trained
 from titans_platform import load_run
 from titans_platform.cli import run
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
-
-SERIES = {
-    "model": {key: value for key, value in RUN["model"].items() if key not in ("variant", "vocab_size")},
-    "data": {"sequence_length": 16}, "optim": {"steps": 2, "global_batch_size": 4},
-    "eval": {"items": 4, "columns": {"mse": [{"task": "mse"}]}},
-    "objective": {"kind": "regression", "options": {"sines": 200, "channels": 2}},
-}  # fmt: skip
 
 
 def test_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_run, tmp_path):
@@ -37,7 +31,7 @@ def test_series_has_no_tokenizer_and_the_root_is_that_of_the_command_line(tmp_pa
     model, tokenizer, config = load_run(trained(tmp_path, **SERIES))
     assert tokenizer is None
     assert config.objective.kind == "regression"
-    assert model(torch.zeros(1, 16, 2)).prediction.shape == (1, 1, 2)
+    assert model(torch.zeros(1, 16, 2)).prediction.shape == (1, 3, 2)
     folder = trained(tmp_path / "elsewhere")
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match="no such run under titans-runs/cells"):

@@ -47,30 +47,34 @@ def test_metric_of_any_name_is_logged(tmp_path):
     assert name_of("column/needle@64/stderr") == "column/needle/64/stderr"
 
 
-@pytest.mark.parametrize("value", ["/tmp", "{long}", "{wide}", "/proc/none", "."])
-@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
-def test_ray_gets_a_short_temporary_directory(name, value, tmp_path, monkeypatch):
-    given, wide = [], Path("/tmp/字")
-    wide.mkdir(exist_ok=True)
-    monkeypatch.setattr("ray.is_initialized", lambda: False)  # another test may have started it
+@pytest.fixture
+def started(monkeypatch) -> list[dict]:
+    """The options of each start of Ray, which another test may have started."""
+    given: list[dict] = []
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
     monkeypatch.setattr("ray.shutdown", lambda: None)
     monkeypatch.setattr("ray.init", lambda **options: given.append(options))
+    return given
+
+
+@pytest.mark.parametrize("value", ["/tmp", "{long}", "{wide}", "/proc/none", "."])
+@pytest.mark.parametrize("name", ["TMPDIR", "RAY_TMPDIR"])
+def test_ray_gets_a_short_temporary_directory(name, value, tmp_path, monkeypatch, started):
+    (wide := Path("/tmp/字")).mkdir(exist_ok=True)
     monkeypatch.setattr(ray_session.tempfile, "tempdir", None)
     monkeypatch.delenv("RAY_TMPDIR", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv(name, value.format(long=tmp_path, wide=wide))
     with ray_session.ray_session(1):
-        assert given[0]["_temp_dir"] == "/tmp/ray"
+        assert started[0]["_temp_dir"] == "/tmp/ray"
     wide.rmdir()
 
 
+@pytest.mark.usefixtures("started")
 @pytest.mark.parametrize("home", ["/proc/none", "/proc", "{here}", "{here}/other"])
 def test_home_that_cannot_be_written_gets_no_token(home, monkeypatch, tmp_path):
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / ".ray").symlink_to("/proc")  # nobody may write there
-    monkeypatch.setattr("ray.is_initialized", lambda: False)  # another test may have started it
-    monkeypatch.setattr("ray.shutdown", lambda: None)
-    monkeypatch.setattr("ray.init", lambda **options: None)
     monkeypatch.setenv("HOME", home.format(here=tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "")
     monkeypatch.delenv("RAY_AUTH_TOKEN")

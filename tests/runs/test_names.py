@@ -78,6 +78,8 @@ def test_variant_from_outside_is_named_by_its_source_too(tmp_path, monkeypatch):
     ({"variant": "mak"}, "model.variant: 'mak' is not one of lmm, mac, mag, mal, transformer, "),
     ({"variant": "no_such_lab:B"}, "model.variant: no_such_lab:B: 'no_such_lab' cannot be imported"),
     ({"options": {"width": 2}}, "model.options.width: unknown option; LMM takes none"),
+    ({"variant": "gla", "options": {"haeds": 2}}, "model.options.haeds: unknown option; did you mean heads?"),
+    ({"variant": "gla", "options": {"heads": 0}}, "model.options.heads: should be greater than 0"),
 ])  # fmt: skip
 def test_models_and_numbers_that_cannot_be_are_one_line(model, line):
     with pytest.raises(UsageError) as error:

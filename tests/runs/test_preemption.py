@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.runs.test_execute import UNLIKE, changed, run, weights_hash
-from tests.small import until
+from tests.runs.test_execute import UNLIKE, run, weights_hash
+from tests.small import changed, until
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import Interrupted

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.small import RUN
+from tests.small import RUN, changed
 from titans_core.presets import preset
 from titans_platform.cli.live import progress_line
 from titans_platform.config import RunConfig
@@ -63,12 +63,8 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
 
 
 @pytest.mark.parametrize(("best", "every", "due"), [(True, 1, 1), (False, 1, 1), (True, 3, 100)])
-def test_checkpoint_of_the_lowest_loss_is_kept_also_between_two_that_are_due(
-    book, tmp_path, monkeypatch, best, every, due
-):
-    cfg = run_on(book, every=every)
-    kept = cfg.checkpoint.model_copy(update={"every": due, "keep": 1, "best": best})
-    cfg = cfg.model_copy(update={"checkpoint": kept})
+def test_checkpoint_of_the_lowest_loss_is_kept_when_not_due(book, tmp_path, monkeypatch, best, every, due):
+    cfg = changed(run_on(book, every=every), checkpoint={"every": due, "keep": 1, "best": best})
     prepare(cfg.data, tmp_path)
     losses = iter([5.0, 2.0, 3.0, 2.0, 4.0] if every == 1 else [2.0, 3.0])
     monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
@@ -110,7 +106,7 @@ def test_streams_name_where_the_best_is_looked_for_and_are_refused_elsewhere(boo
 
 
 def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tmp_path):
-    watched = tiny_run.model_copy(update={"eval": tiny_run.eval.model_copy(update={"every": 5})})
+    watched = changed(tiny_run, eval={"every": 5})
     data = prepare(tiny_run.data, tmp_path)
     build_objective(tiny_run).check(data)
     with pytest.raises(UsageError, match=r"^data\.sources: 0 validation tokens"):

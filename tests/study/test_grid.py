@@ -62,15 +62,6 @@ def test_rows_are_the_product_of_the_axes_and_selected_by_pattern(tmp_path):
     assert [row.name for row in study.rows_at("long")] == names
 
 
-def test_listed_rows_are_run_at_every_point(tmp_path):
-    without = {"name": "without", "set": {"model.memory.conv": False}, "paper": {"lm_ppl": 3.0}}
-    rows, axes = [{"name": "with"}, without], {"depth": GRID["axes"]["depth"]}
-    study = load_study(write(tmp_path, rows=rows, axes=axes, scales=SMALL))
-    names = [f"{row} depth {depth}" for row in ("with", "without") for depth in (1, 3)]
-    assert [row.name for row in study.rows_at("small")] == names
-    assert expand(study, "small")[3].config.model.memory.conv is False
-
-
 @pytest.mark.parametrize(("asked", "chosen"), [
     (["LMM"], {"LMM on a", "LMM on b"}), (["LMM on a, MAC"], {"LMM on a", "MAC on a", "MAC on b"}),
     (["lmm, twice"], {"LMM, twice on a", "LMM, twice on b"}),

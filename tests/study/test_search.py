@@ -52,7 +52,6 @@ def searched(folder):
 
 
 def written(folder) -> dict[str, int]:
-    """When each result was."""
     return {path.parent.name: path.stat().st_mtime_ns for path in folder.glob("runs/cells/*/result.json")}
 
 

@@ -9,6 +9,7 @@ from titans_platform.errors import UsageError
 from titans_platform.loading import overlay
 from titans_platform.study.grid import expand, find_study, load_study
 from titans_platform.study.spec import Axis
+from titans_platform.text import flatten
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUDY = {
@@ -58,21 +59,6 @@ def test_seed_draws_data_and_items_where_the_scale_says_so(tmp_path):
     for scale, drawn in (("same", 0), ("drawn", 4)):
         config = expand(study, scale, seeds=[4])[0].config
         assert (config.seed, config.data.seed, config.eval.seed) == (4, drawn, drawn)
-
-
-def test_names_depend_only_on_what_changes_the_numbers(tmp_path, study):
-    def names(study, scale="small", data="d", version="1", **options):
-        cells = expand(study, scale, **options)
-        return [cell.config.fingerprint(data, version) for cell in cells]
-
-    known = names(study)
-    assert len(set(known)) == 6
-    cheaper = {**STUDY["scales"], "small": {"seeds": [0, 1], "resources": {"workers": 1}}}
-    again = load_study(write(tmp_path, scales=cheaper, rows=STUDY["rows"][::-1], description="x"))
-    assert set(names(again)) == set(known)
-    for other in (names(study, data="e"), names(study, version="2"), names(study, overrides=["threads=2"])):
-        assert not set(other) & set(known)
-    assert set(names(study, seeds=[1, 2])) & set(known) == set(known[3:])
 
 
 def test_overlay_takes_dotted_keys_and_replaces_lists():
@@ -180,44 +166,29 @@ def ablation():
 
 
 class TestAblation:
-    """The study the project is about."""
-
     SCALES = ("smoke", "laptop", "workstation", "overnight", "170M", "340M", "400M", "760M")
 
     def test_each_row_takes_away_what_it_says(self, ablation):
-        models = {cell.row: cell.config.model for cell in expand(ablation, "workstation", seeds=[0])}
+        cells = expand(ablation, "workstation", seeds=[0])
+        models = {cell.row: flatten(cell.config.model.model_dump()) for cell in cells}
         lmm = models["LMM"]
-        memory, attention = lmm.memory, lmm.attention
-        assert lmm.variant == "lmm"
-        assert memory.depth > 1
-        assert all((memory.conv, memory.momentum, memory.decay, lmm.persistent_tokens))
-
-        def change(**fields):
-            return lmm.model_copy(update=fields)
-
-        def memory_change(**fields):
-            return change(memory=memory.model_copy(update=fields))
-
-        full = attention.model_copy(update={"window": None})
-        plain = change(variant="transformer", attention=full, mlp_expansion=3.5)
-        assert models == {
-            "LMM": lmm,
-            "+ Attn (MAC)": change(variant="mac", mlp_expansion=4 / 3),
-            "+ Attn (MAG)": change(variant="mag", mlp_expansion=4 / 3),
-            "+ Attn (MAL)": change(variant="mal", mlp_expansion=4 / 3),
-            "Linear Memory": memory_change(depth=1),
-            "w/o Convolution": memory_change(conv=False).model_copy(
-                update={"attention": attention.model_copy(update={"conv": False})}
-            ),
-            "w/o Momentum": memory_change(momentum=False),
-            "w/o Weight Decay": memory_change(decay=False),
-            "w/o Persistent Memory": change(persistent_tokens=0),
-            "Transformer++": plain,
-            "Transformer++ with convolution": plain.model_copy(update={"options": {"projections": "titans"}}),
-            "w/o Momentum, doubled step": memory_change(momentum=False, max_theta=1.0),
-            "Linear Memory, equal state": memory_change(depth=1, heads=1),
-            "LMM, hybrids' feed-forward": change(mlp_expansion=4 / 3),
-        }
+        assert (lmm["variant"], lmm["memory.depth"] > 1) == ("lmm", True)
+        assert all(lmm[f"memory.{part}"] for part in ("conv", "momentum", "decay"))
+        assert lmm["persistent_tokens"] > 0
+        differs = lambda model: {key: value for key, value in model.items() if lmm.get(key) != value}  # noqa: E731
+        hybrid = {"mlp_expansion": 4 / 3}
+        plain = {"variant": "transformer", "attention.window": None, "mlp_expansion": 3.5}
+        assert {row: differs(model) for row, model in models.items()} == {
+            **{f"+ Attn ({name.upper()})": hybrid | {"variant": name} for name in ("mac", "mag", "mal")},
+            "LMM": {}, "Linear Memory": {"memory.depth": 1},
+            "w/o Convolution": {"memory.conv": False, "attention.conv": False},
+            "w/o Momentum": {"memory.momentum": False}, "w/o Weight Decay": {"memory.decay": False},
+            "w/o Persistent Memory": {"persistent_tokens": 0}, "Transformer++": plain,
+            "Transformer++ with convolution": plain | {"options.projections": "titans"},
+            "w/o Momentum, doubled step": {"memory.momentum": False, "memory.max_theta": 1.0},
+            "Linear Memory, equal state": {"memory.depth": 1, "memory.heads": 1},
+            "LMM, hybrids' feed-forward": hybrid,
+        }  # fmt: skip
 
     @pytest.mark.parametrize("scale", [scale for scale in SCALES if scale != "laptop"])
     def test_linear_control_has_the_deep_memorys_state_and_parameters(self, ablation, scale):

@@ -1,22 +1,16 @@
 """A trainer with millisecond steps: a model of two matrices on random rows seeded by the step."""
 
 from types import SimpleNamespace
-from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_platform.config import OptimConfig
+from titans_platform.data import Batch
 from titans_platform.training.loop import Trainer
 
 VOCAB, LENGTH = 11, 8
-
-
-class Batch(NamedTuple):
-    tokens: Tensor
-    starts: Tensor
-    loss: Tensor
 
 
 class Rows:

@@ -30,7 +30,6 @@ def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
 
 
 def save(folder: Path, of: Trainer, *arguments, **options) -> None:
-    """Write one checkpoint and wait for it."""
     with Saver(folder, of, **options) as saver:
         saver.save(*arguments)
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.training.small import Batch
 from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from titans_platform.config import OptimConfig
+from titans_platform.data import Batch
 from titans_platform.training.loop import Trainer, deterministic
 
 VOCAB, ROWS, LENGTH = 61, 4, 45

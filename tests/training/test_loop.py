@@ -10,9 +10,10 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
-from tests.training.small import LENGTH, VOCAB, Batch, Rows, trainer
+from tests.training.small import LENGTH, VOCAB, Rows, trainer
 from titans_core import LanguageModel, ModelConfig
 from titans_platform.config import OptimConfig
+from titans_platform.data import Batch
 from titans_platform.training.loop import Hooks, batches_ahead, deterministic
 from titans_platform.training.optim import Diverged, adamw, learning_rate, save_batch
 
@@ -33,17 +34,10 @@ def test_micro_batches_and_rows_without_targets_change_nothing():
         assert whole.step()["loss"] == pytest.approx(parts.step()["loss"], rel=1e-5)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-    class Half(Rows):
-        def batch(self, step: int) -> Batch:
-            batch = super().batch(step)
-            batch.loss[3:] = False
-            return batch
-
-    t, full = trainer(), trainer()
-    t.stream = Half()
-    head = Rows().batch(0)
-    full.stream = SimpleNamespace(batch=lambda step: Batch(*(part[:3] for part in head)))
+    t, full, half = trainer(), trainer(), Rows().batch(0)
+    half.loss[3:] = False
+    t.stream = SimpleNamespace(batch=lambda step: half)
+    full.stream = SimpleNamespace(batch=lambda step: Batch(*(part[:3] for part in half)))
     assert t.step()["loss"] == pytest.approx(full.step()["loss"], rel=1e-6)
 
 
@@ -105,24 +99,16 @@ def test_deterministic_restores_what_was_set():
     assert (torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()) == before
 
 
-class Slow(Rows):
-    """A stream whose batches take ``seconds`` each."""
+def data_wait(step_seconds: float) -> float:
+    """Seconds that six steps of at least ``step_seconds`` each wait for batches of 0.05 s."""
+    t, waited, own = trainer(), [], threading.get_ident()
 
-    def __init__(self, seconds: float):
-        super().__init__()
-        self.seconds = seconds
-        self.threads: set[int] = set()
+    def slow(step: int) -> Batch:
+        assert threading.get_ident() != own
+        time.sleep(0.05)
+        return Rows().batch(step)
 
-    def batch(self, step: int) -> Batch:
-        self.threads.add(threading.get_ident())
-        time.sleep(self.seconds)
-        return super().batch(step)
-
-
-def data_wait(stream: Slow, step_seconds: float) -> float:
-    """Seconds that six steps of at least ``step_seconds`` each wait for batches."""
-    t, waited = trainer(), []
-    t.stream = stream
+    t.stream = SimpleNamespace(batch=slow)
 
     def pause(step: int, metrics: dict[str, float]) -> None:
         time.sleep(step_seconds)
@@ -133,13 +119,11 @@ def data_wait(stream: Slow, step_seconds: float) -> float:
 
 
 def test_wait_for_a_slow_stream_is_measured_and_hidden_behind_steps():
-    stream = Slow(0.05)
-    waited = data_wait(stream, 0.0)
-    # six batches of 0.05 s, with steps too short to overlap
+    waited = data_wait(0.0)
+    # the steps are too short to overlap
     assert waited > 0.2
     # only the first is waited for; the others are prefetched during the steps
-    assert data_wait(stream, 0.1) < 0.6 * waited
-    assert threading.get_ident() not in stream.threads
+    assert data_wait(0.1) < 0.6 * waited
 
 
 def test_batches_come_in_the_order_of_the_steps_and_draw_no_random_numbers():
@@ -152,14 +136,13 @@ def test_batches_come_in_the_order_of_the_steps_and_draw_no_random_numbers():
 
 
 def test_error_of_the_stream_reaches_its_step_and_ends_the_thread():
-    class Broken(Rows):
-        def batch(self, step: int) -> Batch:
-            if step == 3:
-                raise OSError(5, "Input/output error", "shard-00001.arrow")
-            return super().batch(step)
+    def broken(step: int) -> Batch:
+        if step == 3:
+            raise OSError(5, "Input/output error", "shard-00001.arrow")
+        return Rows().batch(step)
 
     t = trainer()
-    t.stream = Broken()
+    t.stream = SimpleNamespace(batch=broken)
     before = threading.active_count()
     with pytest.raises(OSError, match=r"Input/output error: 'shard-00001\.arrow'"):
         t.run(Hooks())

@@ -1,18 +1,17 @@
 """One worker, two with DDP or FSDP2, four with HSDP: same losses, bitwise equal evaluation."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 from functools import partialmethod
 from pathlib import Path
 from subprocess import PIPE
-from types import ModuleType
 from typing import Any
 
 import pytest
 from torch import nn
 
+from tests.training import workers
 from titans_core import BLOCKS, LanguageModel, MemoryConfig, ModelConfig
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import accelerate, forms_used
@@ -22,23 +21,9 @@ from titans_platform.training.loop import deterministic
 
 pytestmark = pytest.mark.slow
 
-PROGRAM = Path(__file__).with_name("workers.py")
-
-
-@pytest.fixture(scope="module")
-def workers() -> ModuleType:
-    """The worker program as a module, to run it without a process group."""
-    spec = importlib.util.spec_from_file_location("training_workers", PROGRAM)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
 
 def together(folder: Path, count: int) -> list[dict[str, Any]]:
-    """Results of each of ``count`` workers."""
-    command = [sys.executable, str(PROGRAM), str(folder)]
+    command = [sys.executable, str(workers.__file__), str(folder)]
     start = lambda rank: subprocess.Popen([*command, str(rank), str(count)], stderr=PIPE, text=True)  # noqa: E731
     processes = [start(rank) for rank in range(count)]
     try:
@@ -68,7 +53,7 @@ def two(both) -> tuple[Path, dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def one(workers) -> list[float]:
+def one() -> list[float]:
     with deterministic(0, threads=1):
         return workers.losses(workers.trainer("ddp"))
 
@@ -82,7 +67,7 @@ def test_two_workers_train_like_one(two, one, kind):
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatch):
+def test_two_workers_evaluate_to_the_bit_like_one(two, kind, monkeypatch):
     folder, actual = two
     if kind == "fsdp":
         # logits of all positions, as of a sharded model, round otherwise than of the scored ones alone
@@ -102,7 +87,7 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, workers, kind, monkeypatc
 
 
 @pytest.mark.nightly
-def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tmp_path, one, workers):
+def test_two_groups_of_two_train_like_one_worker_and_leave_a_whole_checkpoint(tmp_path, one):
     actual = together(tmp_path, 4)
     assert all(each == actual[0] for each in actual)
     assert actual[0]["placements"] == ["Replicate", "Shard"]
@@ -119,7 +104,7 @@ def test_error_of_one_worker_ends_the_evaluation_of_all(both):
     assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
 
 
-def test_numbers_of_workers_that_do_not_fit_are_refused(workers, monkeypatch):
+def test_numbers_of_workers_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr("titans_platform.training.parallel.dist.broadcast", lambda *_: None)
     monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 4)
     with pytest.raises(UsageError, match=r"optim\.shard_workers: 4 workers make no groups of 3"):
@@ -142,20 +127,20 @@ def front_end(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("recompute", [True, "selective"])
-def test_recomputed_blocks_train_to_the_same_losses(workers, one, recompute):
+def test_recomputed_blocks_train_to_the_same_losses(one, recompute):
     with deterministic(0, threads=1):
         assert workers.losses(workers.trainer("ddp", recompute=recompute), 4) == one[:4]
 
 
 @pytest.fixture(scope="module")
-def carried(workers) -> list[float]:
+def carried() -> list[float]:
     """Twenty steps of streams on one worker."""
     with deterministic(0, threads=1):
         return workers.losses(workers.trainer("ddp", stream=workers.CarriedStream))
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp", "sequence"])
-def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(both, carried, workers, kind):
+def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(both, carried, kind):
     folder, (first, second) = both
     assert first["carried"] == second["carried"]
     assert first["carried"][kind] == pytest.approx(carried, rel=2e-6)
@@ -166,7 +151,7 @@ def test_two_workers_carry_the_state_like_one_and_one_goes_on_from_theirs(both, 
 
 
 @pytest.fixture(scope="module")
-def three(tmp_path_factory, carried, workers) -> list[dict[str, Any]]:
+def three(tmp_path_factory, carried) -> list[dict[str, Any]]:
     """Results of three workers, in whose folder one has left a checkpoint of its streams."""
     folder = tmp_path_factory.mktemp("three")
     with deterministic(0, threads=1):
@@ -194,7 +179,7 @@ def test_three_workers_that_share_each_row_have_the_numbers_of_one(three):
 @pytest.mark.parametrize("options", [
     {"recompute": True}, {"micro_batch_size": None}, {"recompute": "selective", "compile": True},
 ], ids=str)  # fmt: skip
-def test_same_state_is_carried_however_a_step_is_computed(workers, carried, options):
+def test_same_state_is_carried_however_a_step_is_computed(carried, options):
     forms_used(forget=True)
     with deterministic(0, threads=1):
         of = workers.trainer("ddp", stream=workers.CarriedStream, **options)

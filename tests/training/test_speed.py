@@ -47,9 +47,8 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
     # the rate of operations is the model's operations a token times the tokens a second
     given: list[float | None] = []
     rates: list[float] = []
-    monkeypatch.setattr(
-        "titans_platform.training.loop.device_metrics", lambda _, rate: given.append(rate) or {}
-    )
+    metrics = "titans_platform.training.loop.device_metrics"
+    monkeypatch.setattr(metrics, lambda _, rate: given.append(rate) or {})
     t = trainer()
     t.flops_per_token = 100.0
     t.run(Hooks(on_step=lambda step, metrics: rates.append(100 * metrics["tokens_per_second"])), until=2)
