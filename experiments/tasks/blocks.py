@@ -12,17 +12,17 @@ import string
 from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import product
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, model_validator
 
-from titans_core.config import Frozen, PositiveInt
-from titans_platform.tasks import Heuristic
+from titans_core.config import PositiveInt
+from titans_platform.tasks import Heuristic, recall
 from titans_platform.tasks.recall import (
     KEYS,
     VALUES,
     Block,
-    Keys,
+    QueryOptions,
     Recall,
     Share,
     Values,
@@ -32,30 +32,8 @@ from titans_platform.tasks.recall import (
 )
 
 
-class QueryOptions(Frozen):
-    """Number of questions, and the filler between them."""
-
-    queries: PositiveInt | None = None
-    """Questions after each block of pairs; None: as many as pairs."""
-    filler: Literal["blank", "noise"] = "blank"
-    """One repeated character, or random ones of eight."""
-
-
-class PairOptions(QueryOptions):
+class PairOptions(recall.PairOptions):
     """Number of pairs, and the alphabets of keys and values."""
-
-    pairs: PositiveInt = 4
-    """Keys that are bound to a value."""
-    keys: Keys = 26
-    """Size of the key alphabet; up to 50 keys have one character, more have two."""
-    values: Values = 16
-    """Size of the value alphabet; up to 36 values have one character, more have two."""
-
-    @model_validator(mode="after")
-    def _enough_keys(self) -> PairOptions:
-        if self.pairs > self.keys:
-            raise ValueError(f"pairs: {self.pairs} exceed keys: {self.keys}")
-        return self
 
     @property
     def characters(self) -> int:

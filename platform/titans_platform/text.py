@@ -127,9 +127,8 @@ def render(template: Path, **values: Any) -> str:
 def _templates(folder: Path) -> Environment:
     from jinja2 import Environment, FileSystemLoader, StrictUndefined, select_autoescape
 
-    loader, escaped = FileSystemLoader(folder), select_autoescape(["html"])
-    options = {"autoescape": escaped, "trim_blocks": True, "lstrip_blocks": True}
-    environment = Environment(loader=loader, undefined=StrictUndefined, **options)
+    options = {"autoescape": select_autoescape(["html"]), "trim_blocks": True, "lstrip_blocks": True}
+    environment = Environment(loader=FileSystemLoader(folder), undefined=StrictUndefined, **options)
     environment.filters.update(number=number, count=count, commit=commit, quote=shlex.quote)
     environment.filters["json"] = partial(json.dumps, ensure_ascii=False)
     environment.globals.update(none_sign=NONE)

@@ -41,10 +41,11 @@ class Drawn(Call):
         one = draw.choice
         T, H, D, depth = draw.randint(1, 40), one([1, 2]), one([3, 5, 8, 17]), one([1, 1, 2, 3])
         packed, B = one([False, False, True]), one([1, 2])
-        self.borders, N = None, B
+        self.borders, self.first, N = None, T, B
         if packed:
             cuts = sorted(draw.choices(range(T + 1), k=draw.randint(0, 3)))
             self.borders, B, N = torch.tensor([0, *cuts, T]), 1, len(cuts) + 1
+            self.first = int(self.borders[1])  # tokens of the first document
         self.kind = one(["none", "none", "none", "input", "norm"])
         hidden = [one([2, 5, 16]) for _ in range(depth - 1)]
         widths = [D, *hidden, D if self.kind != "none" else one([2, 5, D])]
@@ -73,11 +74,9 @@ class Drawn(Call):
 
     def in_pieces(self) -> Tensor:
         """Reads of the first row or document alone, cut where a chunk may be open."""
-        T, first = self.tokens[0].shape[1] if self.borders is None else int(self.borders[1]), copy(self)
+        first, T, (weights, momentum) = copy(self), self.first, self.state
         first.tokens = [x[:1, :T] for x in self.tokens]
-        first.state = MemoryState(
-            tuple(W[None] for W in self.state.weights), tuple(S[:1] for S in self.state.momentum)
-        )
+        first.state = MemoryState(tuple(W[None] for W in weights), tuple(S[:1] for S in momentum))
         sizes = [n for n in (T // 3, T // 2 - T // 3, T - T // 2) if n]
         return first.pieces(sizes, **self.options)[0] if sizes else self.tokens[2][:1, :0]
 

@@ -83,7 +83,7 @@ class Call(cases.Call):
     def __init__(self, case: Case):
         self.case, draw = case, torch.Generator().manual_seed(0)
         B, T, H, D, V = case.B, case.T, case.H, case.widths[0], case.widths[-1]
-        documents, pairs = B if case.borders is None else len(case.borders) - 1, list(pairwise(case.widths))
+        documents, pairs = len(case.borders or range(B + 1)) - 1, list(pairwise(case.widths))
         normal = lambda *size: torch.randn(*size, generator=draw, dtype=torch.float64)  # noqa: E731
         tokens = [
             normalize(normal(B, T, H, D), dim=-1), normalize(normal(B, T, H, D), dim=-1),

@@ -130,7 +130,9 @@ class Block(nn.Module, ABC):
 
     def feed(self, x_BTD: Tensor) -> Tensor:
         """Apply the feed-forward layer, if there is one."""
-        return x_BTD if self.mlp is None else self.mlp(x_BTD, self.mlp_norm)
+        if self.mlp is None:
+            return x_BTD
+        return self.mlp(x_BTD, self.mlp_norm)
 
     @abstractmethod
     def mix(self, x_BTD: Tensor, state: Any, positions: Positions) -> tuple[Tensor, Any]:

@@ -58,7 +58,9 @@ class Segmented(Block):
         return (self._forward if selective else super().forward)(x_BTD, state, positions)
 
     def feed(self, x_BTD: Tensor) -> Tensor:
-        return super().feed(x_BTD) if self.graphs is None else x_BTD
+        if self.graphs is not None:  # a segment's graph has it
+            return x_BTD
+        return super().feed(x_BTD)
 
     def opened(self, x_BTD: Tensor, state: Any, documents: Documents | None) -> tuple[Any, Any]:
         """Call `open`, compiled if the block is; all packed documents start from one row."""
@@ -101,7 +103,8 @@ class Segmented(Block):
         self, x_BTD: Tensor, state: Any, prefix: Any, documents: Documents | None, following: Tensor | None
     ) -> tuple[Tensor, Any]:
         y_BTD, state = self.segment(x_BTD, state, prefix, documents)
-        state = state if following is None else first_rows(state, following)
+        if following is not None:
+            state = first_rows(state, following)
         return super().feed(y_BTD), each_tensor(state, _contiguous)
 
 

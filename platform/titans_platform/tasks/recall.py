@@ -39,35 +39,44 @@ Block = tuple[str, dict[str, str]]
 """Pairs as text, and the answer for each key that a question may ask for."""
 
 
-class RecallOptions(Frozen):
-    """Questions and the filler between them, the alphabets of keys and values, and rebinding."""
+class QueryOptions(Frozen):
+    """Number of questions, and the filler between them."""
 
     queries: PositiveInt | None = None
     """Questions after each block of pairs; None: as many as pairs."""
     filler: Literal["blank", "noise"] = "blank"
     """One repeated character, or random ones of eight."""
+
+
+class PairOptions(QueryOptions):
+    """Number of pairs, and the alphabets of keys and values."""
+
     pairs: PositiveInt = 4
     """Keys that are bound to a value."""
     keys: Keys = 26
     """Size of the key alphabet; up to 50 keys have one character, more have two."""
     values: Values = 16
     """Size of the value alphabet; up to 36 values have one character, more have two."""
-    rebind: Share = 0.0
-    """Share of the keys that are bound again to another value; the latest one is the answer."""
 
     @model_validator(mode="after")
-    def _enough_keys(self) -> RecallOptions:
+    def _enough_keys(self) -> PairOptions:
         if self.pairs > self.keys:
             raise ValueError(f"pairs: {self.pairs} exceed keys: {self.keys}")
         return self
 
 
+class RecallOptions(PairOptions):
+    """Options of `recall`."""
+
+    rebind: Share = 0.0
+    """Share of the keys that are bound again to another value; the latest one is the answer."""
+
+
 @lru_cache
 def symbols(alphabet: str, size: int) -> list[str]:
     """Return the first `size` symbols over `alphabet`: single characters, or pairs if there are too few."""
-    if size <= len(alphabet):
-        return list(alphabet[:size])
-    return ["".join(pair) for pair in product(alphabet, repeat=2)][:size]
+    characters = 1 if size <= len(alphabet) else 2
+    return ["".join(symbol) for symbol in product(alphabet, repeat=characters)][:size]
 
 
 def spread(rng: random.Random, values: list[str], count: int) -> list[str]:
