@@ -259,6 +259,7 @@ def _update_backward(
             store_rows(dk, dk_tile, t, row, valid, h, H, D, k)
     at = inner + (m.to(tl.int64) * H + h) * 3
     sums = (tl.sum(WW, 0), tl.sum(WS, 0), tl.sum(SS, 0))
+    # needs no barrier: only one thread stores a scalar, and adds to what it loaded itself
     for i in tl.static_range(3):
         if ADD:
             tl.store(at + i, tl.load(at + i) + sums[i])
