@@ -30,10 +30,11 @@ COVERED = {
     "l1-d128-online": ("delta",),
 }  # fmt: skip
 """Shapes that launch every kernel, and the kernels each is compiled for."""
-OTHER_TYPES = [
+OTHERS = [
     ("bf16", "stepped", "l2-d1024-one"), ("fp16", "columns", "l1-d64-bound"),
-    ("fp32", "streamed", "l2-d64-h64-bound"),
+    ("fp32", "streamed", "l2-d64-h64-bound"), ("fp32", "delta", "l1-d64-online"),
 ]  # fmt: skip
+"""Other types and widths: dtype, kernel, shape."""
 EDGES = {
     "fp32": ("reads.backward+hidden+base", "streamed_backward.backward"),
     "bf16": ("columns.write+read+keep", "reads.backward+hidden+base"),
@@ -74,8 +75,8 @@ def compiled(folder: Path, lines: dict[str, list[str]]) -> dict[str, list[dict]]
 @pytest.fixture(scope="module")
 def made(tmp_path_factory) -> dict[str, list[dict]]:
     lines = {name: ["--shape", name, *kernel_options(kernels)] for name, kernels in COVERED.items()}
-    for dtype, name, shape in OTHER_TYPES:
-        lines[f"other {dtype}"] = [f"--shape={shape}", f"--dtype={dtype}", "--target=90", f"--kernel={name}"]
+    for dtype, name, shape in OTHERS:
+        lines[f"other {shape}"] = [f"--shape={shape}", f"--dtype={dtype}", "--target=90", f"--kernel={name}"]
     for dtype, kernels in EDGES.items():
         lines[f"largest {dtype}"] = ["--largest", f"--dtype={dtype}", "--target=90", *kernel_options(kernels)]
     return compiled(tmp_path_factory.mktemp("aot"), lines)
@@ -173,11 +174,12 @@ def test_no_product_reads_a_tile_while_the_next_one_arrives(reports):
     assert [row["carried"] for row in steps] == [0] * len(steps)
 
 
-@pytest.mark.parametrize("dtype", [dtype for dtype, *_ in OTHER_TYPES])
-def test_other_types_compile_too(dtype, made):
-    rows = made[f"other {dtype}"]
+@pytest.mark.parametrize(("dtype", "kernel", "shape"), OTHERS)
+def test_other_types_and_widths_compile_too(dtype, kernel, shape, made):
+    rows = made[f"other {shape}"]
     assert rows
-    assert all(row["shared"] <= SHARED_LIMIT[90] and row["dtype"] == dtype for row in rows)
+    assert all(row["kernel"].startswith(kernel) and row["dtype"] == dtype for row in rows)
+    assert all(row["shared"] <= SHARED_LIMIT[90] for row in rows)
     assert [row for row in rows if row["spilled"] > SPILLED] == []
 
 

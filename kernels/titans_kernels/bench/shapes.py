@@ -144,6 +144,7 @@ _ALL = (
     BenchShape("l1-d64-bound", 1, 64, 0, 1, 32768, heads=32, bound=0.5),
     BenchShape("l1-d32-c16", 1, 32, 0, 8, 4096, chunk_size=16),
     BenchShape("l1-d128-online", 1, 128, 0, 1, 32768, chunk_size=1, small=(1, 256)),
+    BenchShape("l1-d64-online", 1, 64, 0, 16, 4096, chunk_size=1, small=(1, 256)),  # at 340M
     BenchShape("l2-d64-h64", 2, 64, 64, 8, 4096, targets=RESIDENT),
     BenchShape("l2-d64-h64-bound", 2, 64, 64, 8, 4096, bound=0.5),
     BenchShape("l2-d64-h64-budget", 2, 64, 64, 16, 4096, bound=1.0, budget=2.0),  # the 340M preset

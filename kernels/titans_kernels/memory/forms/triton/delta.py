@@ -113,8 +113,8 @@ def _backward(
 def _launch(kernel, *tensors: Tensor, like: Tensor, keys: Tensor) -> None:
     """``like`` [R, n, b, F] and ``keys`` [R, n, b, D] have the sizes."""
     (rows, n, b, D), F = keys.shape, like.shape[-1]
-    # with twice the columns a program of D = 128 spills 0.4 KB per thread instead of 0.1
-    BV = max(16, min(F, 2048 // D))
+    # with twice the columns a program of D = 64 or 128 spills 0.4 KB per thread instead of 0 or 0.1
+    BV = 16 if D >= 64 else min(F, 2048 // D)
     launch(kernel, (rows, F // BV), *tensors, n, rows, D=D, F=F, BV=BV, b=b, PRECISION=float32_precision(),
            warps=8 if D == 128 else 4, stages=2)  # fmt: skip
 
