@@ -212,12 +212,12 @@ class Regression(Objective[SeriesData]):
     def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
         """Read the series again and save a copy."""
         table = self._read()
-        save_series(table, self._index(root))
+        save_series(table, self._copy(root))
         return self._cut(table)
 
     def open(self, root: Path) -> SeriesData:
         """Open the copy that `prepare` saved."""
-        return self._cut(load_series(self._index(root)))
+        return self._cut(load_series(self._copy(root)))
 
     def build_model(self) -> SeriesModel | Forecaster:
         """Build a series model, or the forecaster that the options name."""
@@ -280,11 +280,11 @@ class Regression(Objective[SeriesData]):
             return read_dataset(options.dataset, options.folder, options.columns)
         return read_series(options.path, options.columns, PATH)
 
-    def _index(self, root: Path) -> Path:
+    def _copy(self, root: Path) -> Path:
         options = self.options
         identity = [options.path, options.columns, options.sines, options.width, self.cfg.data.seed]
         identity += [options.dataset] * bool(options.dataset)
-        return root / "data" / "series" / f"{digest(identity)}.json"
+        return root / "data" / "series" / f"{digest(identity)}.parquet"
 
     def _cut(self, table: SeriesTable) -> SeriesData:
         options, length = self.options, self.cfg.data.sequence_length
