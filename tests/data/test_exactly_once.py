@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.small import drawing
 from titans_platform.data.shards import MANIFEST, Manifest, SourceRows, SplitInfo, SplitWriter, signed
 from titans_platform.data.stream import WINDOW, RowStream
 
@@ -45,7 +46,7 @@ def test_many_shards_are_cut_shard_by_shard_and_mixed_a_window_at_a_time(sources
     assert (many.by_shard, few.by_shard) == (True, False)
     assert many.counts.tolist() == [68] * 20
     assert (len(many), len(few)) == (20 * 68, (3 * 1024 - 1) // LENGTH)
-    stream = RowStream(sources[:1], 68, 5)
+    stream = RowStream(sources[:1], drawing(68, 5))
     shards = [set((stream.drawn(step)[1] // 68).tolist()) for step in range(20)]
     windows = [set().union(*shards[i : i + WINDOW]) for i in range(0, 20, WINDOW)]
     assert [len(window) for window in windows] == [8, 8, 4]
@@ -66,7 +67,7 @@ def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
         killed_at = min(steps, step + rng.randint(1, steps // 3))
         for rank in range(ranks):
             # a loader worker has a stream of its own, and takes every so-manieth step
-            loaders = [RowStream(sources, BATCH, seed, rank, ranks) for _ in range(workers)]
+            loaders = [RowStream(sources, drawing(BATCH, seed), rank, ranks) for _ in range(workers)]
             for ahead in range(killed_at, killed_at + workers):
                 loaders[ahead % workers].batch(ahead)
             for at in range(step, killed_at):

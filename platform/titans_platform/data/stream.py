@@ -21,6 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titans_platform.config import RunConfig
 from titans_platform.data.encode import interleave
 from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split, TokenSpan
 from titans_platform.errors import UsageError
@@ -141,15 +142,13 @@ class RowStream:
     reshuffled every epoch.
     """
 
-    def __init__(
-        self, sources: Sequence[SourceRows], batch_size: int, seed: int, rank: int = 0, world_size: int = 1
-    ):
-        self.sources, self.batch_size, self.seed = sources, batch_size, seed
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, sources: Sequence[SourceRows], cfg: RunConfig, rank: int = 0, world_size: int = 1):
+        self.sources, self.batch_size, self.seed = sources, cfg.optim.global_batch_size, cfg.seed
+        self.mine = slice(rank, None, world_size)
         if not any(source.weight for source in sources):
             raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
         splits = enumerate(source.train for source in sources)
-        self._orders = [SourceOrder(split.counts, f"{seed}/{i}", split.by_shard) for i, split in splits]
+        self._orders = [SourceOrder(split.counts, f"{cfg.seed}/{i}", split.by_shard) for i, split in splits]
         # source and turn at each place of a cycle, and turns per source
         self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
@@ -158,8 +157,7 @@ class RowStream:
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
         which, rows = self.drawn(step)
-        share = slice(self.rank, None, self.world_size)
-        return gather(self.sources, False, which[share], rows[share])
+        return gather(self.sources, False, which[self.mine], rows[self.mine])
 
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each row of the global batch."""
@@ -260,24 +258,19 @@ class Streams:
 
     Args:
         sources: prepared sources.
-        batch_size: B, over all workers.
-        width: W.
-        seed: determines the starts of streams, and which are reset.
+        cfg: B is ``optim.global_batch_size``, over all workers, G ``optim.stream_groups``; ``seed`` decides
+            where streams start, and which are reset.
         rank, world_size: this worker has the streams rank, rank + world_size, ...
-        reset_probability: probability of a random reset of a stream at a step.
-        groups: G.
 
     Raises:
         UsageError: there are fewer streams than sources, or a source has too few rows.
     """
 
-    def __init__(
-        self, sources: Sequence[SourceRows], batch_size: int, width: int, seed: int, rank: int = 0,
-        world_size: int = 1, *, reset_probability: float = 0.0, groups: int = 1,
-    ):  # fmt: skip
-        self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
-        self.mine = slice(rank, None, world_size)
-        self.reset_probability, self.groups = reset_probability, groups
+    def __init__(self, sources: Sequence[SourceRows], cfg: RunConfig, rank: int = 0, world_size: int = 1):
+        self.sources, self.width, self.seed = sources, cfg.row_tokens, cfg.seed
+        self.batch_size, self.groups = cfg.optim.global_batch_size, cfg.optim.stream_groups
+        self.mine, self.reset_probability = slice(rank, None, world_size), cfg.optim.reset_probability
+        width, batch_size, groups = self.width, self.batch_size, self.groups
         self.source = np.resize(interleave([source.weight for source in sources]), batch_size)
         """[B] the source of each stream of a group."""
         self.tables: dict[int, RowTable] = {}
@@ -297,7 +290,7 @@ class Streams:
                 few = f"{len(table)} rows of {width} tokens cannot be divided among {count} streams"
                 fix = "give it more text, or lower optim.global_batch_size or optim.stream_groups"
                 raise UsageError(f"data.sources.{i}: {few}; {fix}")
-            base = int(uniform(1, f"{seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
+            base = int(uniform(1, f"{cfg.seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
             source.train.keep_open(max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN)))

@@ -24,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from titans_core import ConvClassifier, Model, Pooling, SequenceClassifier
 from titans_core.config import Frozen
-from titans_platform.config import Fraction, SourceConfig, digest
+from titans_platform.config import Fraction, RunConfig, SourceConfig, digest
 from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
@@ -106,10 +106,10 @@ class LabelledData:
         counts = np.bincount(self.labels["train"], minlength=len(self.classes))
         return torch.from_numpy(counts / counts.sum())
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
-        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches of a worker."""
         make = lambda step, which: self.batch("train", which, step >= self.pretrain_steps)  # noqa: E731
-        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, make)
+        return ItemStream(len(self.labels["train"]), cfg, rank, world_size, make)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
         """Yield up to ``items`` items of a split, always the same ones, in batches of ``rows``."""

@@ -17,6 +17,7 @@ import yaml
 from numpy.typing import NDArray
 from pyarrow import csv, json, parquet
 
+from titans_platform.config import RunConfig
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder
 from titans_platform.errors import UsageError, one_line
@@ -65,12 +66,12 @@ class ItemStream:
     """
 
     def __init__(
-        self, items: int, batch_size: int, seed: int, rank: int, world_size: int,
+        self, items: int, cfg: RunConfig, rank: int, world_size: int,
         make: Callable[[int, NDArray[np.int64]], Any],
     ):  # fmt: skip
-        self.batch_size, self.make = batch_size, make
+        self.batch_size, self.make = cfg.optim.global_batch_size, make
         self.share = slice(rank, None, world_size)
-        self._order = SourceOrder(np.array([items]), str(seed), windowed=False)
+        self._order = SourceOrder(np.array([items]), str(cfg.seed), windowed=False)
 
     def batch(self, step: int) -> Any:
         """Return this worker's items of the global batch of ``step`` (0-based)."""

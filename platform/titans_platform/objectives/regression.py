@@ -22,7 +22,7 @@ from torch import Tensor
 from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
-from titans_platform.config import Fraction, digest
+from titans_platform.config import Fraction, RunConfig, digest
 from titans_platform.errors import UsageError, nearest, within
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
@@ -170,10 +170,10 @@ class SeriesData:
         self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
         self.fingerprint = digest([content(table), length], 16)
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
-        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches of a worker."""
         make = lambda step, which: self.cut(which, self.length)  # noqa: E731
-        return ItemStream(self.windows, batch_size, seed, rank, world_size, make)
+        return ItemStream(self.windows, cfg, rank, world_size, make)
 
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"

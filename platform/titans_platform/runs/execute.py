@@ -193,11 +193,7 @@ class Worker:
         self.objective.check(self.data)
         if arch := gpu_arch(self.device):
             check_kernels(cfg, arch)
-        shard, rows = data_shard(cfg.optim), cfg.optim.global_batch_size
-        if cfg.data.rows == "streams":
-            stream = self.data.streams(cfg, *shard)
-        else:
-            stream = self.data.train_stream(rows, cfg.seed, *shard)
+        stream = self.data.train_stream(cfg, *data_shard(cfg.optim))
         model, length = self.objective.build_model(), cfg.data.sequence_length
         trainer = Trainer(
             model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
