@@ -176,10 +176,8 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
             "fingerprint": prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint,
             "vocab_size": ids, "sequence_length": length, "sources": sources,
         })  # fmt: skip
-    table = text.table("source")
-    table.columns[0].overflow, table.columns[0].min_width = "fold", 12
-    for column in ("weight", "docs", "tokens", "rows", "val rows", "fingerprint"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = text.table("source", "weight", "docs", "tokens", "rows", "val rows", "fingerprint")
+    table.columns[0].min_width = 12
     for label, source in sources.items():
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])

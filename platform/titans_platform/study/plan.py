@@ -225,11 +225,10 @@ def speed(config: RunConfig, study: StudyRun) -> float | None:
     return MFU * peak * gpus * config.row_tokens / (flops * (4 / 3 if whole else 1))
 
 
-def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
+def costs(study: StudyRun) -> list[dict[str, Any]]:
     """Return estimates of a cell of each row on the study's GPUs, by the keys of ``--dry-run --json``.
 
-    The memory of one GPU, the state of a sequence, tokens a second, hours, GPU hours, and dollars at
-    ``price`` a GPU hour.
+    The memory of one GPU, the state of a sequence, tokens a second, hours and GPU hours.
     """
     rows = []
     if study.machine is None or study.machine.gpu is None:
@@ -237,11 +236,10 @@ def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
     for row, config in {cell.row: cell.config for cell in study.cells}.items():
         rate = speed(config, study)
         hours = config.tokens / rate / 3600 if rate else None
-        gpu_hours = hours and hours * study.resources.gpus
         rows.append({
             "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
             "state_bytes": sizes(config)["state_bytes"], "tokens_per_second": rate, "hours": hours,
-            "gpu_hours": gpu_hours, "dollars": gpu_hours and price and price * gpu_hours,
+            "gpu_hours": hours and hours * study.resources.gpus,
         })  # fmt: skip
     return rows
 
