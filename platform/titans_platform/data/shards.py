@@ -191,12 +191,7 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-MANY_SHARDS = 16
-"""A split of more shards is cut into rows shard by shard, so that a row never spans two shards."""
-LONG_ROW = 1 / 64
-"""Rows longer than this fraction of a shard may span shards, whatever their number: cutting shard by shard
-would drop too much at the end of each."""
-OPEN_SHARDS = 16
+OPEN_SHARDS = 64
 """Minimum size of the LRU cache of mapped shards of a split; larger if more places are read at once."""
 MOST_OPEN = 256
 """Its maximum for streams that take turns: each mapped shard is an open file."""
@@ -308,32 +303,15 @@ class Split:
 class SplitRows(Split):
     """The training or validation rows of a source.
 
-    Text is cut into rows of T+1 tokens with stride T; a task item is a row of T tokens. A split of many
-    shards is cut shard by shard, and the remainder of each is dropped.
+    Text is cut into rows of T+1 tokens with stride T; a task item is a row of T tokens.
     """
 
     def __init__(self, files: Path, info: SplitInfo, length: int, items: bool):
         super().__init__(files, info)
         self.length, self.width = length, length + (not items)
-        held, largest = self.held, int(self.held.max(initial=0))
-        self.by_shard = len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW
-        if self.by_shard:
-            self.counts = np.maximum(held - (self.width - length), 0) // length
-        else:
-            # rows that start in each shard
-            total = max(0, int(held.sum()) - (self.width - length)) // length
-            self.counts = np.diff(np.minimum(-(-np.append(self.begins, held.sum()) // length), total))
-        self._ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
-        return int(self.counts.sum())
-
-    def first_tokens(self, rows: Integers) -> Integers:
-        """Offset of each row in the split."""
-        if not self.by_shard:
-            return rows * self.length
-        shard = np.searchsorted(self._ends, rows, side="right")
-        return self.begins[shard] + (rows - self._ends[shard] + self.counts[shard]) * self.length
+        return max(0, int(self.held.sum()) - (self.width - self.length)) // self.length
 
 
 class SourceRows:
@@ -351,7 +329,7 @@ class SourceRows:
 
         The padding after a task item has no loss.
         """
-        firsts = rows.first_tokens(numbers)
+        firsts = numbers * self.length
         if not self.items:
             rows.gather(firsts, into, out)
             if not self.borders:

@@ -26,68 +26,21 @@ from titans_platform.data.encode import interleave
 from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split, TokenSpan
 from titans_platform.errors import UsageError
 
-WINDOW = 8
-"""Shards shuffled together in a source that is too large to shuffle as a whole."""
-
-
-class ShuffleWindow(NamedTuple):
-    """Rows of ``shards`` that are shuffled together in an epoch, starting at position ``first``."""
-
-    shards: tuple[int, ...]
-    first: int
-    rows: int
-
 
 class SourceOrder:
-    """The shuffled order of a source's rows in each epoch.
+    """The shuffled order of a source's rows, another one in each epoch; both last orders are kept."""
 
-    With few shards all rows are shuffled. With ``windowed`` the shards are shuffled, then the rows within
-    windows of WINDOW shards, so that only WINDOW shards are read at once.
-
-    ``counts`` are the rows of each shard, in order of their numbers; ``key`` names seed and source.
-    """
-
-    def __init__(self, counts: Integers, key: str, windowed: bool):
-        self.rows = int(counts.sum())
-        self._counts, self._key, self._windowed = counts, key, windowed
-        self._first_row = np.cumsum(counts) - counts
-        # a batch may span two windows, and two epochs
-        self.windows = lru_cache(maxsize=2)(self._windows)
-        self._rows_of = lru_cache(maxsize=2)(self._shuffled_rows)
+    def __init__(self, rows: int, key: str):
+        self.rows = rows
+        self._shuffled = lru_cache(maxsize=2)(lambda epoch: shuffled(rows, f"{key}/{epoch}"))
 
     def at(self, drawn: Integers) -> Integers:
         """Row numbers of the samples ``drawn``, numbered from the start of the first epoch."""
-        rows = np.empty_like(drawn)
-        epochs = drawn // self.rows
+        rows, epochs = np.empty_like(drawn), drawn // self.rows
         for epoch in np.unique(epochs).tolist():
-            in_epoch = np.flatnonzero(epochs == epoch)
-            positions = drawn[in_epoch] - epoch * self.rows
-            starts = [window.first for window in self.windows(epoch)]
-            which = np.searchsorted(starts, positions, side="right") - 1
-            for w in np.unique(which).tolist():
-                inside = which == w
-                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - starts[w]]
+            inside = epochs == epoch
+            rows[inside] = self._shuffled(epoch)[drawn[inside] - epoch * self.rows]
         return rows
-
-    def _windows(self, epoch: int) -> list[ShuffleWindow]:
-        held = np.flatnonzero(self._counts)
-        if not self._windowed:
-            return [ShuffleWindow(tuple(held.tolist()), 0, self.rows)]
-        held = held[shuffled(len(held), f"{self._key}/{epoch}/shards")]
-        windows, first = [], 0
-        for i in range(0, len(held), WINDOW):
-            shards = held[i : i + WINDOW]
-            windows.append(ShuffleWindow(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
-            first += windows[-1].rows
-        return windows
-
-    def _shuffled_rows(self, epoch: int, number: int) -> Integers:
-        """Shuffle the rows of a window."""
-        window = self.windows(epoch)[number]
-        if not self._windowed:
-            return shuffled(window.rows, f"{self._key}/{epoch}")
-        rows = [np.arange(self._counts[s]) + self._first_row[s] for s in window.shards]
-        return np.concatenate(rows)[shuffled(window.rows, f"{self._key}/{epoch}/{number}")]
 
 
 def shuffled(n: int, key: str) -> Integers:
@@ -147,8 +100,7 @@ class RowStream:
         self.mine = slice(rank, None, world_size)
         if not any(source.weight for source in sources):
             raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
-        splits = enumerate(source.train for source in sources)
-        self._orders = [SourceOrder(split.counts, f"{cfg.seed}/{i}", split.by_shard) for i, split in splits]
+        self._orders = [SourceOrder(len(each.train), f"{cfg.seed}/{i}") for i, each in enumerate(sources)]
         # source and turn at each place of a cycle, and turns per source
         self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)

@@ -71,7 +71,7 @@ class ItemStream:
     ):  # fmt: skip
         self.batch_size, self.make = cfg.optim.global_batch_size, make
         self.share = slice(rank, None, world_size)
-        self._order = SourceOrder(np.array([items]), str(cfg.seed), windowed=False)
+        self._order = SourceOrder(items, str(cfg.seed))
 
     def batch(self, step: int) -> Any:
         """Return this worker's items of the global batch of ``step`` (0-based)."""
