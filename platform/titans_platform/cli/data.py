@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -15,10 +14,8 @@ from titans_platform.cli import OSPath, cluster_option, config_options, dry_run_
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
-    from titans_platform.config import DataConfig
     from titans_platform.data import PreparedData
     from titans_platform.objectives import Objective
-    from titans_platform.objectives.classification import Classification
 
 
 @click.group()
@@ -54,7 +51,8 @@ def prepare(
     from titans_platform.objectives.next_token import NextToken
     from titans_platform.runs.ray_session import in_job, joined
 
-    loaded = _text_data(objective := _objective(config, overrides))
+    objective = _text_objective(config, overrides)
+    loaded = objective.cfg.data
     if isinstance(objective, NextToken):
         check_vocabulary(objective.cfg, objective.tokenizer())
     if cluster not in (None, "local"):
@@ -81,20 +79,14 @@ def prepare(
 def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_json: bool) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
-    For labelled sequences: items per class and split.
-
     \b
     Example:
       titans data info run.yaml --verify
     """
     from titans_platform.data import open_prepared
-    from titans_platform.objectives.classification import Classification
 
-    objective = _objective(config, overrides)
-    if isinstance(objective, Classification):
-        _show_labelled(objective, root, as_json)
-    else:
-        _show(open_prepared(_text_data(objective), root, verify=verify), as_json)
+    loaded = _text_objective(config, overrides).cfg.data
+    _show(open_prepared(loaded, root, verify=verify), as_json)
 
 
 @data.command(short_help="Train a tokenizer on a corpus.")
@@ -127,35 +119,16 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     click.echo(f"{out}: {trained.vocab_size:,} ids, {trained.fingerprint}")
 
 
-def _objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
+def _text_objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
+    """Load the objective of a run on text. Raises UsageError: it trains on other data."""
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
 
-    return build_objective(load_config(config, overrides))
-
-
-def _text_data(objective: Objective[Any]) -> DataConfig:
-    """Return the sources of a run on text. Raises UsageError: it trains on other data."""
+    objective = build_objective(load_config(config, overrides))
     if (kind := objective.data_kind) != "tokens":
         other = f"{objective.cfg.objective.kind} trains on {kind}, which titans train prepares"
         raise UsageError(f"objective.kind: {other}; titans data prepares text only")
-    return objective.cfg.data
-
-
-def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None:
-    from titans_platform.objectives.classification import PARTS
-
-    data = objective.prepare(root)
-    labels = {part: Counter(data.split[part].labels) for part in PARTS}
-    counts = {part: {label: labels[part][label] for label in data.classes} for part in PARTS}
-    described: dict[str, Any] = {"fingerprint": data.fingerprint, "items": counts}
-    if as_json:
-        return echo_json(described)
-    table = text.table("class", *PARTS)
-    for label in data.classes:
-        table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
-    Console().print(table)
-    click.echo(f"fingerprint {data.fingerprint}")
+    return objective
 
 
 def _show(prepared: PreparedData, as_json: bool) -> None:
