@@ -28,11 +28,11 @@ from titans_platform.evals import evaluate
 from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
 from titans_platform.objectives.base import DataChanged, build_objective, run_name
-from titans_platform.provenance import commit, environment
+from titans_platform.provenance import commit, die_with_parent, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
 from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
-from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
+from titans_platform.runs.ray_session import quiet, return_freed_memory
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import RunSpec
 from titans_platform.tasks import eval_version

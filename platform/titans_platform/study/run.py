@@ -15,11 +15,12 @@ from typing import Any
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective, run_name
+from titans_platform.provenance import die_with_parent
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import CHECKPOINTS, Busy
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
-from titans_platform.runs.ray_session import die_with_parent, ray_session
+from titans_platform.runs.ray_session import ray_session
 from titans_platform.runs.reporter import end_orphans
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
