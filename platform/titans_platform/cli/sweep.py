@@ -436,14 +436,11 @@ def parse_seeds(text: str | None) -> list[int]:
     """`0,2,5-7` as a list. Raises UsageError."""
     if text is None:
         return []
-    seeds: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        try:
-            numbers = range(int(low), int(high if dash else low) + 1)
-        except ValueError:
-            raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
-        seeds.extend(numbers)
+    parts = [part.partition("-") for part in text.split(",")]
+    try:
+        seeds = [n for low, dash, high in parts for n in range(int(low), int(high if dash else low) + 1)]
+    except ValueError:
+        raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds

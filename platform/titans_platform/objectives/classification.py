@@ -329,10 +329,7 @@ class Classification(Objective[LabelledData]):
         return read_file(str(path), self.options.fields, f"{OPTIONS}.{option}")
 
     def _copy(self, root: Path) -> Path:
-        options, names = self.options, ("path", "validation_path", "test_path", "folder", "dataset")
-        identity = [*(getattr(options, name) for name in names), options.fields, self.cfg.data.seed]
-        identity += [options.validation_fraction, options.test_fraction]
-        return root / "data" / "labelled" / f"{digest(identity)}.parquet"
+        return root / "data" / "labelled" / f"{digest([vars(self.options), self.cfg.data.seed])}.parquet"
 
     def _data(self, split: Split) -> LabelledData:
         length, steps = self.cfg.data.sequence_length, self.options.pretrain_steps

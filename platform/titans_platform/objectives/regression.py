@@ -282,9 +282,8 @@ class Regression(Objective[SeriesData]):
 
     def _copy(self, root: Path) -> Path:
         options = self.options
-        identity = [options.path, options.columns, options.sines, options.width, self.cfg.data.seed]
-        identity += [options.dataset] * bool(options.dataset)
-        return root / "data" / "series" / f"{digest(identity)}.parquet"
+        chosen = [options.path, options.dataset, options.columns, options.sines, options.width]
+        return root / "data" / "series" / f"{digest([*chosen, self.cfg.data.seed])}.parquet"
 
     def _cut(self, table: SeriesTable) -> SeriesData:
         options, length = self.options, self.cfg.data.sequence_length

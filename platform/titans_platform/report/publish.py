@@ -169,7 +169,7 @@ def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]
     log = store.run(run_id)
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
-    log.note(markdown(report))
+    log.tags({"mlflow.note.content": markdown(report)})  # MLflow shows it at the top of the run
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
 
