@@ -29,9 +29,11 @@ class Data(Protocol):
     @property
     def fingerprint(self) -> str:
         """Hash of the content and length of the rows, independent of paths; part of the run's name."""
+        ...
 
     def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> Stream:
         """Batches, each a NamedTuple of tensors [B, ...]; a function of the seed and the step only."""
+        ...
 
 
 D = TypeVar("D", bound=Data)

@@ -39,9 +39,11 @@ class ItemTokenizer(Protocol):
 
     def encode(self, text: str, /) -> list[int]:
         """Token ids of `text`, without the document start."""
+        ...
 
     def decode(self, tokens: list[int], /) -> str:
         """Text of token ids."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -55,9 +55,11 @@ class Loss(Protocol):
 
     def losses(self, model: Callable[..., Any], batch: Any) -> Tensor:
         """[B] loss of each row in nats; 0 for a row without a target."""
+        ...
 
     def counts(self, batch: Any) -> Tensor:
         """[B] bool: whether the row has a target."""
+        ...
 
 
 class CrossEntropy:
