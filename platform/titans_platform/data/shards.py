@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
@@ -231,32 +230,12 @@ class Shard:
 
     def span(self, first: int, last: int) -> TokenSpan:
         """Tokens ``first`` to ``last``, exclusive."""
-        flags = (_bits(column, np.array([first]), last - first)[0] for column in (self.starts, self.loss))
-        return TokenSpan(self.tokens[first:last], *flags)
-
-    def rows(self, firsts: Integers, width: int) -> TokenSpan:
-        """[R, W]: the spans of ``width`` tokens that start at ``firsts``."""
-        tokens = sliding_window_view(self.tokens, width)[firsts]
-        return TokenSpan(tokens, _bits(self.starts, firsts, width), _bits(self.loss, firsts, width))
+        return TokenSpan(self.tokens[first:last], *(_bits(x, first, last) for x in (self.starts, self.loss)))
 
 
-def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
-    """[R, W] bits of a column, each row starting at one of ``firsts``."""
-    held = min((width + 14) // 8, len(column))
-    # the end of the file may be shorter than a row
-    byte = np.minimum(firsts >> 3, len(column) - held)
-    bits = np.unpackbits(sliding_window_view(column, held)[byte], axis=1, bitorder="little")
-    skip = firsts - 8 * byte
-    if (skip == skip[0]).all():
-        return bits[:, skip[0] : skip[0] + width].view(np.bool_)
-    rows = np.empty((len(firsts), width), np.bool_)
-    for n in np.unique(skip).tolist():
-        rows[skip == n] = bits[skip == n, n : n + width]
-    return rows
-
-
-def _copy(span: TokenSpan, out: TokenSpan, rows: Integers) -> None:
-    out.tokens[rows], out.starts[rows], out.loss[rows] = span
+def _bits(column: NDArray[np.uint8], first: int, last: int) -> BoolArray:
+    bits = np.unpackbits(column[first // 8 : -(-last // 8)], bitorder="little")
+    return bits[first % 8 : first % 8 + last - first].view(np.bool_)
 
 
 class Split:
@@ -275,7 +254,7 @@ class Split:
 
     def read(self, start: int, stop: int) -> TokenSpan:
         """Tokens ``start`` to ``stop`` (exclusive) of the split; a view if they lie in one shard."""
-        first, last = self.shard_of(np.array([start, stop - 1])).tolist()
+        first, last = (np.searchsorted(self.begins, [start, stop - 1], side="right") - 1).tolist()
         parts = []
         for number in range(first, last + 1):
             begin = int(self.begins[number])
@@ -285,19 +264,8 @@ class Split:
 
     def gather(self, firsts: Integers, into: Integers, out: TokenSpan) -> None:
         """Copy the spans that start at ``firsts`` into the rows ``into`` of ``out``, full width."""
-        width = out.tokens.shape[1]
-        shards = self.shard_of(firsts)
-        inside = firsts - self.begins[shards]
-        crossing = inside + width > self.held[shards]
-        for number in np.unique(shards[~crossing]).tolist():
-            of_shard = np.flatnonzero((shards == number) & ~crossing)
-            _copy(self.shard(number).rows(inside[of_shard], width), out, into[of_shard])
-        for i in np.flatnonzero(crossing).tolist():
-            _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
-
-    def shard_of(self, tokens: Integers) -> Integers:
-        """Return the shard that contains each position of the sequence."""
-        return np.searchsorted(self.begins, tokens, side="right") - 1
+        for first, row in zip(firsts.tolist(), into.tolist(), strict=True):
+            out.tokens[row], out.starts[row], out.loss[row] = self.read(first, first + out.tokens.shape[1])
 
 
 class SplitRows(Split):
