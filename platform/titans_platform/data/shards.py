@@ -262,11 +262,6 @@ class Split:
             parts.append(self.shard(number).span(max(start - begin, 0), end))
         return parts[0] if len(parts) == 1 else TokenSpan(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def gather(self, firsts: Integers, into: Integers, out: TokenSpan) -> None:
-        """Copy the spans that start at ``firsts`` into the rows ``into`` of ``out``, full width."""
-        for first, row in zip(firsts.tolist(), into.tolist(), strict=True):
-            out.tokens[row], out.starts[row], out.loss[row] = self.read(first, first + out.tokens.shape[1])
-
 
 class SplitRows(Split):
     """The training or validation rows of a source.
@@ -281,6 +276,10 @@ class SplitRows(Split):
     def __len__(self) -> int:
         return max(0, int(self.held.sum()) - (self.width - self.length)) // self.length
 
+    def row(self, number: int) -> TokenSpan:
+        """Read one row."""
+        return self.read(number * self.length, number * self.length + self.width)
+
 
 class SourceRows:
     """The rows of one prepared source."""
@@ -291,18 +290,3 @@ class SourceRows:
         self.items = manifest.item_tokens is not None
         self.train = SplitRows(files, manifest.train, length, self.items)
         self.validation = SplitRows(files, manifest.validation, length, self.items)
-
-    def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: TokenSpan) -> None:
-        """Copy rows of a split, by number, into the rows ``into`` of ``out``, [R, T+1] each.
-
-        The padding after a task item has no loss.
-        """
-        firsts = numbers * self.length
-        if not self.items:
-            rows.gather(firsts, into, out)
-            if not self.borders:
-                out.starts[into] = False
-            return
-        rows.gather(firsts, into, TokenSpan._make(values[:, : self.length] for values in out))
-        out.tokens[into, self.length] = self.pad
-        out.starts[into, self.length] = out.loss[into, self.length] = False

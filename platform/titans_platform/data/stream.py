@@ -23,7 +23,7 @@ from torch import Tensor
 
 from titans_platform.config import RunConfig
 from titans_platform.data.encode import interleave
-from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split, TokenSpan
+from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split
 from titans_platform.errors import UsageError
 
 
@@ -79,13 +79,16 @@ class Batch(NamedTuple):
 def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
     """Collect the rows of a batch, each given by source and row number in that source."""
     shape = len(rows), sources[0].length + 1
-    out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
-    for s in np.unique(which).tolist():
-        of_source = np.flatnonzero(which == s)
-        split = sources[s].validation if validation else sources[s].train
-        sources[s].fill(split, rows[of_source], of_source, out)
-    out.starts[:, 0] = True
-    return Batch(*map(torch.from_numpy, (out.tokens, out.starts, np.ascontiguousarray(out.loss[:, 1:]))))
+    tokens = np.full(shape, sources[0].pad, np.int64)
+    starts, loss = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    for i, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
+        source = sources[s]
+        span = (source.validation if validation else source.train).row(row)
+        inside = slice(len(span.tokens))  # the padding after a task item has no loss
+        tokens[i, inside], loss[i, inside] = span.tokens, span.loss
+        starts[i, inside] = span.starts & source.borders
+    starts[:, 0] = True
+    return Batch(*map(torch.from_numpy, (tokens, starts, np.ascontiguousarray(loss[:, 1:]))))
 
 
 class RowStream:
