@@ -195,7 +195,8 @@ def run(
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.plan import check_without_data, place
 
-    console, study = _console(as_json), _opened(**chosen)
+    # the current stream: while Ray runs, sys.stdout is a log file
+    console, study = Console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
@@ -273,7 +274,7 @@ def _dry_run(
     }  # fmt: skip
     record = {
         "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
-        "concurrency": study.concurrency, "resources": study.resources.model_dump(), "search": trials,
+        "concurrency": study.concurrency, "resources": study.scale.resources.model_dump(), "search": trials,
         "machine": study.machine and asdict(study.machine), "mfu": MFU, "costs": rows,
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "refused": str(refusal) if refusal else None,
@@ -407,7 +408,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     """
     from titans_platform.report.publish import make as report_study
 
-    return _exit_code(report_study(_opened(**chosen), _console(as_json), address=ui), as_json)
+    return _exit_code(report_study(_opened(**chosen), Console(stderr=as_json), address=ui), as_json)
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
@@ -417,11 +418,6 @@ def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
     overrides = chosen["overrides"] + chosen.get("checkpoint_every", ())
     seeds = parse_seeds(chosen["seeds"])
     return open_study(study, scale, root, rows=chosen["rows"], seeds=seeds, overrides=overrides)
-
-
-def _console(as_json: bool) -> Console:
-    """Open a console on the current stream: while Ray runs, sys.stdout is a log file."""
-    return Console(file=sys.stderr if as_json else sys.stdout)
 
 
 def _exit_code(table: Table, as_json: bool) -> int:

@@ -56,7 +56,7 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     """
     from titans_platform.tracking import open_store
 
-    resources, store = study.resources, open_store(study.root)
+    resources, store = study.scale.resources, open_store(study.root)
     tags = {"titans.scale": study.scale_name, "titans.commit": study.commit}
     seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
     columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
@@ -175,7 +175,7 @@ def _run_trial(space: dict[str, Any]) -> None:
     study, data, search = space["study"], space["fingerprint"], space["study"].search.search
     params = {key: space[key] for key in search.space}
     config = located(study.trial_config(params), study.root)
-    name = run_name(config, data, study.resources.hashed_workers)
+    name = run_name(config, data, study.scale.resources.hashed_workers)
     title = f"trial {number_trial(study.path, name, params)}"
     spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
@@ -218,7 +218,7 @@ def _run_trials(
     from ray import tune
 
     # Ray Tune's own files
-    resources, storage = study.resources, study.path / "tune"
+    resources, storage = study.scale.resources, study.path / "tune"
     needed = {"CPU": DRIVER_CPU}
     if not resources.several:
         share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
@@ -256,4 +256,4 @@ def spec_of(study: StudyRun, cell: Cell, title: str) -> RunSpec:
     tracking = replace(study.tracking, title=title, params=study.varied, tags=tags)
     labels = {"study": study.study.name, "row": cell.row}
     run = cell.config, study.root, cell.name, study.commit, cell.data
-    return RunSpec(*run, study.resources, tracking, labels)
+    return RunSpec(*run, study.scale.resources, tracking, labels)
