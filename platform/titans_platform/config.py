@@ -35,8 +35,6 @@ NOT_IN_NAMES: dict[str, Any] = {
 }
 """Fields left out of the hash: they do not affect results, or enter it by their content."""
 
-_CHECKPOINTS = 10
-"""Default number of checkpoints of a run; the interval is at most 500 steps."""
 
 MAX_VALIDATION_TOKENS = 50_000_000
 """Limit on what is held out of a source with ``max_tokens``; 5% of 15B would be 750M."""
@@ -306,11 +304,6 @@ class RunConfig(Frozen):
     def tokens(self) -> int:
         """Tokens the run trains on."""
         return self.optim.steps * self.tokens_per_step
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Optimiser steps between checkpoints."""
-        return self.checkpoint.every or min(500, max(1, self.optim.steps // _CHECKPOINTS))
 
     def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int | str = 1) -> str:
         """Hash of everything that determines the run's results: 12 hex digits, the cell's name.

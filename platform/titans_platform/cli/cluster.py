@@ -134,8 +134,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 @cluster.command(short_help="Print and follow a job's log.")
 @name_argument
 @job_argument
-@click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-def logs(name: str, job: str, no_follow: bool) -> int:
+def logs(name: str, job: str) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
@@ -143,12 +142,7 @@ def logs(name: str, job: str, no_follow: bool) -> int:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
     with load_cluster(name).connected() as jobs:
-        log = Log(_echo)
-        if not no_follow:
-            return _follow(jobs, name, job, log)
-        jobs.info(job)
-        jobs.read(job, log, follow=False)
-        return 0
+        return _follow(jobs, name, job, Log(_echo))
 
 
 @cluster.command(short_help="Stop a job.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -110,11 +109,10 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
 
     if out.suffix != ".json":
         raise UsageError(f"--out: {out} should end in .json")
-    with TemporaryDirectory() as cache:
-        configs = [SourceConfig(kind="files", path=path) for path in sources]
-        opened = [FilesSource(config, "SOURCES", Path(cache)) for config in configs]
-        texts = (document.text for source in opened for document in source.documents())
-        write_text(out, train_tokenizer(texts, size))
+    configs = [SourceConfig(kind="files", path=path) for path in sources]
+    opened = [FilesSource(config, "SOURCES", Path()) for config in configs]
+    texts = (document.text for source in opened for document in source.documents())
+    write_text(out, train_tokenizer(texts, size))
     trained = load_tokenizer(str(out))
     click.echo(f"{out}: {trained.vocab_size:,} ids, {trained.fingerprint}")
 

@@ -241,7 +241,7 @@ class Worker:
             on_checkpoint=lambda: saver.save(flush),
             on_divergence=on_divergence,
             validate=lambda: self._validation_loss(trainer),
-            checkpoint_every=cfg.checkpoint_interval,
+            checkpoint_every=cfg.checkpoint.every or min(500, max(1, cfg.optim.steps // 10)),
             checkpoint_at=saver.pinned,
             checkpoint_best=cfg.checkpoint.best,
             validate_every=cfg.eval.every or 0,
