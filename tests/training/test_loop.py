@@ -1,6 +1,5 @@
 """The training loop: loss, learning rate, batches, and non-finite losses."""
 
-import math
 import threading
 import time
 from types import SimpleNamespace
