@@ -28,11 +28,8 @@ DEFAULTS_VERSION = 4
 a variant's computation changes. `tests/runs/test_names.py` pins the defaults."""
 
 
-NOT_IN_NAMES: dict[str, Any] = {
-    **dict.fromkeys(("data", "checkpoint", "log", "start_from"), True),
-    "eval": {"every"},
-    "optim": {"recompute"},
-}
+NOT_IN_NAMES: dict[str, Any] = dict.fromkeys(("data", "checkpoint", "log", "start_from"), True)
+NOT_IN_NAMES |= {"eval": {"every"}, "optim": {"recompute"}}
 """Fields left out of the hash: they do not affect results, or enter it by their content."""
 
 

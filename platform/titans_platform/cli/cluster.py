@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from titans_platform.cli import dry_run_option, echo_json, json_option
-from titans_platform.clusters import known_clusters, load_cluster
+from titans_platform.clusters import load_cluster
 from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
+from titans_platform.loading import known_files
 from titans_platform.study.grid import Cell
 
 name_argument = click.argument("name")
@@ -44,7 +45,7 @@ def list_clusters(as_json: bool) -> None:
       titans cluster list
     """
     rows = []
-    for name, path in sorted(known_clusters().items()):
+    for name, path in sorted(known_files("clusters").items()):
         try:
             chosen = load_cluster(str(path))
             kind, state = chosen.kind, "up" if chosen.recorded() else "-"

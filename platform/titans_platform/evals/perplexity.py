@@ -34,11 +34,8 @@ class Perplexity(Task):
         Raises:
             UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
-        rows = [
-            row
-            for batch in measure_distributed(validation_batches(context), partial(_rows, context))
-            for row in batch
-        ]
+        parts = measure_distributed(validation_batches(context), partial(_rows, context))
+        rows = [row for part in parts for row in part]
         if not (tokens := sum(count for _, count in rows)):
             raise UsageError("perplexity: no validation rows; raise a text source's validation_fraction")
         mean = sum(nll for nll, _ in rows) / tokens

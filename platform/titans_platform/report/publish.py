@@ -146,12 +146,8 @@ def _open_store(run: StudyRun) -> TrackingStore | None:
 
 def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
     """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
-    texts = {
-        PAGE: report_page(report),
-        "table.md": markdown(report, FIGURES),
-        "table.tex": latex(report),
-        **tables(report),
-    }
+    texts = {PAGE: report_page(report), "table.md": markdown(report, FIGURES), "table.tex": latex(report)}
+    texts |= tables(report)
     for name, content in texts.items():
         write_text(folder / name, content)
     files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]

@@ -97,15 +97,10 @@ def run_search(study: StudyRun) -> StudyRun:
     asha = ASHAScheduler(
         time_attr="steps", metric="value", mode=mode, grace_period=first, max_t=last, reduction_factor=factor
     )
-    fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
-    _run_trials(
-        study,
-        _run_trial,
-        {"study": study, "fingerprint": fingerprint},
-        search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
-        scheduler=asha,
-        num_samples=state.search.trials,
-    )
+    data = build_objective(study.cells[0].config).open(study.root).fingerprint
+    sampler = tune_sampler(state.search, mode, [trial.params for trial in state.trials])
+    how = {"search_alg": sampler, "scheduler": asha, "num_samples": state.search.trials}
+    _run_trials(study, _run_trial, {"study": study, "fingerprint": data}, **how)
     ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
