@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 from titans_platform.config import DataConfig, OptimConfig, RunConfig
 
@@ -18,7 +19,7 @@ def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
     return DataConfig.model_validate_json(json.dumps(value))
 
 
-def drawing(rows: int, seed: int = 0, order: str = "shuffled", **optim) -> RunConfig:
+def drawing(rows: int, seed: int = 0, order: Any = "shuffled", **optim) -> RunConfig:
     """A run that draws so many rows a step, shuffled or of streams."""
     data = DataConfig(rows=order, sequence_length=8)
     return RunConfig(seed=seed, data=data, optim=OptimConfig(global_batch_size=rows, **optim))
