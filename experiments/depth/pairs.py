@@ -105,7 +105,10 @@ def trained(run: str, N: int, P: int, root: Path, seed: int) -> Pairs:
     if cfg.data.sequence_length < 2 * P:
         raise UsageError(f"--run: {run} has rows of {cfg.data.sequence_length} tokens, fewer than {2 * P}")
     rows = -(-N // memory.heads)
-    tokens = build_objective(cfg).open(root).train_stream(rows, seed).batch(0).tokens
+    drawn = cfg.model_copy(
+        update={"seed": seed, "optim": cfg.optim.model_copy(update={"global_batch_size": rows})}
+    )
+    tokens = build_objective(cfg).open(root).train_stream(drawn).batch(0).tokens
     seen: list[Writes] = []
     memory.watcher = _Writes(seen)
     try:

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from titans_core import Model
 from titans_core.config import Frozen, MemoryConfig, PositiveInt
 from titans_kernels import Extension, Rule, find_rule, neural_memory
-from titans_platform.config import digest
+from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.objectives.base import Objective, Report, reject_data
@@ -141,10 +141,10 @@ class DriftData:
         self.options, self.length, self.seed = options, length, seed
         self.fingerprint = digest([options.model_dump(mode="json"), length, seed], 16)
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
-        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches of a worker."""
         make = lambda step, which: self.rows(which, "train")  # noqa: E731
-        return ItemStream(ROWS, batch_size, seed, rank, world_size, make)
+        return ItemStream(ROWS, cfg, rank, world_size, make)
 
     def held_out(self, length: int, items: int, rows: int, seed: int) -> Iterator[Steps]:
         """``items`` rows of ``length`` steps that no training row equals, in batches of ``rows``."""

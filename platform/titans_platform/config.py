@@ -28,15 +28,10 @@ DEFAULTS_VERSION = 4
 a variant's computation changes. `tests/runs/test_names.py` pins the defaults."""
 
 
-NOT_IN_NAMES: dict[str, Any] = {
-    **dict.fromkeys(("data", "checkpoint", "log", "start_from"), True),
-    "eval": {"every"},
-    "optim": {"recompute"},
-}
+NOT_IN_NAMES: dict[str, Any] = dict.fromkeys(("data", "checkpoint", "log", "start_from"), True)
+NOT_IN_NAMES |= {"eval": {"every"}, "optim": {"recompute"}}
 """Fields left out of the hash: they do not affect results, or enter it by their content."""
 
-_CHECKPOINTS = 10
-"""Default number of checkpoints of a run; the interval is at most 500 steps."""
 
 MAX_VALIDATION_TOKENS = 50_000_000
 """Limit on what is held out of a source with ``max_tokens``; 5% of 15B would be 750M."""
@@ -306,11 +301,6 @@ class RunConfig(Frozen):
     def tokens(self) -> int:
         """Tokens the run trains on."""
         return self.optim.steps * self.tokens_per_step
-
-    @property
-    def checkpoint_interval(self) -> int:
-        """Optimiser steps between checkpoints."""
-        return self.checkpoint.every or min(500, max(1, self.optim.steps // _CHECKPOINTS))
 
     def fingerprint(self, data_fingerprint: str, eval_version: str, workers: int | str = 1) -> str:
         """Hash of everything that determines the run's results: 12 hex digits, the cell's name.

@@ -215,25 +215,20 @@ def validate(model: type[Model], mapping: Mapping[str, Any], where: str = "") ->
     try:
         return model.model_validate_json(json.dumps(mapping, default=str))
     except ValidationError as error:
-        first, *others = _without_consequences(model, error.errors(include_url=False))
+        first, *others = _without_consequences(error.errors(include_url=False))
         more = f" (and {len(others)} more)" if others else ""
         raise UsageError(_explain(model, first, where) + more) from None
 
 
-def _without_consequences(model: type[BaseModel], errors: Iterable[Any]) -> list[dict[str, Any]]:
+def _without_consequences(errors: Iterable[Any]) -> list[dict[str, Any]]:
     """Return the errors that do not follow from another.
 
-    A required key is missing where it is misspelt, and a list whose only element is wrong is reported as too
-    short.
+    A required key may be missing since it is misspelt, and a list whose only element is wrong is reported as
+    too short.
     """
     errors = [dict(error) for error in errors]
-    unknown = [error["loc"] for error in errors if error["type"] == "extra_forbidden"]
-    misspelt = {
-        (*loc[:-1], close[0])
-        for loc in unknown
-        if (close := difflib.get_close_matches(str(loc[-1]), _valid_keys(model, loc[:-1]), n=1, cutoff=0.5))
-    }
-    errors = [error for error in errors if error["type"] != "missing" or error["loc"] not in misspelt]
+    if any(error["type"] == "extra_forbidden" for error in errors):
+        errors = [error for error in errors if error["type"] != "missing"]
     first = errors[0]["loc"]
     return errors[:1] + [error for error in errors[1:] if error["loc"] != first[: len(error["loc"])]]
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import os
 import platform
+import signal
 import subprocess
+import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
@@ -55,6 +58,16 @@ def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
             quota, period = map(int, " ".join((cgroups / file).read_text() for file in files).split())
             quotas += [max(1, quota // period)] * (quota > 0)
     return min(quotas)
+
+
+def die_with_parent() -> None:
+    """Kill this process when its parent dies: the raylet of a driver that was killed, a pool that tokenises.
+
+    Ray's own check takes seconds, in which an orphaned worker could still write into a run that the next
+    driver has already resumed. Linux only.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def checkout() -> Path | None:

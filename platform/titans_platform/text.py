@@ -107,14 +107,15 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "top", **options: Any) -> Table:
-    """Create an empty table for a terminal; the first ``left`` columns are text, the others numbers."""
+    """Create an empty table for a terminal; the first ``left`` columns are text, the others are numbers."""
     from rich import box
     from rich.table import Table
 
     options.setdefault("box", box.SIMPLE_HEAD)
     grid = Table(**options)
     for i, heading in enumerate(headings):
-        grid.add_column(heading, justify="left" if i < left else "right", vertical=vertical)
+        how: dict[str, Any] = {"overflow": "fold"} if i < left else {"justify": "right", "no_wrap": True}
+        grid.add_column(heading, vertical=vertical, **how)
     return grid
 
 

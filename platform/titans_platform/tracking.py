@@ -321,10 +321,6 @@ class RunLog:
         """Set tags."""
         log_entries(self._client, self.run_id, tags=tags_of(tags))
 
-    def note(self, markdown: str) -> None:
-        """Set the description MLflow shows at the top of the run; the place for links to other runs."""
-        self._client.set_tag(self.run_id, "mlflow.note.content", markdown)
-
     def artifact(self, path: Path, folder: str | None = None) -> None:
         """Put a file on the run."""
         self._client.log_artifact(self.run_id, str(path), folder)

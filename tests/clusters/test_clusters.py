@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from titans_platform.cli import run
-from titans_platform.clusters import KINDS, known_clusters, load_cluster, packaging
+from titans_platform.clusters import KINDS, load_cluster, packaging
 from titans_platform.clusters.base import JobInfo
 from titans_platform.clusters.packaging import job_environment
 from titans_platform.clusters.steps import write_token
 from titans_platform.errors import ClusterError, UsageError
+from titans_platform.loading import known_files
 from titans_platform.runs import preemption
 from titans_platform.runs.ray_session import ADDRESS, NODES, available
 from titans_platform.runs.spec import Resources, concurrency
@@ -35,7 +36,7 @@ def write(tmp_path: Path, text: str, name: str = "mine.yaml") -> str:
 
 
 def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
-    shipped = known_clusters()
+    shipped = known_files("clusters")
     assert {load_cluster(str(path)).kind for path in shipped.values()} == set(KINDS)
     for name in shipped:
         for command in ("up", "down"):
@@ -168,7 +169,7 @@ def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     (" volumeMounts:", " mounts:", "ray.headGroupSpec: template.spec.containers.0.volumeMounts: missing"),
 ])  # fmt: skip
 def test_what_kuberay_would_run_wrongly_is_refused(tmp_path, old, new, line):
-    text = known_clusters()["kuberay"].read_text().replace(old, new, 1)
+    text = known_files("clusters")["kuberay"].read_text().replace(old, new, 1)
     with pytest.raises(UsageError, match=line.replace(".", "\\.")):
         load_cluster(write(tmp_path, text))
 

@@ -80,7 +80,7 @@ def test_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     assert any(call.startswith(started) for call in calls(tmp_path))
     assert "#SBATCH --constraint=h100" in (job / "job.sbatch").read_text()
     subprocess.run(["bash", "-n", str(job / "job.sbatch")], check=True)
-    assert run(["cluster", "logs", slurm, job.name, "--no-follow"]) == 0
+    assert run(["cluster", "logs", slurm, job.name]) == 0
     assert "ablation: Table 5" in capfd.readouterr().out
 
 

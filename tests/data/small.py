@@ -2,8 +2,9 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
-from titans_platform.config import DataConfig
+from titans_platform.config import DataConfig, OptimConfig, RunConfig
 
 PREPARE = """
 import sys; from pathlib import Path; from titans_platform.config import DataConfig
@@ -16,6 +17,12 @@ def config(*sources: dict, length: int = 8, **fields) -> DataConfig:
     """Rows of ``length`` tokens of these sources."""
     value = {"sources": sources, "sequence_length": length} | fields
     return DataConfig.model_validate_json(json.dumps(value))
+
+
+def drawing(rows: int, seed: int = 0, order: Any = "shuffled", **optim) -> RunConfig:
+    """A run that draws so many rows a step, shuffled or of streams."""
+    data = DataConfig(rows=order, sequence_length=8)
+    return RunConfig(seed=seed, data=data, optim=OptimConfig(global_batch_size=rows, **optim))
 
 
 def documents(path: Path, *texts: str, **fields) -> dict:

@@ -8,8 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.data.small import drawing
 from titans_platform.data.shards import MANIFEST, Manifest, SourceRows, SplitInfo, SplitWriter, signed
-from titans_platform.data.stream import WINDOW, RowStream
+from titans_platform.data.stream import RowStream
 
 COUNTS = (1, 2, 3, 8)
 BATCH, LENGTH = 24, 15
@@ -35,24 +36,20 @@ def written(folder: Path, shards: int, weight: float) -> SourceRows:
 
 @pytest.fixture(scope="module")
 def sources(tmp_path_factory) -> list[SourceRows]:
-    """One of 20 shards, which is read a few shards at a time, and one of 3: 60 and 40 of 100 rows."""
+    """One of 20 shards, and one of 3: 60 and 40 of 100 rows."""
     folder = tmp_path_factory.mktemp("sources")
     return [written(folder / str(shards), shards, weight) for shards, weight in ((20, 0.6), (3, 0.4))]
 
 
-def test_many_shards_are_cut_shard_by_shard_and_mixed_a_window_at_a_time(sources):
-    many, few = (source.train for source in sources)
-    assert (many.by_shard, few.by_shard) == (True, False)
-    assert many.counts.tolist() == [68] * 20
-    assert (len(many), len(few)) == (20 * 68, (3 * 1024 - 1) // LENGTH)
-    stream = RowStream(sources[:1], 68, 5)
-    shards = [set((stream.drawn(step)[1] // 68).tolist()) for step in range(20)]
-    windows = [set().union(*shards[i : i + WINDOW]) for i in range(0, 20, WINDOW)]
-    assert [len(window) for window in windows] == [8, 8, 4]
-    assert set().union(*windows) == set(range(20))
-    assert all(len(batch) > 2 for batch in shards), "mixed inside"
-    again = [set((stream.drawn(step)[1] // 68).tolist()) for step in range(20, 28)]
-    assert set().union(*again) != windows[0], "another order the next time round"
+def test_rows_of_many_shards_are_shuffled_as_a_whole_anew_in_each_epoch(sources):
+    assert [len(source.train) for source in sources] == [(n * 1024 - 1) // LENGTH for n in (20, 3)]
+    stream = RowStream(sources[:1], drawing(455, 5))
+    first, second = (
+        np.concatenate([stream.drawn(step)[1] for step in steps]) for steps in ((0, 1, 2), (3, 4, 5))
+    )
+    assert sorted(first) == sorted(second) == list(range(1365))
+    assert (first != second).mean() > 0.9
+    assert len(set((first[:455] * LENGTH // 1024).tolist())) == 20
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -66,7 +63,7 @@ def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
         killed_at = min(steps, step + rng.randint(1, steps // 3))
         for rank in range(ranks):
             # a loader worker has a stream of its own, and takes every so-manieth step
-            loaders = [RowStream(sources, BATCH, seed, rank, ranks) for _ in range(workers)]
+            loaders = [RowStream(sources, drawing(BATCH, seed), rank, ranks) for _ in range(workers)]
             for ahead in range(killed_at, killed_at + workers):
                 loaders[ahead % workers].batch(ahead)
             for at in range(step, killed_at):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tests import small
-from tests.data.small import PREPARE, config
+from tests.data.small import PREPARE, config, drawing
 from titans_platform.data import open_prepared, prepare
 from titans_platform.data.shards import write_table
 from titans_platform.errors import TitansError, UsageError
@@ -23,7 +23,7 @@ def folders(root: Path) -> dict[str, int]:
 
 
 def first_batch(prepared) -> list:
-    return prepared.train_stream(4, seed=0).batch(3).tokens.tolist()
+    return prepared.train_stream(drawing(4)).batch(3).tokens.tolist()
 
 
 @pytest.fixture
@@ -167,7 +167,7 @@ def test_two_processes_at_once(texts, tmp_path):
 
 def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path, monkeypatch):
     prepared = prepare(config(sum_task), tmp_path)
-    batch = prepared.train_stream(30, seed=0).batch(0)
+    batch = prepared.train_stream(drawing(30)).batch(0)
     assert batch.tokens.shape == (30, 9)
     for tokens, starts, loss in zip(*batch, strict=True):
         text = prepared.tokenizer.decode(tokens.tolist())

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.small import config, documents
+from tests.data.small import config, documents, drawing
 from titans_platform.data import PreparedData, open_prepared, prepare
 from titans_platform.data.encode import interleave
 from titans_platform.data.shards import Split, SplitWriter
@@ -31,7 +31,7 @@ def test_rows_starts_and_loss_by_hand(tmp_path):
     # bos a b c | bos d e f | g h bos i | j: three rows, each with the first token of the next
     bos, want = 256, ["_abc_", "_defg", "gh_ij"]
     assert len(source.train) == 3
-    stream = prepared.train_stream(batch_size=3, seed=0)
+    stream = prepared.train_stream(drawing(3))
     batch = stream.batch(0)
     for row, tokens, starts, loss in zip(stream.drawn(0)[1].tolist(), *batch, strict=True):
         text = want[row]
@@ -45,7 +45,7 @@ def test_documents_may_follow_each_other_as_one_text(mixed):
     root = mixed.sources[0].files.parents[1]
     plain = open_prepared(mixed.config.model_copy(update={"packing": "plain"}), root)
     assert plain.fingerprint != mixed.fingerprint
-    ours, theirs = (prepared.train_stream(8, 0).batch(2) for prepared in (plain, mixed))
+    ours, theirs = (prepared.train_stream(drawing(8)).batch(2) for prepared in (plain, mixed))
     assert torch.equal(ours.tokens, theirs.tokens)
     assert torch.equal(ours.loss, theirs.loss)
     assert theirs.starts[:, 1:].any()
@@ -54,15 +54,15 @@ def test_documents_may_follow_each_other_as_one_text(mixed):
 
 
 def test_batch_is_a_function_of_seed_and_step_with_exact_shares(mixed):
-    first = mixed.train_stream(8, seed=3)
+    first = mixed.train_stream(drawing(8, 3))
     late = first.batch(50)
     first.batch(0)
-    again = mixed.train_stream(8, seed=3).batch(50)
+    again = mixed.train_stream(drawing(8, 3)).batch(50)
     for a, b, c in zip(late, again, first.batch(50), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
-    assert not torch.equal(late.tokens, mixed.train_stream(8, seed=4).batch(50).tokens)
-    stream = mixed.train_stream(8, seed=0)
+    assert not torch.equal(late.tokens, mixed.train_stream(drawing(8, 4)).batch(50).tokens)
+    stream = mixed.train_stream(drawing(8))
     for step in range(20):
         assert Counter(stream.drawn(step)[0].tolist()) == {0: 6, 1: 2}
 
@@ -70,9 +70,9 @@ def test_batch_is_a_function_of_seed_and_step_with_exact_shares(mixed):
 @pytest.mark.parametrize("world_size", [1, 2, 4, 3])
 def test_workers_share_the_same_global_batch(mixed, world_size):
     for step in (0, 1, 37):
-        whole = mixed.train_stream(8, seed=1).batch(step)
+        whole = mixed.train_stream(drawing(8, 1)).batch(step)
         for rank in range(world_size):
-            mine = mixed.train_stream(8, seed=1, rank=rank, world_size=world_size).batch(step)
+            mine = mixed.train_stream(drawing(8, 1), rank, world_size).batch(step)
             for part, all_rows in zip(mine, whole, strict=True):
                 assert torch.equal(part, all_rows[rank::world_size])
 
@@ -140,4 +140,4 @@ def test_tokens_are_read_in_place_and_weights_of_zero_refused(mixed, tmp_path):
     text = documents(tmp_path / "t.jsonl", *["some text that is long enough"] * 3, weight=0.0)
     silent = prepare(config(text), tmp_path / "root")
     with pytest.raises(UsageError, match=r"data\.sources: every weight is 0"):
-        silent.train_stream(4, 0)
+        silent.train_stream(drawing(4))

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.small import config, documents
+from tests.data.small import config, documents, drawing
 from titans_platform.data import PreparedData, prepare
 from titans_platform.data.stream import RowTable, Streams, document_starts
 from titans_platform.errors import UsageError
@@ -17,6 +17,10 @@ BOS = 256
 
 def prepared(folder: Path, *sources: dict, **fields) -> PreparedData:
     return prepare(config(*sources, **{"rows": "streams"} | fields), folder / "root")
+
+
+def streams_of(data: PreparedData, *given, **optim) -> Streams:
+    return Streams(data.sources, drawing(*given, order="streams", **optim))
 
 
 def needles(**fields) -> dict:
@@ -30,7 +34,7 @@ DOCUMENTS = [chr(97 + i) * n for i, n in enumerate((30, 7, 8, 41, 1, 90, 16, 23)
 @pytest.mark.parametrize(("packing", "groups"), [("borders", 1), ("plain", 1), ("borders", 3), ("plain", 2)])
 def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, groups):
     data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS), packing=packing)
-    streams = Streams(data.sources, 3, 8, seed=1, groups=groups)
+    streams = streams_of(data, 3, 1, stream_groups=groups)
     table, count = streams.tables[0], 3 * groups
     steps = len(table) // count * groups
     predicted: Counter[int] = Counter()
@@ -63,7 +67,7 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
     assert starts.tolist() == np.cumsum([0, *(len(d) + 1 for d in DOCUMENTS)])[:-1].tolist()
     table = RowTable.of(source, 8)
     assert table.first[table.begins].tolist() == starts.tolist()
-    streams = Streams(data.sources, 2, 8, seed=0)
+    streams = streams_of(data, 2)
     for step in range(1, 40):
         batch = streams.batch(step)
         assert batch.reset.tolist() == (batch.tokens[:, 0] == BOS).tolist()
@@ -72,7 +76,7 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
     assert RowTable.of(plain.sources[0], 8).begins.sum() == 1
     assert len({plain.fingerprint, data.fingerprint}) == 2
     data = prepared(tmp_path, needles())
-    streams = Streams(data.sources, 2, 8, seed=3)
+    streams = streams_of(data, 2, 3)
     assert streams.tables[0].unit == 8
     answers = 0
     for step in range(24):
@@ -87,29 +91,29 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
 def test_workers_share_the_streams(tmp_path, world_size):
     sources = documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.6), needles(weight=0.4)
     data = prepared(tmp_path, *sources)
-    options = {"reset_probability": 0.3, "groups": 2}
-    whole = Streams(data.sources, 5, 8, 7, **options)
+    cfg = drawing(5, 7, "streams", reset_probability=0.3, stream_groups=2)
+    whole = Streams(data.sources, cfg)
     assert Counter(whole.source.tolist()) == {0: 3, 1: 2}
     for step in (0, 1, 9, 100):
         for rank in range(world_size):
-            mine = Streams(data.sources, 5, 8, 7, rank, world_size, **options).batch(step)
+            mine = Streams(data.sources, cfg, rank, world_size).batch(step)
             for part, all_rows in zip(mine, whole.batch(step), strict=True):
                 assert torch.equal(part, all_rows[rank::world_size])
 
 
 def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path):
     data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS))
-    one, other = Streams(data.sources, 3, 8, 0), Streams(data.sources, 3, 8, 4)
+    one, other = streams_of(data, 3), streams_of(data, 3, 4)
     late = one.batch(31)
     one.batch(2)
     assert all(torch.equal(a, b) for a, b in zip(late, one.batch(31), strict=True))
     assert not torch.equal(one.batch(0).tokens, other.batch(0).tokens)
     data = prepared(tmp_path, documents(tmp_path / "t.jsonl", "x" * 4000), packing="plain")
-    streams = Streams(data.sources, 20, 8, 0, reset_probability=0.25)
+    streams = streams_of(data, 20, reset_probability=0.25)
     result = np.stack([streams.resets(step) for step in range(400)])
     assert result[0].all()
     assert abs(result[1:].mean() - 0.25) < 0.02
-    never = Streams(data.sources, 20, 8, 0)
+    never = streams_of(data, 20)
     for step in range(1, 60):  # where the text ends it begins again
         assert (never.resets(step) == (never.rows(step) == 0)).all()
     assert never.resets(0).all()
@@ -118,10 +122,10 @@ def test_batch_is_a_function_of_seed_and_step_and_resets_come_by_chance(tmp_path
 def test_refusals(tmp_path):
     data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS))
     with pytest.raises(UsageError, match=r"data\.sources\.0: 30 rows of 8 tokens cannot be divided among 40"):
-        Streams(data.sources, 40, 8, 0)
+        streams_of(data, 40)
     mixed = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.95), needles(weight=0.05))
     with pytest.raises(UsageError, match=r"data\.sources\.1\.weight: 0\.05 gives the source none of the 4"):
-        Streams(mixed.sources, 4, 8, 0)
+        streams_of(mixed, 4)
     said = r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"
     with pytest.raises(ValueError, match=said):
         prepared(tmp_path, needles(), rows="shuffled")

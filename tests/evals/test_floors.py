@@ -2,22 +2,18 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from statistics import fmean
-from types import SimpleNamespace
 from typing import ClassVar
 
 import numpy as np
 import pytest
-import torch
 from click.testing import CliRunner
 
 from titans_platform.cli import cli
-from titans_platform.config import EvalConfig, TaskConfig
+from titans_platform.config import TaskConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.evals import Scorer
 from titans_platform.evals.ngrams import NGrams, perplexity
-from titans_platform.tasks import TASKS, Context, Floor, GeneratedTask, Heuristic, Item, build_generated
+from titans_platform.tasks import TASKS, Floor, GeneratedTask, Heuristic, Item, build_generated
 
 BYTE = load_tokenizer("byte")
 NEEDLE = {"style": "compact", "kind": "number"}
@@ -101,25 +97,6 @@ def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():
     assert type("Unlisted", (Coin,), {"heuristics": {}})().floor(2, BYTE) is None
     first, again = ([item.text for item in Heads().floor_items(9, BYTE)] for _ in range(2))
     assert first == again
-
-
-@pytest.mark.parametrize("fingerprint", ["abc", None])
-def test_items_are_drawn_once_for_all_runs_on_the_same_data(monkeypatch, fingerprint):
-    drawn, item, texts = [], Coin.item, []
-    monkeypatch.setattr(Coin, "item", lambda *args: drawn.append(1) or item(*args))
-    for _ in range(2):
-        data = SimpleNamespace(item_hashes=frozenset(), fingerprint=fingerprint)
-        scorer = Scorer(torch.nn.Linear(1, 1), load_tokenizer("byte"), torch.device("cpu"), 64)
-        context = Context(scorer, data, EvalConfig(items=2), 9)
-        texts.append([one.text for one in Coin()._fresh_items(context)])
-    assert (texts[0], len(set(texts[0]))) == (texts[1], 2)
-    first = len(drawn)
-    other = replace(context, config=EvalConfig(items=2, seed=5))
-    list(Coin()._fresh_items(other))
-    assert len(drawn) > first
-    drawn.clear()
-    list(Coin()._fresh_items(context))
-    assert bool(drawn) == (fingerprint is None)
 
 
 def test_command_prints_chance_heuristics_and_floor():

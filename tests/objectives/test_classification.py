@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.data.small import drawing
 from tests.small import run_name
 from titans_core import ConvClassifier, SequenceClassifier
 from titans_core.presets import preset
@@ -88,7 +89,7 @@ def test_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint()
 def test_steps_of_pretraining_are_next_tokens_of_the_training_part():
     objective = build_objective(config(pretrain_steps=2))
     data = objective.prepare(ROOT)
-    stream = data.train_stream(8, seed=0)
+    stream = data.train_stream(drawing(8))
     before, after = stream.batch(1), stream.batch(2)
     assert (before.labels == -1).all()
     assert (after.labels >= 0).all()
@@ -196,8 +197,8 @@ def test_run_is_named_by_what_its_files_hold_which_are_read_once(folder):
     assert objective.open(folder / "once").fingerprint == made.fingerprint
     (stored,) = (folder / "once/data/labelled").glob("*.parquet")
     stored.write_bytes(b"not parquet")
-    with pytest.raises(UsageError, match="cannot be read"):
-        load_items(next(stored.parent.glob("*.json")))
+    with pytest.raises(UsageError, match="damaged"):
+        load_items(stored)
 
 
 @pytest.mark.parametrize(("changes", "says"), [

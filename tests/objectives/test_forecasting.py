@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.data.small import drawing
 from tests.objectives.test_series import line, when
 from tests.small import changed, run_name
 from titans_core.forecasting.linear import RLinear
@@ -48,7 +49,7 @@ def test_test_part_decides_no_number_of_training_or_validation():
     other = SeriesTable(table.values_NC.copy(), table.channels)
     other.values_NC[150:] = 1e3 * generator.standard_normal((50, 2))
     one, two = (SeriesData(each, 8, 4, 0.2, (100, 50, 50)) for each in (table, other))
-    streams = [data.train_stream(16, 0) for data in (one, two)]
+    streams = [data.train_stream(drawing(16)) for data in (one, two)]
     pairs = [tuple(stream.batch(step) for stream in streams) for step in range(10)]
     pairs += zip(one.held_out(8, 99, 7), two.held_out(8, 99, 7), strict=True)
     for a, b in pairs:

@@ -35,14 +35,14 @@ def inspected() -> dict[str, Inspected]:
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
-def test_page_has_no_links_escapes_the_text_and_marks_the_position(inspected, variant):
-    html = page(inspected[variant], "a & b.txt", position=70, warning="memory out of range")
+def test_page_has_no_links_escapes_the_text_and_marks_the_last_token(inspected, variant):
+    html = page(inspected[variant], "a & b.txt", warning="memory out of range")
     assert not re.search(r"https?://(?!www\.w3\.org)|<(a|link|img|iframe)\b", html)
     assert html.count("<script") == 2
     assert f"a <{variant}>" not in html
     assert ">&lt;</span>" in html
     (chosen,) = re.findall(r"<span[^>]*chosen[^>]*>", html)
-    assert 'data-i="70"' in chosen
+    assert f'data-i="{len(inspected[variant].tokens) - 1}"' in chosen
     # gates and errors of two memories
     assert html.count("<svg") == 4
     assert html.index("memory out of range") < html.index("<main>")
@@ -131,7 +131,7 @@ def test_command_is_deterministic(cell, tmp_path, capsys):
     text.write_text(TEXT)
     out, arrow = tmp_path / "sub" / "page.html", tmp_path / "numbers.arrow"
     line = ["inspect", str(cell), "--text", str(text), "--out", str(out), "--arrow", str(arrow)]
-    assert run([*line, "--tokens", "30", "--position", "12"]) == 0
+    assert run([*line, "--tokens", "30"]) == 0
     assert [entry.split()[0] for entry in capsys.readouterr().out.splitlines()] == [str(out), str(arrow)]
     rows = pd.read_feather(arrow)
     assert len(rows) == 30 * 2
@@ -149,7 +149,6 @@ def test_bad_input_is_one_line_and_exit_code_2(cell, tmp_path, refused):
     bare = trained(tmp_path, **ONE_STEP, model=RUN["model"] | {"variant": "transformer"})
     for words, message in (
         ([cell, "--text", empty], "the file is empty"),
-        ([cell, "--text", text, "--position", 10], "--position: 10 is out of range: 10 tokens"),
         ([bare, "--text", text], "variant transformer has no neural memory"),
         ([tmp_path / "nowhere", "--text", text], "no such run"),
     ):

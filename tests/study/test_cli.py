@@ -130,8 +130,8 @@ def test_running_some_rows_keeps_the_whole_table(tiny, capsys, answer, monkeypat
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny-small")]) == 2
 
 
-def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, answer):
-    arguments = ("run", "tiny", "--scale", "gpu", "--dry-run", "--price", "2.5")
+def test_dry_run_plans_for_the_gpus_of_the_scale(tiny, capsys, answer):
+    arguments = ("run", "tiny", "--scale", "gpu", "--dry-run")
     plan = answer("sweep", *arguments)
     assert (plan["concurrency"], plan["machine"]["gpu"]["name"]) == (1, "H100")
     assert [cost["row"] for cost in plan["costs"]] == ["LMM", "Linear Memory"]
@@ -140,7 +140,7 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
         flops = training_flops(config) / config.row_tokens
         assert cost["tokens_per_second"] == pytest.approx(0.15 * 2 * 989e12 / flops)
         assert cost["hours"] * 3600 * cost["tokens_per_second"] == pytest.approx(cell["tokens"])
-        assert cost["dollars"] == pytest.approx(2.5 * cost["gpu_hours"]) == pytest.approx(5 * cost["hours"])
+        assert cost["gpu_hours"] == pytest.approx(2 * cost["hours"])
     wider = answer("sweep", *arguments, "--for", "16xA100")
     assert wider["concurrency"] == 8
     slower = wider["costs"][0]["tokens_per_second"] / plan["costs"][0]["tokens_per_second"]

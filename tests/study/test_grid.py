@@ -110,7 +110,7 @@ def test_every_shipped_scale_starts_on_the_machine_that_it_is_meant_for(name, sc
     monkeypatch.setattr(check, "saved_bytes_per_token", saved_at_most)
     study = open_study(str(SWEEPS / f"{name}.yaml"), scale, tmp_path)
     machine = study.study.scales[scale].machine
-    assert bool(machine) == bool(study.resources.gpus_per_worker), "a scale on GPUs names them"
+    assert bool(machine) == bool(study.scale.resources.gpus_per_worker), "a scale on GPUs names them"
     placed, warning = place(replace(study, machine=machine or LAPTOP))
     check_without_data(placed)
     assert (placed.concurrency, warning) == (1 if machine else 2, "")

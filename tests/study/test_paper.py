@@ -8,14 +8,14 @@ from titans_platform.study.grid import expand, known_studies, load_study
 from titans_platform.study.spec import Printed, Row, read_paper
 
 PAPER = read_paper()
-SIZES = [(key, *sized) for key, table in PAPER.tables.items() for sized in table.by_size().items()]
+SIZES = [(key, *sized) for key, table in PAPER.tables.items() for sized in table.sizes.items()]
 ROWS = [(key, size, row) for key, size, rows in SIZES for row in rows]
 
 
 @pytest.fixture(scope="module")
 def shown() -> dict[tuple[str, str], dict[str, Row]]:
     """The rows of each study that runs a table, at each size that the paper prints it for."""
-    wanted = {(table.study, size) for table in PAPER.tables.values() for size in table.by_size()}
+    wanted = {(table.study, size) for table in PAPER.tables.values() for size in table.sizes}
     known = known_studies()
     actual = {}
     for name, size in wanted:
@@ -41,7 +41,7 @@ def test_each_printed_row_is_run_or_has_a_source(table, size, row, shown):
 
 
 def test_tables_and_figures_are_all_there_and_rows_the_paper_lacks_are_left_out():
-    assert {key: len(table.by_size()) for key, table in PAPER.tables.items()} == {
+    assert {key: len(table.sizes) for key, table in PAPER.tables.items()} == {
         "table_1": 3, "table_2": 1, "table_3": 1, "table_4": 1, "table_5": 1,
     }  # fmt: skip
     assert [len(rows) for rows in PAPER.tables["table_1"].sizes.values()] == [11, 15, 13]
@@ -49,7 +49,7 @@ def test_tables_and_figures_are_all_there_and_rows_the_paper_lacks_are_left_out(
     assert next(iter(PAPER.items)) == "Table 1"
     assert all(table.columns for table in PAPER.tables.values())
     for table in PAPER.tables.values():
-        assert not set(table.references) - {row for rows in table.by_size().values() for row in rows}
+        assert not set(table.references) - {row for rows in table.sizes.values() for row in rows}
     study = load_study("language")
     for size, rows in PAPER.tables["table_1"].sizes.items():
         assert {row.name for row in study.rows_at(size)} == set(rows)
@@ -77,7 +77,7 @@ def test_rows_at_small_scales_have_the_same_parameters():
 
 def test_number_of_columns_that_differs_is_an_error(tmp_path):
     with pytest.raises(UsageError, match="A has 1 numbers for 2 columns"):
-        validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "rows": {"A": [1.0]}})
+        validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "sizes": {"x": {"A": [1.0]}}})
     path = tmp_path / "s.yaml"
     text = "name: s\npaper: [table_6]\ncolumns: {a: {title: A}}\nrows: [{name: A}]\nscales: {x: {}}\n"
     path.write_text(text)

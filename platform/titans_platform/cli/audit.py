@@ -6,12 +6,11 @@ import json
 from typing import TYPE_CHECKING
 
 import click
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import UsageError
+from titans_platform.text import table
 
 if TYPE_CHECKING:
     from titans_core.audit import Check, CheckResult, Report
@@ -85,15 +84,12 @@ def audit(
 
 
 def _show(report: Report) -> None:
-    table = Table(box=box.SIMPLE_HEAD, width=WIDTH)
-    for heading in ("check", "verdict"):
-        table.add_column(heading, no_wrap=True)
-    table.add_column("finding", overflow="fold")
+    grid = table("check", "verdict", "finding", left=3, width=WIDTH)
     styles = {"pass": "green", "fail": "bold red", "not applicable": "dim"}
     for result in report.results:
         verdict = "-" if result.verdict == "not applicable" else result.verdict
-        table.add_row(result.check, f"[{styles[result.verdict]}]{verdict}[/]", result.finding)
-    Console(width=WIDTH).print(table)
+        grid.add_row(result.check, f"[{styles[result.verdict]}]{verdict}[/]", result.finding)
+    Console(width=WIDTH).print(grid)
     passed, failed = len(report.of("pass")), len(report.of("fail"))
     click.echo(
         f"{report.layer}: {passed} of {passed + failed} checks pass, "

@@ -10,11 +10,12 @@ from typing import Any
 import click
 
 from titans_platform.cli import dry_run_option, echo_json, json_option
-from titans_platform.clusters import known_clusters, load_cluster
+from titans_platform.clusters import load_cluster
 from titans_platform.clusters.base import DETACHED, Cluster, Job, Jobs, Log
 from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
+from titans_platform.loading import known_files
 from titans_platform.study.grid import Cell
 
 name_argument = click.argument("name")
@@ -44,7 +45,7 @@ def list_clusters(as_json: bool) -> None:
       titans cluster list
     """
     rows = []
-    for name, path in sorted(known_clusters().items()):
+    for name, path in sorted(known_files("clusters").items()):
         try:
             chosen = load_cluster(str(path))
             kind, state = chosen.kind, "up" if chosen.recorded() else "-"
@@ -134,8 +135,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
 @cluster.command(short_help="Print and follow a job's log.")
 @name_argument
 @job_argument
-@click.option("--no-follow", is_flag=True, help="Print the log so far and return.")
-def logs(name: str, job: str, no_follow: bool) -> int:
+def logs(name: str, job: str) -> int:
     """Print the log of JOB from its start, follow it to its end, and return the job's exit code.
 
     \b
@@ -143,12 +143,7 @@ def logs(name: str, job: str, no_follow: bool) -> int:
       titans cluster logs nodes ablation-smoke-1f3a9c
     """
     with load_cluster(name).connected() as jobs:
-        log = Log(_echo)
-        if not no_follow:
-            return _follow(jobs, name, job, log)
-        jobs.info(job)
-        jobs.read(job, log, follow=False)
-        return 0
+        return _follow(jobs, name, job, Log(_echo))
 
 
 @cluster.command(short_help="Stop a job.")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -15,10 +13,8 @@ from titans_platform.cli import OSPath, cluster_option, config_options, dry_run_
 from titans_platform.errors import UsageError
 
 if TYPE_CHECKING:
-    from titans_platform.config import DataConfig
     from titans_platform.data import PreparedData
     from titans_platform.objectives import Objective
-    from titans_platform.objectives.classification import Classification
 
 
 @click.group()
@@ -54,7 +50,8 @@ def prepare(
     from titans_platform.objectives.next_token import NextToken
     from titans_platform.runs.ray_session import in_job, joined
 
-    loaded = _text_data(objective := _objective(config, overrides))
+    objective = _text_objective(config, overrides)
+    loaded = objective.cfg.data
     if isinstance(objective, NextToken):
         check_vocabulary(objective.cfg, objective.tokenizer())
     if cluster not in (None, "local"):
@@ -81,20 +78,14 @@ def prepare(
 def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_json: bool) -> None:
     """Show the prepared sources of CONFIG: documents, tokens, rows, fingerprint.
 
-    For labelled sequences: items per class and split.
-
     \b
     Example:
       titans data info run.yaml --verify
     """
     from titans_platform.data import open_prepared
-    from titans_platform.objectives.classification import Classification
 
-    objective = _objective(config, overrides)
-    if isinstance(objective, Classification):
-        _show_labelled(objective, root, as_json)
-    else:
-        _show(open_prepared(_text_data(objective), root, verify=verify), as_json)
+    loaded = _text_objective(config, overrides).cfg.data
+    _show(open_prepared(loaded, root, verify=verify), as_json)
 
 
 @data.command(short_help="Train a tokenizer on a corpus.")
@@ -118,44 +109,24 @@ def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
 
     if out.suffix != ".json":
         raise UsageError(f"--out: {out} should end in .json")
-    with TemporaryDirectory() as cache:
-        configs = [SourceConfig(kind="files", path=path) for path in sources]
-        opened = [FilesSource(config, "SOURCES", Path(cache)) for config in configs]
-        texts = (document.text for source in opened for document in source.documents())
-        write_text(out, train_tokenizer(texts, size))
+    configs = [SourceConfig(kind="files", path=path) for path in sources]
+    opened = [FilesSource(config, "SOURCES", Path()) for config in configs]
+    texts = (document.text for source in opened for document in source.documents())
+    write_text(out, train_tokenizer(texts, size))
     trained = load_tokenizer(str(out))
     click.echo(f"{out}: {trained.vocab_size:,} ids, {trained.fingerprint}")
 
 
-def _objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
+def _text_objective(config: Path, overrides: tuple[str, ...]) -> Objective[Any]:
+    """Load the objective of a run on text. Raises UsageError: it trains on other data."""
     from titans_platform.loading import load_config
     from titans_platform.objectives import build_objective
 
-    return build_objective(load_config(config, overrides))
-
-
-def _text_data(objective: Objective[Any]) -> DataConfig:
-    """Return the sources of a run on text. Raises UsageError: it trains on other data."""
+    objective = build_objective(load_config(config, overrides))
     if (kind := objective.data_kind) != "tokens":
         other = f"{objective.cfg.objective.kind} trains on {kind}, which titans train prepares"
         raise UsageError(f"objective.kind: {other}; titans data prepares text only")
-    return objective.cfg.data
-
-
-def _show_labelled(objective: Classification, root: Path, as_json: bool) -> None:
-    from titans_platform.objectives.classification import PARTS
-
-    data = objective.prepare(root)
-    labels = {part: Counter(data.split[part].labels) for part in PARTS}
-    counts = {part: {label: labels[part][label] for label in data.classes} for part in PARTS}
-    described: dict[str, Any] = {"fingerprint": data.fingerprint, "items": counts}
-    if as_json:
-        return echo_json(described)
-    table = text.table("class", *PARTS)
-    for label in data.classes:
-        table.add_row(label, *(f"{counts[part][label]:,}" for part in PARTS))
-    Console().print(table)
-    click.echo(f"fingerprint {data.fingerprint}")
+    return objective
 
 
 def _show(prepared: PreparedData, as_json: bool) -> None:
@@ -176,10 +147,8 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
             "fingerprint": prepared.fingerprint, "tokenizer": prepared.tokenizer.fingerprint,
             "vocab_size": ids, "sequence_length": length, "sources": sources,
         })  # fmt: skip
-    table = text.table("source")
-    table.columns[0].overflow, table.columns[0].min_width = "fold", 12
-    for column in ("weight", "docs", "tokens", "rows", "val rows", "fingerprint"):
-        table.add_column(column, justify="right", no_wrap=True)
+    table = text.table("source", "weight", "docs", "tokens", "rows", "val rows", "fingerprint")
+    table.columns[0].min_width = 12
     for label, source in sources.items():
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])

@@ -167,14 +167,13 @@ def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -
 
     if other_data:
         return objective.prepare(root)
-    folder = RunFolder.at(point.parents[1])
-    result, then = folder.shown_result(), folder.record().get("files", {})
-    trained = folder.record().get("data") or (result.data_fingerprint if result else "")
+    record = RunFolder.at(point.parents[1]).record()
+    then = record.get("files", {})
     try:
         for name, now in hashes_of(objective.cfg.eval.model_dump(mode="json")).items():
             if then.get(name, now) != now:
                 raise DataChanged(f"eval.columns: {name} has changed since the run began")
-        return objective.reopen(root, trained)
+        return objective.reopen(root, record.get("data", ""))
     except (DataChanged, NotPrepared) as error:
         fix = "--other-data prepares and evaluates on what its sources hold now, which it may have trained on"
         raise UsageError(f"{str(error).partition(';')[0]}; {fix}") from None

@@ -83,7 +83,7 @@ def _check_text(config: RunConfig) -> None:
                 next(source.documents(), None)
             else:
                 prepared = prepare(config.data, Path(folder))
-                prepared.streams(config)
+                prepared.train_stream(config)
                 prepared.validation(1)
         except UsageError as error:
             raise UsageError(re.sub(r"^(data\.sources\.0(\.path)?: )?", "--data: ", str(error))) from None

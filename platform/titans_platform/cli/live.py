@@ -105,7 +105,7 @@ def searching(study: StudyRun, console: Console) -> Iterator[None]:
     assert state
     rungs = "/".join(map(str, state.milestones))
     printed = f"searching: {state.search.trials} trials, rungs at {rungs} steps"
-    with report_interrupt(study, console), console.status(printed) as status:
+    with console.status(printed) as status:
 
         def update() -> None:
             nonlocal printed
@@ -163,24 +163,13 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
             left = clock(bars.tasks[0].time_remaining)
             plain(lambda: " | ".join([f"{state}; {left} left", *lines]))
 
-        with report_interrupt(study, console), repeating(update, 1.0):
+        with repeating(update, 1.0):
             yield
 
 
 def _finished(statuses: Sequence[CellStatus]) -> int:
     """Return the number of seeds of which every row is done."""
     return len({item.seed for item in statuses} - {item.seed for item in statuses if item.state != "done"})
-
-
-@contextmanager
-def report_interrupt(study: StudyRun, console: Console) -> Iterator[None]:
-    """Print the number of finished cells on Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        done = sum(cell.folder(study.root).result() is not None for cell in study.cells)
-        say(console, f"{done} of {len(study.cells)} cells are done and kept")
-        raise
 
 
 def ended_line(item: CellStatus, result: Result | None, columns: Mapping[str, Column]) -> str:

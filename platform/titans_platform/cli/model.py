@@ -38,12 +38,11 @@ if TYPE_CHECKING:
 @click.option("--top-k", type=click.IntRange(1), help="Sample from the K most likely tokens.")
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling probability.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
-@click.option("--stream/--no-stream", default=True, help="Print tokens as they are generated, or at the end.")
 @click.option("--memory-in", type=OSPath(path_type=Path), help="Resume from this memory file.")
 @click.option("--memory-out", type=OSPath(path_type=Path), help="Save the final state here.")
 @root_option
 def generate(
-    run: str, prompt: str, file: str | None, max_new_tokens: int, stream: bool, memory_in: Path | None,
+    run: str, prompt: str, file: str | None, max_new_tokens: int, memory_in: Path | None,
     memory_out: Path | None, root: Path, **sampled: Any,
 ) -> None:  # fmt: skip
     """Generate text with RUN's model; prints the prompt and its continuation.
@@ -87,7 +86,7 @@ def generate(
         if max_new_tokens:
             began, stop = time.perf_counter(), [tokenizer.bos, tokenizer.pad]
             writing = model.stream([[]], max_new_tokens, start=reading, sampling=sampling, stop=stop)
-            written = _print(writing, TextStream(tokenizer, tokens or reading.ahead), stream)
+            written = _print(writing, TextStream(tokenizer, tokens or reading.ahead))
             report.append(_rate("written", written, began))
             reading = writing.readings[0] or reading
     click.echo("; ".join(report), err=True)
@@ -112,15 +111,13 @@ def _warn(model: LanguageModel, tokens: int, context: int, norms: dict[str, floa
     return message
 
 
-def _print(tokens: Iterable[tuple[int, int]], text: TextStream, at_once: bool) -> int:
-    """Print the text of new tokens, each ``at_once`` or all at the end; returns their number."""
-    written, held = 0, ""
+def _print(tokens: Iterable[tuple[int, int]], text: TextStream) -> int:
+    """Print the text of new tokens as they come; returns their number."""
+    written = 0
     for _, token in tokens:
-        held, written = held + text.add(token), written + 1
-        if at_once:
-            click.echo(held, nl=False)
-            held = ""
-    click.echo(held + text.end())
+        click.echo(text.add(token), nl=False)
+        written += 1
+    click.echo(text.end())
     return written
 
 
@@ -174,11 +171,8 @@ def export(run: str, folder: Path, root: Path) -> None:
 @click.option("--out", type=file_type, default=Path("inspect.html"), help="The HTML page to write.")
 @click.option("--arrow", type=file_type, help="Also write the numbers to this Arrow file.")
 @click.option("--tokens", type=click.IntRange(2), default=2048, help="Maximum number of tokens to read.")
-@click.option("--position", type=click.IntRange(0), help="Token that is shown first  [default: the last]")
 @root_option
-def inspect(
-    run: str, file: Path, out: Path, arrow: Path | None, tokens: int, position: int | None, root: Path
-) -> None:
+def inspect(run: str, file: Path, out: Path, arrow: Path | None, tokens: int, root: Path) -> None:
     """Show what RUN's memory does while it reads a text: one self-contained HTML page.
 
     The page shows surprise over the text, gates, the norm of the state, what each token retrieves, and what
@@ -198,11 +192,8 @@ def inspect(
     model, tokenizer, cfg = _reader(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):
         inspected = inspect_text(model, tokenizer, text, Path(run).name, tokens)
-    read = len(inspected.tokens)
-    message = _warn(model, read, cfg.trained_context, inspected.largest())
-    if position is not None and position >= read:
-        raise UsageError(f"--position: {position} is out of range: {read} tokens were read, counted from 0")
-    write_text(out, page(inspected, file.name, position, message))
+    message = _warn(model, len(inspected.tokens), cfg.trained_context, inspected.largest())
+    write_text(out, page(inspected, file.name, message))
     if arrow:
         write_arrow(inspected, arrow)
     for path in filter(None, (out, arrow)):

@@ -174,11 +174,10 @@ def _changes(sets: Mapping[str, Any]) -> str:
 @click.option(
     "--for", "gpus", metavar="NxGPU", help="Dry run: plan for these GPUs, e.g. 16xA100  [the scale's]"
 )
-@click.option("--price", type=click.FloatRange(0), help="Dry run: dollars of a GPU hour.")
 @json_option
 def run(
     rerun_stale: bool, concurrency: int | None, cluster: str | None, dry_run: bool, gpus: str | None,
-    price: float | None, as_json: bool, **chosen: Any,
+    as_json: bool, **chosen: Any,
 ) -> int:  # fmt: skip
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
@@ -190,21 +189,22 @@ def run(
     Example:
       titans sweep run ablation --scale laptop --dry-run
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
-      titans sweep run ablation --scale 340M --dry-run --for 16xA100 --price 1.80
+      titans sweep run ablation --scale 340M --dry-run --for 16xA100
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined
     from titans_platform.study.plan import check_without_data, place
 
-    console, study = _console(as_json), _opened(**chosen)
+    # the current stream: while Ray runs, sys.stdout is a log file
+    console, study = Console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
         return run_study_on(cluster, click.get_current_context(), study.cells)
     if dry_run:
-        return _dry_run(study, rerun_stale, concurrency, gpus, price, console, as_json)
-    if gpus or price is not None:
-        raise UsageError(f"{'--for' if gpus else '--price'}: works only with --dry-run")
+        return _dry_run(study, rerun_stale, concurrency, gpus, console, as_json)
+    if gpus:
+        raise UsageError("--for: works only with --dry-run")
     # half a second of imports that a plan need not wait for
     from titans_platform.cli import live
     from titans_platform.report.publish import make as report_study
@@ -240,8 +240,7 @@ def run(
 
 
 def _dry_run(
-    study: StudyRun, stale: bool, concurrency: int | None, gpus: str | None, price: float | None,
-    console: Console, as_json: bool,
+    study: StudyRun, stale: bool, concurrency: int | None, gpus: str | None, console: Console, as_json: bool
 ) -> int:  # fmt: skip
     """Print what would run, where, and what it may take; write nothing. Raises what a run would raise."""
     from titans_platform.runs.check import sizes
@@ -260,7 +259,7 @@ def _dry_run(
         except TitansError as error:
             # the rest is worth seeing all the same; a cluster that is only described has not failed
             refusal, basis = UsageError(str(error)) if study.machine else error, str(error)
-        rows = costs(study, price)
+        rows = costs(study)
     cells = [{
         "cell": cell.name, "row": cell.row, "seed": cell.seed,
         "parameters": sizes(cell.config)["parameters"], "tokens": cell.config.tokens,
@@ -275,9 +274,8 @@ def _dry_run(
     }  # fmt: skip
     record = {
         "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
-        "concurrency": study.concurrency, "resources": study.resources.model_dump(), "search": trials,
-        "machine": study.machine and asdict(study.machine), "price": price, "mfu": MFU,
-        "costs": rows,
+        "concurrency": study.concurrency, "resources": study.scale.resources.model_dump(), "search": trials,
+        "machine": study.machine and asdict(study.machine), "mfu": MFU, "costs": rows,
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "refused": str(refusal) if refusal else None,
     }  # fmt: skip
@@ -308,9 +306,8 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         ]
         left = [costs[cell["row"]] for cell in record["cells"] if cell["state"] != "done"]
         if all(cost["gpu_hours"] for cost in left):
-            price, hours = record["price"], sum(cost["gpu_hours"] for cost in left)
-            dollars = f", ${price * hours:,.0f} at ${price:g} a GPU hour" if price else ""
-            lines.append(f"Training takes about {hours:,.0f} GPU hours{dollars}.")
+            hours = sum(cost["gpu_hours"] for cost in left)
+            lines.append(f"Training takes about {hours:,.0f} GPU hours.")
     if not all(cell["cell"] for cell in record["cells"]):
         lines.append("Cells are named once the data are prepared; the run does that first.")
     if search := record["search"]:
@@ -339,15 +336,11 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
 
 def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     """Lay out what a cell of each row takes on GPUs."""
-    from titans_platform.text import NONE, count, short
+    from titans_platform.text import NONE, count, short, table
 
-    keys = ["hours", "gpu_hours"] + ["dollars"] * any(cost["dollars"] for cost in costs)
-    grid = RichTable(**PLAIN)
-    grid.add_column("row", overflow="fold")
-    for heading in ["GiB a GPU", "state, MB", "tokens/s", "hours", "GPU hours", "$"][: 3 + len(keys)]:
-        grid.add_column(heading, justify="right", no_wrap=True)
+    grid = table("row", "GiB a GPU", "state, MB", "tokens/s", "hours", "GPU hours", **PLAIN)
     for cost in costs:
-        numbers = [NONE if cost[key] is None else short(cost[key], 1) for key in keys]
+        numbers = [NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours")]
         gib, state = short(cost["gpu_bytes"] / 2**30, 1), short(cost["state_bytes"] / 1e6, 1)
         grid.add_row(cost["row"], gib, state, count(cost["tokens_per_second"]), *numbers)
     return grid
@@ -415,7 +408,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     """
     from titans_platform.report.publish import make as report_study
 
-    return _exit_code(report_study(_opened(**chosen), _console(as_json), address=ui), as_json)
+    return _exit_code(report_study(_opened(**chosen), Console(stderr=as_json), address=ui), as_json)
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
@@ -425,11 +418,6 @@ def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:
     overrides = chosen["overrides"] + chosen.get("checkpoint_every", ())
     seeds = parse_seeds(chosen["seeds"])
     return open_study(study, scale, root, rows=chosen["rows"], seeds=seeds, overrides=overrides)
-
-
-def _console(as_json: bool) -> Console:
-    """Open a console on the current stream: while Ray runs, sys.stdout is a log file."""
-    return Console(file=sys.stderr if as_json else sys.stdout)
 
 
 def _exit_code(table: Table, as_json: bool) -> int:
@@ -444,14 +432,11 @@ def parse_seeds(text: str | None) -> list[int]:
     """`0,2,5-7` as a list. Raises UsageError."""
     if text is None:
         return []
-    seeds: list[int] = []
-    for part in text.split(","):
-        low, dash, high = part.partition("-")
-        try:
-            numbers = range(int(low), int(high if dash else low) + 1)
-        except ValueError:
-            raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
-        seeds.extend(numbers)
+    parts = [part.partition("-") for part in text.split(",")]
+    try:
+        seeds = [n for low, dash, high in parts for n in range(int(low), int(high if dash else low) + 1)]
+    except ValueError:
+        raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds

@@ -42,14 +42,11 @@ class Workers(click.ParamType):
     name = "N|MIN:MAX"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        least, _, most = str(value).partition(":")
-        try:
-            low, high = int(least), int(most or least)
-        except ValueError:
-            self.fail(f"{value}: give a number, or the minimum and maximum, as 2:8")
-        if not 1 <= low <= high:
+        low, _, high = str(value).partition(":")
+        high = high or low
+        if not (low.isdecimal() and high.isdecimal() and 1 <= int(low) <= int(high)):
             self.fail(f"{value}: give a number of at least 1, or the minimum and then the maximum, as 2:8")
-        return (low, high) if low < high else low
+        return int(low) if low == high else (int(low), int(high))
 
 
 @click.command()

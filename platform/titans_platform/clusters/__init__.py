@@ -7,7 +7,6 @@ cluster file names it by import path, `kind: my_lab.cluster:MyCluster`.
 from __future__ import annotations
 
 import re
-from pathlib import Path
 
 from titans_kernels import Registry
 from titans_platform.clusters.base import Cluster
@@ -24,15 +23,10 @@ NAME = re.compile(r"[a-z]([-a-z0-9]{0,38}[a-z0-9])?")
 """Valid cluster names: they also name Kubernetes objects and folders."""
 
 
-def known_clusters() -> dict[str, Path]:
-    """Return the file of every cluster that can be given by name: in ./clusters first, then the shipped."""
-    return known_files("clusters")
-
-
 def load_cluster(name: str) -> Cluster:
     """Read a cluster by name or path. Raises UsageError, one line, for anything wrong in it."""
     if (path := file_at(name, "cluster")) is None:
-        if name not in (known := known_clusters()):
+        if name not in (known := known_files("clusters")):
             raise UsageError(f"cluster: no {name!r} in clusters/; {nearest(name, known)}")
         path = known[name]
     if not NAME.fullmatch(path.stem):

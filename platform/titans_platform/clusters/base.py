@@ -241,8 +241,8 @@ class Jobs(ABC):
         """List every job the cluster knows, the newest last."""
 
     @abstractmethod
-    def read(self, job_id: str, log: Log, follow: bool) -> None:
-        """Add the log from its start; with ``follow`` it may block while the log grows."""
+    def read(self, job_id: str, log: Log) -> None:
+        """Add the log from its start; it may block while the log grows."""
 
     @abstractmethod
     def stop_steps(self, job_id: str) -> list[Step]:
@@ -290,7 +290,7 @@ class Jobs(ABC):
             info = self.info(job_id)
             if info.state != "pending":
                 log.restart()
-                self.read(job_id, log, follow=True)
+                self.read(job_id, log)
             if info.ended:
                 return info.shell_code
             time.sleep(self.poll)

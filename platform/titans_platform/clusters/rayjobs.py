@@ -141,7 +141,7 @@ class RayJobs(Jobs):
         jobs = [_job_info(job) for job in self._get("/api/jobs/") if job["submission_id"]]
         return sorted(jobs, key=lambda job: job.started or 0)
 
-    def read(self, job_id: str, log: Log, follow: bool) -> None:
+    def read(self, job_id: str, log: Log) -> None:
         async def tail() -> None:
             stream: Any = self.client.tail_job_logs(job_id)
             async with contextlib.aclosing(stream) as chunks:
@@ -149,7 +149,7 @@ class RayJobs(Jobs):
                     log.add(chunk)
 
         try:
-            asyncio.run(tail()) if follow else log.add(self.client.get_job_logs(job_id))
+            asyncio.run(tail())
         except BrokenPipeError:
             # the reader of our output is gone, not the cluster
             raise

@@ -109,7 +109,7 @@ class SlurmJobs(Jobs):
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
         ]
 
-    def read(self, job_id: str, log: Log, follow: bool) -> None:
+    def read(self, job_id: str, log: Log) -> None:
         if (path := self.folder / job_id / "log.txt").exists():
             log.add(path.read_text(encoding="utf-8", errors="replace"))
 

@@ -14,7 +14,6 @@ import pickle
 import secrets
 import shutil
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -42,7 +41,7 @@ from titans_platform.data.sources import SOURCES, WHOLE, SourcePlan, TextSource
 from titans_platform.data.tokenizer import BUILT_IN, Tokenizer, load_tokenizer
 from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_bytes, write_json
-from titans_platform.provenance import cores
+from titans_platform.provenance import cores, die_with_parent
 
 Progress = Callable[[str, int, int, "float | None"], None]
 """Progress callback: source label, documents and tokens so far, fraction done (None if unknown)."""
@@ -252,7 +251,7 @@ def by_processes(processes: int) -> Runner:
             return
         others = multiprocessing.active_children()
         context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(processes, context, initializer=_exit_with_parent) as pool:
+        with ProcessPoolExecutor(processes, context, initializer=_begin_worker) as pool:
             running: dict[Future[Manifest], int] = {}
             try:
                 while True:
@@ -274,17 +273,9 @@ def by_processes(processes: int) -> Runner:
     return run
 
 
-def _exit_with_parent() -> None:
-    """Exit with the parent, so that no orphan is left."""
+def _begin_worker() -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-
-    def watch() -> None:
-        parent.join()
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()
+    die_with_parent()
 
 
 def by_ray(jobs: Iterator[PartJob]) -> Iterator[tuple[int, Manifest]]:

@@ -93,17 +93,10 @@ class PreparedData:
         parts = [read_table(*each).column("hash").to_numpy(zero_copy_only=True) for each in listed]
         return ItemHashes(np.concatenate([np.empty(0, np.uint64), *parts]))
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> RowStream:
-        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
-        return RowStream(self.sources, batch_size, seed, rank, world_size)
-
-    def streams(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> Streams:
-        """Continuous streams, for ``data.rows: streams``. Raises UsageError."""
-        optim = cfg.optim
-        return Streams(
-            self.sources, optim.global_batch_size, cfg.row_tokens, cfg.seed, rank, world_size,
-            reset_probability=optim.reset_probability, groups=optim.stream_groups,
-        )  # fmt: skip
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> RowStream | Streams:
+        """Training batches: shuffled rows or continuous streams, as ``data.rows`` says. Raises UsageError."""
+        kind = RowStream if cfg.data.rows == "shuffled" else Streams
+        return kind(self.sources, cfg, rank, world_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""

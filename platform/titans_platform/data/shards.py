@@ -18,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
-from numpy.lib.stride_tricks import sliding_window_view
 from numpy.typing import NDArray
 from pydantic import Field, JsonValue
 
@@ -191,12 +190,7 @@ def _file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-MANY_SHARDS = 16
-"""A split of more shards is cut into rows shard by shard, so that a row never spans two shards."""
-LONG_ROW = 1 / 64
-"""Rows longer than this fraction of a shard may span shards, whatever their number: cutting shard by shard
-would drop too much at the end of each."""
-OPEN_SHARDS = 16
+OPEN_SHARDS = 64
 """Minimum size of the LRU cache of mapped shards of a split; larger if more places are read at once."""
 MOST_OPEN = 256
 """Its maximum for streams that take turns: each mapped shard is an open file."""
@@ -236,32 +230,12 @@ class Shard:
 
     def span(self, first: int, last: int) -> TokenSpan:
         """Tokens ``first`` to ``last``, exclusive."""
-        flags = (_bits(column, np.array([first]), last - first)[0] for column in (self.starts, self.loss))
-        return TokenSpan(self.tokens[first:last], *flags)
-
-    def rows(self, firsts: Integers, width: int) -> TokenSpan:
-        """[R, W]: the spans of ``width`` tokens that start at ``firsts``."""
-        tokens = sliding_window_view(self.tokens, width)[firsts]
-        return TokenSpan(tokens, _bits(self.starts, firsts, width), _bits(self.loss, firsts, width))
+        return TokenSpan(self.tokens[first:last], *(_bits(x, first, last) for x in (self.starts, self.loss)))
 
 
-def _bits(column: NDArray[np.uint8], firsts: Integers, width: int) -> BoolArray:
-    """[R, W] bits of a column, each row starting at one of ``firsts``."""
-    held = min((width + 14) // 8, len(column))
-    # the end of the file may be shorter than a row
-    byte = np.minimum(firsts >> 3, len(column) - held)
-    bits = np.unpackbits(sliding_window_view(column, held)[byte], axis=1, bitorder="little")
-    skip = firsts - 8 * byte
-    if (skip == skip[0]).all():
-        return bits[:, skip[0] : skip[0] + width].view(np.bool_)
-    rows = np.empty((len(firsts), width), np.bool_)
-    for n in np.unique(skip).tolist():
-        rows[skip == n] = bits[skip == n, n : n + width]
-    return rows
-
-
-def _copy(span: TokenSpan, out: TokenSpan, rows: Integers) -> None:
-    out.tokens[rows], out.starts[rows], out.loss[rows] = span
+def _bits(column: NDArray[np.uint8], first: int, last: int) -> BoolArray:
+    bits = np.unpackbits(column[first // 8 : -(-last // 8)], bitorder="little")
+    return bits[first % 8 : first % 8 + last - first].view(np.bool_)
 
 
 class Split:
@@ -280,7 +254,7 @@ class Split:
 
     def read(self, start: int, stop: int) -> TokenSpan:
         """Tokens ``start`` to ``stop`` (exclusive) of the split; a view if they lie in one shard."""
-        first, last = self.shard_of(np.array([start, stop - 1])).tolist()
+        first, last = (np.searchsorted(self.begins, [start, stop - 1], side="right") - 1).tolist()
         parts = []
         for number in range(first, last + 1):
             begin = int(self.begins[number])
@@ -288,52 +262,23 @@ class Split:
             parts.append(self.shard(number).span(max(start - begin, 0), end))
         return parts[0] if len(parts) == 1 else TokenSpan(*map(np.concatenate, zip(*parts, strict=True)))
 
-    def gather(self, firsts: Integers, into: Integers, out: TokenSpan) -> None:
-        """Copy the spans that start at ``firsts`` into the rows ``into`` of ``out``, full width."""
-        width = out.tokens.shape[1]
-        shards = self.shard_of(firsts)
-        inside = firsts - self.begins[shards]
-        crossing = inside + width > self.held[shards]
-        for number in np.unique(shards[~crossing]).tolist():
-            of_shard = np.flatnonzero((shards == number) & ~crossing)
-            _copy(self.shard(number).rows(inside[of_shard], width), out, into[of_shard])
-        for i in np.flatnonzero(crossing).tolist():
-            _copy(self.read(int(firsts[i]), int(firsts[i]) + width), out, into[i])
-
-    def shard_of(self, tokens: Integers) -> Integers:
-        """Return the shard that contains each position of the sequence."""
-        return np.searchsorted(self.begins, tokens, side="right") - 1
-
 
 class SplitRows(Split):
     """The training or validation rows of a source.
 
-    Text is cut into rows of T+1 tokens with stride T; a task item is a row of T tokens. A split of many
-    shards is cut shard by shard, and the remainder of each is dropped.
+    Text is cut into rows of T+1 tokens with stride T; a task item is a row of T tokens.
     """
 
     def __init__(self, files: Path, info: SplitInfo, length: int, items: bool):
         super().__init__(files, info)
         self.length, self.width = length, length + (not items)
-        held, largest = self.held, int(self.held.max(initial=0))
-        self.by_shard = len(held) > MANY_SHARDS and self.width <= largest * LONG_ROW
-        if self.by_shard:
-            self.counts = np.maximum(held - (self.width - length), 0) // length
-        else:
-            # rows that start in each shard
-            total = max(0, int(held.sum()) - (self.width - length)) // length
-            self.counts = np.diff(np.minimum(-(-np.append(self.begins, held.sum()) // length), total))
-        self._ends = np.cumsum(self.counts)
 
     def __len__(self) -> int:
-        return int(self.counts.sum())
+        return max(0, int(self.held.sum()) - (self.width - self.length)) // self.length
 
-    def first_tokens(self, rows: Integers) -> Integers:
-        """Offset of each row in the split."""
-        if not self.by_shard:
-            return rows * self.length
-        shard = np.searchsorted(self._ends, rows, side="right")
-        return self.begins[shard] + (rows - self._ends[shard] + self.counts[shard]) * self.length
+    def row(self, number: int) -> TokenSpan:
+        """Read one row."""
+        return self.read(number * self.length, number * self.length + self.width)
 
 
 class SourceRows:
@@ -345,18 +290,3 @@ class SourceRows:
         self.items = manifest.item_tokens is not None
         self.train = SplitRows(files, manifest.train, length, self.items)
         self.validation = SplitRows(files, manifest.validation, length, self.items)
-
-    def fill(self, rows: SplitRows, numbers: Integers, into: Integers, out: TokenSpan) -> None:
-        """Copy rows of a split, by number, into the rows ``into`` of ``out``, [R, T+1] each.
-
-        The padding after a task item has no loss.
-        """
-        firsts = rows.first_tokens(numbers)
-        if not self.items:
-            rows.gather(firsts, into, out)
-            if not self.borders:
-                out.starts[into] = False
-            return
-        rows.gather(firsts, into, TokenSpan._make(values[:, : self.length] for values in out))
-        out.tokens[into, self.length] = self.pad
-        out.starts[into, self.length] = out.loss[into, self.length] = False

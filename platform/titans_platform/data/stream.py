@@ -21,72 +21,26 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from titans_platform.config import RunConfig
 from titans_platform.data.encode import interleave
-from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split, TokenSpan
+from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split
 from titans_platform.errors import UsageError
-
-WINDOW = 8
-"""Shards shuffled together in a source that is too large to shuffle as a whole."""
-
-
-class ShuffleWindow(NamedTuple):
-    """Rows of ``shards`` that are shuffled together in an epoch, starting at position ``first``."""
-
-    shards: tuple[int, ...]
-    first: int
-    rows: int
 
 
 class SourceOrder:
-    """The shuffled order of a source's rows in each epoch.
+    """The shuffled order of a source's rows, another one in each epoch; both last orders are kept."""
 
-    With few shards all rows are shuffled. With ``windowed`` the shards are shuffled, then the rows within
-    windows of WINDOW shards, so that only WINDOW shards are read at once.
-
-    ``counts`` are the rows of each shard, in order of their numbers; ``key`` names seed and source.
-    """
-
-    def __init__(self, counts: Integers, key: str, windowed: bool):
-        self.rows = int(counts.sum())
-        self._counts, self._key, self._windowed = counts, key, windowed
-        self._first_row = np.cumsum(counts) - counts
-        # a batch may span two windows, and two epochs
-        self.windows = lru_cache(maxsize=2)(self._windows)
-        self._rows_of = lru_cache(maxsize=2)(self._shuffled_rows)
+    def __init__(self, rows: int, key: str):
+        self.rows = rows
+        self._shuffled = lru_cache(maxsize=2)(lambda epoch: shuffled(rows, f"{key}/{epoch}"))
 
     def at(self, drawn: Integers) -> Integers:
         """Row numbers of the samples ``drawn``, numbered from the start of the first epoch."""
-        rows = np.empty_like(drawn)
-        epochs = drawn // self.rows
+        rows, epochs = np.empty_like(drawn), drawn // self.rows
         for epoch in np.unique(epochs).tolist():
-            in_epoch = np.flatnonzero(epochs == epoch)
-            positions = drawn[in_epoch] - epoch * self.rows
-            starts = [window.first for window in self.windows(epoch)]
-            which = np.searchsorted(starts, positions, side="right") - 1
-            for w in np.unique(which).tolist():
-                inside = which == w
-                rows[in_epoch[inside]] = self._rows_of(epoch, w)[positions[inside] - starts[w]]
+            inside = epochs == epoch
+            rows[inside] = self._shuffled(epoch)[drawn[inside] - epoch * self.rows]
         return rows
-
-    def _windows(self, epoch: int) -> list[ShuffleWindow]:
-        held = np.flatnonzero(self._counts)
-        if not self._windowed:
-            return [ShuffleWindow(tuple(held.tolist()), 0, self.rows)]
-        held = held[shuffled(len(held), f"{self._key}/{epoch}/shards")]
-        windows, first = [], 0
-        for i in range(0, len(held), WINDOW):
-            shards = held[i : i + WINDOW]
-            windows.append(ShuffleWindow(tuple(shards.tolist()), first, int(self._counts[shards].sum())))
-            first += windows[-1].rows
-        return windows
-
-    def _shuffled_rows(self, epoch: int, number: int) -> Integers:
-        """Shuffle the rows of a window."""
-        window = self.windows(epoch)[number]
-        if not self._windowed:
-            return shuffled(window.rows, f"{self._key}/{epoch}")
-        rows = [np.arange(self._counts[s]) + self._first_row[s] for s in window.shards]
-        return np.concatenate(rows)[shuffled(window.rows, f"{self._key}/{epoch}/{number}")]
 
 
 def shuffled(n: int, key: str) -> Integers:
@@ -125,13 +79,16 @@ class Batch(NamedTuple):
 def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
     """Collect the rows of a batch, each given by source and row number in that source."""
     shape = len(rows), sources[0].length + 1
-    out = TokenSpan(np.empty(shape, np.int64), np.empty(shape, np.bool_), np.empty(shape, np.bool_))
-    for s in np.unique(which).tolist():
-        of_source = np.flatnonzero(which == s)
-        split = sources[s].validation if validation else sources[s].train
-        sources[s].fill(split, rows[of_source], of_source, out)
-    out.starts[:, 0] = True
-    return Batch(*map(torch.from_numpy, (out.tokens, out.starts, np.ascontiguousarray(out.loss[:, 1:]))))
+    tokens = np.full(shape, sources[0].pad, np.int64)
+    starts, loss = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
+    for i, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
+        source = sources[s]
+        span = (source.validation if validation else source.train).row(row)
+        inside = slice(len(span.tokens))  # the padding after a task item has no loss
+        tokens[i, inside], loss[i, inside] = span.tokens, span.loss
+        starts[i, inside] = span.starts & source.borders
+    starts[:, 0] = True
+    return Batch(*map(torch.from_numpy, (tokens, starts, np.ascontiguousarray(loss[:, 1:]))))
 
 
 class RowStream:
@@ -141,15 +98,12 @@ class RowStream:
     reshuffled every epoch.
     """
 
-    def __init__(
-        self, sources: Sequence[SourceRows], batch_size: int, seed: int, rank: int = 0, world_size: int = 1
-    ):
-        self.sources, self.batch_size, self.seed = sources, batch_size, seed
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, sources: Sequence[SourceRows], cfg: RunConfig, rank: int = 0, world_size: int = 1):
+        self.sources, self.batch_size, self.seed = sources, cfg.optim.global_batch_size, cfg.seed
+        self.mine = slice(rank, None, world_size)
         if not any(source.weight for source in sources):
             raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
-        splits = enumerate(source.train for source in sources)
-        self._orders = [SourceOrder(split.counts, f"{seed}/{i}", split.by_shard) for i, split in splits]
+        self._orders = [SourceOrder(len(each.train), f"{cfg.seed}/{i}") for i, each in enumerate(sources)]
         # source and turn at each place of a cycle, and turns per source
         self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
@@ -158,8 +112,7 @@ class RowStream:
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
         which, rows = self.drawn(step)
-        share = slice(self.rank, None, self.world_size)
-        return gather(self.sources, False, which[share], rows[share])
+        return gather(self.sources, False, which[self.mine], rows[self.mine])
 
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each row of the global batch."""
@@ -260,24 +213,19 @@ class Streams:
 
     Args:
         sources: prepared sources.
-        batch_size: B, over all workers.
-        width: W.
-        seed: determines the starts of streams, and which are reset.
+        cfg: B is ``optim.global_batch_size``, over all workers, G ``optim.stream_groups``; ``seed`` decides
+            where streams start, and which are reset.
         rank, world_size: this worker has the streams rank, rank + world_size, ...
-        reset_probability: probability of a random reset of a stream at a step.
-        groups: G.
 
     Raises:
         UsageError: there are fewer streams than sources, or a source has too few rows.
     """
 
-    def __init__(
-        self, sources: Sequence[SourceRows], batch_size: int, width: int, seed: int, rank: int = 0,
-        world_size: int = 1, *, reset_probability: float = 0.0, groups: int = 1,
-    ):  # fmt: skip
-        self.sources, self.batch_size, self.width, self.seed = sources, batch_size, width, seed
-        self.mine = slice(rank, None, world_size)
-        self.reset_probability, self.groups = reset_probability, groups
+    def __init__(self, sources: Sequence[SourceRows], cfg: RunConfig, rank: int = 0, world_size: int = 1):
+        self.sources, self.width, self.seed = sources, cfg.row_tokens, cfg.seed
+        self.batch_size, self.groups = cfg.optim.global_batch_size, cfg.optim.stream_groups
+        self.mine, self.reset_probability = slice(rank, None, world_size), cfg.optim.reset_probability
+        width, batch_size, groups = self.width, self.batch_size, self.groups
         self.source = np.resize(interleave([source.weight for source in sources]), batch_size)
         """[B] the source of each stream of a group."""
         self.tables: dict[int, RowTable] = {}
@@ -297,7 +245,7 @@ class Streams:
                 few = f"{len(table)} rows of {width} tokens cannot be divided among {count} streams"
                 fix = "give it more text, or lower optim.global_batch_size or optim.stream_groups"
                 raise UsageError(f"data.sources.{i}: {few}; {fix}")
-            base = int(uniform(1, f"{seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
+            base = int(uniform(1, f"{cfg.seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
             source.train.keep_open(max(OPEN_SHARDS, 2 * len(streams), min(2 * count, MOST_OPEN)))

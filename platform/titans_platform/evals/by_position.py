@@ -192,13 +192,13 @@ class LongText(NamedTuple):
 
 def longest_text(prepared: Any) -> int:
     """Tokens of the longest stretch of held-out text, without its last target."""
-    return max((end - begin - 1 for _, begin, end in _stretches(prepared)), default=0)
+    return max((held - 1 for _, held in _held_out(prepared)), default=0)
 
 
-def _stretches(prepared: Any) -> list[tuple[Any, int, int]]:
-    """Return each split of held-out text, with its first token and the end of its last."""
+def _held_out(prepared: Any) -> list[tuple[Any, int]]:
+    """Return each split of held-out text, with its number of tokens."""
     splits = [source.validation for source in prepared.sources if not source.items]
-    return [(split, 0, int(split.held.sum())) for split in splits if len(split.held)]
+    return [(split, int(split.held.sum())) for split in splits if len(split.held)]
 
 
 def long_texts(
@@ -213,8 +213,8 @@ def long_texts(
         UsageError: the held-out text is shorter than one text.
     """
     row = prepared.config.sequence_length
-    length, stretches = rows * row, _stretches(prepared)
-    fit = np.array([max(0, end - begin - 1) // length for _, begin, end in stretches], np.int64)
+    length, splits = rows * row, _held_out(prepared)
+    fit = np.array([max(0, held - 1) // length for _, held in splits], np.int64)
     if not fit.sum():
         longest = longest_text(prepared)
         less = f"ask for at most {longest // row} rows or " if longest >= 2 * row else ""
@@ -225,10 +225,10 @@ def long_texts(
     wanted = min(int(fit.sum()), max(2, budget // length))
     drawn = np.searchsorted(fit.cumsum(), np.arange(wanted) * int(fit.sum()) // wanted, side="right")
     texts = []
-    for (split, begin, end), share in zip(stretches, np.bincount(drawn, minlength=len(fit)), strict=True):
+    for (split, held), share in zip(splits, np.bincount(drawn, minlength=len(fit)), strict=True):
         for i in range(share):
-            each = (end - begin - 1) // int(share)
-            first = begin + i * each
+            each = (held - 1) // int(share)
+            first = i * each
             # the next document's start, if there is one within the room
             first += int(split.read(first, first + min(each - length, SEARCH) + 1).starts.argmax())
             span = split.read(first, first + length + 1)

@@ -135,8 +135,7 @@ def count_text(data: object, cfg: RunConfig) -> NGrams | None:
 
 def _text_rows(data: PreparedData, cfg: RunConfig) -> Iterator[Rows]:
     text = np.array([not source.items for source in data.sources])
-    streams = cfg.data.rows == "streams"
-    stream = data.streams(cfg) if streams else data.train_stream(cfg.optim.global_batch_size, cfg.seed)
+    stream = data.train_stream(cfg)
     for step in range(cfg.optim.steps):
         batch, kept = stream.batch(step), text[stream.sources_of(step)]
         yield batch.tokens.numpy()[kept], batch.loss.numpy()[kept]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from titans_core.config import Frozen, PositiveInt
 from titans_kernels.bench.timing import Clock
 from titans_platform.errors import UsageError
-from titans_platform.evals.scoring import measure_distributed, measure_on_rank_0, sharded_modules
+from titans_platform.evals.scoring import measure_distributed, sharded_modules
 from titans_platform.tasks import Context, Measurement, Task
 
 
@@ -34,11 +34,8 @@ class Perplexity(Task):
         Raises:
             UsageError: there are no validation rows, or they are shorter than `context.length`.
         """
-        rows = [
-            row
-            for batch in measure_distributed(validation_batches(context), partial(_rows, context))
-            for row in batch
-        ]
+        parts = measure_distributed(validation_batches(context), partial(_rows, context))
+        rows = [row for part in parts for row in part]
         if not (tokens := sum(count for _, count in rows)):
             raise UsageError("perplexity: no validation rows; raise a text source's validation_fraction")
         mean = sum(nll for nll, _ in rows) / tokens
@@ -116,9 +113,9 @@ class Throughput(Task):
     def measure(self, context: Context) -> Measurement:
         """Median over passes on random rows of `context.length` tokens; the model keeps no gradients.
 
-        In a process group the first worker measures, and the others wait unless its passes need them.
+        In a process group all workers measure at the same time, and the first one's rate is the value.
         """
-        return measure_on_rank_0(context.scorer.model, lambda: self._measure(context))
+        return measure_distributed([context], self._measure)[0]
 
     def _measure(self, context: Context) -> Measurement:
         scorer = context.scorer

@@ -59,22 +59,6 @@ def measure_distributed(batches: Iterable[Batch], measure: Callable[[Batch], Res
     return [gathered[i % workers][i // workers] for i in range(total)]
 
 
-def measure_on_rank_0(model: nn.Module, measure: Callable[[], Result]) -> Result:
-    """Return the result of ``measure`` on rank 0, on every rank.
-
-    The other ranks wait, so that rank 0 can take timings; with a sharded model all ranks take part.
-    """
-    if not dist.is_initialized():
-        return measure()
-    result, error = None, None
-    if dist.get_rank() == 0 or sharded_modules(model):
-        try:
-            result = measure()
-        except Exception as raised:
-            error = raised
-    return _gather(result, error)[0]
-
-
 def sharded_modules(model: nn.Module) -> list[Any]:
     """Modules whose parameters are sharded (FSDP2), so that each forward pass needs all ranks."""
     if not dist.is_initialized():

@@ -31,7 +31,7 @@ class Data(Protocol):
         """Hash of the content and length of the rows, independent of paths; part of the run's name."""
         ...
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> Stream:
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> Stream:
         """Batches, each a NamedTuple of tensors [B, ...]; a function of the seed and the step only."""
         ...
 

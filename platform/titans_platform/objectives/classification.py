@@ -17,7 +17,6 @@ import numpy as np
 import pyarrow as pa
 import torch
 from numpy.typing import NDArray
-from pyarrow import parquet
 from pydantic import Field, model_validator
 from torch import Tensor
 from torch.nn import functional as F
@@ -25,7 +24,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from titans_core import ConvClassifier, Model, Pooling, SequenceClassifier
 from titans_core.config import Frozen
-from titans_platform.config import Fraction, SourceConfig, digest
+from titans_platform.config import Fraction, RunConfig, SourceConfig, digest
 from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
@@ -107,10 +106,10 @@ class LabelledData:
         counts = np.bincount(self.labels["train"], minlength=len(self.classes))
         return torch.from_numpy(counts / counts.sum())
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
-        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches of a worker."""
         make = lambda step, which: self.batch("train", which, step >= self.pretrain_steps)  # noqa: E731
-        return ItemStream(len(self.labels["train"]), batch_size, seed, rank, world_size, make)
+        return ItemStream(len(self.labels["train"]), cfg, rank, world_size, make)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
         """Yield up to ``items`` items of a split, always the same ones, in batches of ``rows``."""
@@ -166,22 +165,17 @@ def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
     return Items(sequences, [str(label) for label in labels])
 
 
-def save_items(split: Split, index: Path) -> None:
-    """Save the items in a content-addressed file that ``index`` points to."""
+def save_items(split: Split, path: Path) -> None:
+    """Save a copy of the items."""
     rows = [(text, label, part) for part in PARTS for text, label in zip(*split[part], strict=True)]
-    columns = dict(zip(("sequence", "label", "part"), map(list, zip(*rows, strict=True)), strict=True))
-    save_copy(index, _content(split), ".parquet", lambda path: parquet.write_table(pa.table(columns), path))
+    save_copy(pa.table([*map(list, zip(*rows, strict=True))], ["sequence", "label", "part"]), path)
 
 
-def load_items(index: Path) -> Split:
-    """Load the items that ``index`` points to. Raises NotPrepared; UsageError if their file is corrupt."""
-
-    def read(path: Path, noted: dict[str, Any]) -> Split:
-        columns = parquet.read_table(path).to_pydict()
-        items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
-        return {name: items.take(part == name) for name in PARTS}
-
-    return load_copy(index, ".parquet", read, _content)
+def load_items(path: Path) -> Split:
+    """Load the copy of the items. Raises NotPrepared; UsageError if it is damaged."""
+    columns = load_copy(path).to_pydict()
+    items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
+    return {name: items.take(part == name) for name in PARTS}
 
 
 def _content(split: Split) -> str:
@@ -254,12 +248,12 @@ class Classification(Objective[LabelledData]):
     def prepare(self, root: Path, report: Report | None = None) -> LabelledData:
         """Read the sequences again and save a copy."""
         split = self._read(root)
-        save_items(split, self._index(root))
+        save_items(split, self._copy(root))
         return self._data(split)
 
     def open(self, root: Path) -> LabelledData:
         """Open the copy that `prepare` saved."""
-        return self._data(load_items(self._index(root)))
+        return self._data(load_items(self._copy(root)))
 
     def build_model(self) -> Model:
         """Build the backbone with a classification head, or the convolutional baseline."""
@@ -334,11 +328,8 @@ class Classification(Objective[LabelledData]):
         path = Path(self.options.folder or "").expanduser() / name
         return read_file(str(path), self.options.fields, f"{OPTIONS}.{option}")
 
-    def _index(self, root: Path) -> Path:
-        options, names = self.options, ("path", "validation_path", "test_path", "folder", "dataset")
-        identity = [*(getattr(options, name) for name in names), options.fields, self.cfg.data.seed]
-        identity += [options.validation_fraction, options.test_fraction]
-        return root / "data" / "labelled" / f"{digest(identity)}.json"
+    def _copy(self, root: Path) -> Path:
+        return root / "data" / "labelled" / f"{digest([vars(self.options), self.cfg.data.seed])}.parquet"
 
     def _data(self, split: Split) -> LabelledData:
         length, steps = self.cfg.data.sequence_length, self.options.pretrain_steps

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -18,10 +17,11 @@ import yaml
 from numpy.typing import NDArray
 from pyarrow import csv, json, parquet
 
+from titans_platform.config import RunConfig
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, read_json, write_json
+from titans_platform.files import OPENERS, write_bytes
 
 R = TypeVar("R")
 
@@ -66,12 +66,12 @@ class ItemStream:
     """
 
     def __init__(
-        self, items: int, batch_size: int, seed: int, rank: int, world_size: int,
+        self, items: int, cfg: RunConfig, rank: int, world_size: int,
         make: Callable[[int, NDArray[np.int64]], Any],
     ):  # fmt: skip
-        self.batch_size, self.make = batch_size, make
+        self.batch_size, self.make = cfg.optim.global_batch_size, make
         self.share = slice(rank, None, world_size)
-        self._order = SourceOrder(np.array([items]), str(seed), windowed=False)
+        self._order = SourceOrder(items, str(cfg.seed))
 
     def batch(self, step: int) -> Any:
         """Return this worker's items of the global batch of ``step`` (0-based)."""
@@ -79,32 +79,21 @@ class ItemStream:
         return self.make(step, self._order.at(samples))
 
 
-def save_copy(index: Path, content: str, suffix: str, write: Callable[[Path], object], **about: Any) -> None:
-    """Save a copy beside ``index`` in a file named by the hash of its ``content``, to which ``index`` points.
-
-    The copy is written also if it exists, which repairs a corrupt one.
-    """
-    index.parent.mkdir(parents=True, exist_ok=True)
-    partial = index.with_name(f".{content}.{os.getpid()}{suffix}")
-    write(partial)
-    os.replace(partial, index.with_name(f"{content}{suffix}"))
-    write_json(index, {"content": content, **about})
+def save_copy(table: pa.Table, path: Path) -> None:
+    """Save a table as Parquet with checksums, also if the file exists, which repairs a damaged one."""
+    out = pa.BufferOutputStream()
+    parquet.write_table(table, out, write_page_checksum=True)
+    write_bytes(path, out.getvalue().to_pybytes())
 
 
-def load_copy(
-    index: Path, suffix: str, read: Callable[[Path, dict[str, Any]], R], content_of: Callable[[R], str]
-) -> R:
-    """Load the copy to which ``index`` points. Raises NotPrepared; UsageError if it is corrupt."""
-    if (noted := read_json(index)) is None:
+def load_copy(path: Path) -> pa.Table:
+    """Load a table that `save_copy` wrote. Raises NotPrepared; UsageError if it is damaged."""
+    if not path.is_file():
         raise NotPrepared("objective.options: the data are not prepared; run titans train on them first")
-    path = index.with_name(f"{noted['content']}{suffix}")
     try:
-        value = read(path, noted)
+        return parquet.ParquetFile(path, page_checksum_verification=True).read()
     except (OSError, ValueError) as error:
-        raise UsageError(f"{path}: cannot be read: {error}; prepare it again") from None
-    if content_of(value) != noted["content"]:
-        raise UsageError(f"{path}: damaged: its content is not what its name says; prepare it again")
-    return value
+        raise UsageError(f"{path}: damaged: {one_line(error)}; run titans train again") from None
 
 
 class SeriesTable(NamedTuple):
@@ -114,16 +103,16 @@ class SeriesTable(NamedTuple):
     channels: tuple[str, ...]
 
 
-def save_series(table: SeriesTable, index: Path) -> None:
-    """Save the series in a content-addressed file that ``index`` points to."""
-    values = table.values_NC
-    save_copy(index, content(table), ".npy", lambda path: np.save(path, values), channels=table.channels)
+def save_series(table: SeriesTable, path: Path) -> None:
+    """Save a copy of the series."""
+    save_copy(pa.table([*table.values_NC.T], [*table.channels]), path)
 
 
-def load_series(index: Path) -> SeriesTable:
-    """Load the series that ``index`` points to. Raises NotPrepared; UsageError if its file is corrupt."""
-    read = lambda path, noted: SeriesTable(np.load(path), tuple(noted["channels"]))  # noqa: E731
-    return load_copy(index, ".npy", read, content)
+def load_series(path: Path) -> SeriesTable:
+    """Load the copy of a series. Raises NotPrepared; UsageError if it is damaged."""
+    table = load_copy(path)
+    values_NC = np.stack([column.to_numpy() for column in table.columns], 1)
+    return SeriesTable(values_NC, tuple(table.column_names))
 
 
 def content(table: SeriesTable) -> str:

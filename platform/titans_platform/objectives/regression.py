@@ -22,7 +22,7 @@ from torch import Tensor
 from titans_core import SeriesModel
 from titans_core.config import Frozen, PositiveInt
 from titans_core.forecasting import FORECASTERS, Forecaster, Window
-from titans_platform.config import Fraction, digest
+from titans_platform.config import Fraction, RunConfig, digest
 from titans_platform.errors import UsageError, nearest, within
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
@@ -170,10 +170,10 @@ class SeriesData:
         self.values_NC = torch.from_numpy(((table.values_NC - train.mean(0)) / scale).astype(np.float32))
         self.fingerprint = digest([content(table), length], 16)
 
-    def train_stream(self, batch_size: int, seed: int, rank: int = 0, world_size: int = 1) -> ItemStream:
-        """Training batches; ``batch_size`` is global, over all workers. Raises UsageError."""
+    def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
+        """Training batches of a worker."""
         make = lambda step, which: self.cut(which, self.length)  # noqa: E731
-        return ItemStream(self.windows, batch_size, seed, rank, world_size, make)
+        return ItemStream(self.windows, cfg, rank, world_size, make)
 
     def held_out(
         self, length: int, items: int, batch_size: int, part: Part = "validation"
@@ -212,12 +212,12 @@ class Regression(Objective[SeriesData]):
     def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
         """Read the series again and save a copy."""
         table = self._read()
-        save_series(table, self._index(root))
+        save_series(table, self._copy(root))
         return self._cut(table)
 
     def open(self, root: Path) -> SeriesData:
         """Open the copy that `prepare` saved."""
-        return self._cut(load_series(self._index(root)))
+        return self._cut(load_series(self._copy(root)))
 
     def build_model(self) -> SeriesModel | Forecaster:
         """Build a series model, or the forecaster that the options name."""
@@ -280,11 +280,10 @@ class Regression(Objective[SeriesData]):
             return read_dataset(options.dataset, options.folder, options.columns)
         return read_series(options.path, options.columns, PATH)
 
-    def _index(self, root: Path) -> Path:
+    def _copy(self, root: Path) -> Path:
         options = self.options
-        identity = [options.path, options.columns, options.sines, options.width, self.cfg.data.seed]
-        identity += [options.dataset] * bool(options.dataset)
-        return root / "data" / "series" / f"{digest(identity)}.json"
+        chosen = [options.path, options.dataset, options.columns, options.sines, options.width]
+        return root / "data" / "series" / f"{digest([*chosen, self.cfg.data.seed])}.parquet"
 
     def _cut(self, table: SeriesTable) -> SeriesData:
         options, length = self.options, self.cfg.data.sequence_length

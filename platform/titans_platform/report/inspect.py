@@ -154,16 +154,14 @@ def keys_of(near: Nearest, head: int) -> list[list[dict[str, Any]]]:
     ]
 
 
-def page(inspected: Inspected, source: str, position: int | None = None, warning: str = "") -> str:
+def page(inspected: Inspected, source: str, warning: str = "") -> str:
     """Render the page, which needs no other file.
 
     Args:
         inspected: The text that was read.
         source: Name of the file.
-        position: The token whose reads are shown first; None: the last.
         warning: Printed at the top, e.g. that the memory's norms are out of range.
     """
-    chosen = len(inspected.tokens) - 1 if position is None else position
     reads = list(all_reads(inspected.traces))
     kept = kept_shares(inspected.traces).tolist() if reads else []
     shares = [round(x, 2) for x in kept]
@@ -172,9 +170,9 @@ def page(inspected: Inspected, source: str, position: int | None = None, warning
     return html(
         "inspect.html", inspected=inspected, source=source, warning=warning, shades=shades(inspected),
         around=lambda i: (inspected.texts[max(0, i - AROUND) : i], inspected.texts[i + 1 : i + 1 + AROUND]),
-        chosen=chosen, reads=reads, kept=kept, summary=[summary(trace) for trace in inspected.traces],
-        gates=gates, errors=errors,
-        data={"texts": inspected.texts, "kept": shares, "reads": reads}, spread=AROUND,
+        chosen=len(inspected.tokens) - 1, reads=reads, kept=kept, gates=gates, errors=errors, spread=AROUND,
+        summary=[summary(trace) for trace in inspected.traces],
+        data={"texts": inspected.texts, "kept": shares, "reads": reads},
     )  # fmt: skip
 
 

@@ -146,12 +146,8 @@ def _open_store(run: StudyRun) -> TrackingStore | None:
 
 def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
     """Write the page, the tables and the figures into ``folder``; returns their paths by name."""
-    texts = {
-        PAGE: report_page(report),
-        "table.md": markdown(report, FIGURES),
-        "table.tex": latex(report),
-        **tables(report),
-    }
+    texts = {PAGE: report_page(report), "table.md": markdown(report, FIGURES), "table.tex": latex(report)}
+    texts |= tables(report)
     for name, content in texts.items():
         write_text(folder / name, content)
     files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
@@ -169,7 +165,7 @@ def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]
     log = store.run(run_id)
     for name, path in paths.items():
         log.artifact(path, FIGURES if name.startswith(FIGURES) else None)
-    log.note(markdown(report))
+    log.tags({"mlflow.note.content": markdown(report)})  # MLflow shows it at the top of the run
     log.close("FINISHED" if not table.missing else "FAILED")
     return run_id
 

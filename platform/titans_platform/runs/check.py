@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache, wraps
+from functools import cache, partial, wraps
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -88,11 +88,13 @@ def training_flops(cfg: RunConfig) -> int | None:
         return None
     batch = type(batch)(*(x.to("meta", torch.bfloat16 if x.is_floating_point() else None) for x in batch))
 
-    def of(model: Model) -> int:
-        model.requires_grad_(False).to(torch.bfloat16)
-        return forward_flops(lambda: objective.losses(model, batch))
+    return 3 * _at_depth(objective, partial(_flops, objective, batch))[0]
 
-    return 3 * _at_depth(objective, of)[0]
+
+def _flops(objective: Objective[Any], batch: Any, model: Model) -> int:
+    """Floating-point operations of a forward pass."""
+    model.requires_grad_(False).to(torch.bfloat16)
+    return forward_flops(lambda: objective.losses(model, batch))
 
 
 def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:

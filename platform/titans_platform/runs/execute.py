@@ -28,11 +28,11 @@ from titans_platform.evals import evaluate
 from titans_platform.evals.ngrams import count_text
 from titans_platform.files import ignore_disk_full
 from titans_platform.objectives.base import DataChanged, build_objective, run_name
-from titans_platform.provenance import commit, environment
+from titans_platform.provenance import commit, die_with_parent, environment
 from titans_platform.runs.check import check_kernels, gpu_arch, training_flops
 from titans_platform.runs.folder import CHECKPOINTS, DIVERGED, Result
 from titans_platform.runs.preemption import PreemptionGuard, interruptible, torch_config
-from titans_platform.runs.ray_session import die_with_parent, quiet, return_freed_memory
+from titans_platform.runs.ray_session import quiet, return_freed_memory
 from titans_platform.runs.reporter import DETAILED, Reporter
 from titans_platform.runs.spec import RunSpec
 from titans_platform.tasks import eval_version
@@ -193,11 +193,7 @@ class Worker:
         self.objective.check(self.data)
         if arch := gpu_arch(self.device):
             check_kernels(cfg, arch)
-        shard, rows = data_shard(cfg.optim), cfg.optim.global_batch_size
-        if cfg.data.rows == "streams":
-            stream = self.data.streams(cfg, *shard)
-        else:
-            stream = self.data.train_stream(rows, cfg.seed, *shard)
+        stream = self.data.train_stream(cfg, *data_shard(cfg.optim))
         model, length = self.objective.build_model(), cfg.data.sequence_length
         trainer = Trainer(
             model, cfg.optim, stream, self.device, self.objective, sequence_length=length, seed=cfg.seed
@@ -245,7 +241,7 @@ class Worker:
             on_checkpoint=lambda: saver.save(flush),
             on_divergence=on_divergence,
             validate=lambda: self._validation_loss(trainer),
-            checkpoint_every=cfg.checkpoint_interval,
+            checkpoint_every=cfg.checkpoint.every or min(500, max(1, cfg.optim.steps // 10)),
             checkpoint_at=saver.pinned,
             checkpoint_best=cfg.checkpoint.best,
             validate_every=cfg.eval.every or 0,

@@ -38,8 +38,6 @@ from titans_platform.training.optim import equal_rates
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""
-GONE = {"eval": ("pathways", "pathway_items"), "optim": ("on_divergence", "spike"), "data": ("cache_gb",)}
-"""Fields that configs of earlier versions have, by section."""
 NOT_TRAINED = {"checkpoint": True, "log": True}
 """Sections that do not affect training."""
 
@@ -167,9 +165,6 @@ def config_of(folder: Path, overrides: Iterable[str] = ()) -> RunConfig:
     """Read the config of the run in ``folder``. Raises UsageError."""
     if not (config := RunFolder.at(folder).record().get("config")):
         raise UsageError(f"{folder / RECORD}: has no config; is it the folder of a run?")
-    for section, names in GONE.items():
-        for name in names:
-            config.get(section, {}).pop(name, None)
     return config_from(config, overrides)
 
 

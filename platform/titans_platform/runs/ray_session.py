@@ -14,7 +14,6 @@ import os
 import platform
 import secrets
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -201,16 +200,6 @@ def _start(call: Callable[[], object], over: threading.Event) -> None:
         logs = "/tmp/ray/session_latest/logs"
         raise TimeoutError(f"did not start in {START_SECONDS:.0f} s; its logs are in {logs}")
     started.result()
-
-
-def die_with_parent() -> None:
-    """Kill this worker process when the raylet that started it dies, e.g. because its driver was killed.
-
-    Ray's own check takes seconds, in which an orphaned worker could still write into a run that the next
-    driver has already resumed. Linux only; elsewhere there is only Ray's check.
-    """
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def _nodes() -> list[dict[str, Any]]:

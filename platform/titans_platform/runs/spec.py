@@ -69,11 +69,6 @@ class Resources(Frozen):
         """GPUs of all workers."""
         return self.max_workers * self.gpus_per_worker
 
-    @property
-    def at_least(self) -> Resources:
-        """The same resources with the minimum number of workers."""
-        return self.model_copy(update={"workers": self.min_workers})
-
 
 @dataclass(frozen=True)
 class Tracking:
@@ -209,11 +204,12 @@ def concurrency(resources: Resources, machine: Machine, requested: int | None = 
     Raises UsageError (ClusterError on a cluster) if not even one fits, and UsageError if fewer fit than
     requested.
     """
-    fit = _fit(resources, machine) or min(1, _fit(resources.at_least, machine))
+    least = resources.model_copy(update={"workers": resources.min_workers})
+    fit = _fit(resources, machine) or min(1, _fit(least, machine))
     if fit < 1:
         where = "cluster" if machine.nodes else "machine"
         refused = ClusterError if machine.nodes else UsageError
-        raise refused(f"{_shortage(resources.at_least, machine)}; choose a smaller scale or a larger {where}")
+        raise refused(f"{_shortage(least, machine)}; choose a smaller scale or a larger {where}")
     if requested is not None and not 1 <= requested <= fit:
         raise UsageError(f"--concurrency {requested}: {_shortage(resources, machine)}; give 1 to {fit}")
     return requested or fit

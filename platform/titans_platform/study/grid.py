@@ -27,7 +27,7 @@ from titans_platform.loading import (
     validate,
 )
 from titans_platform.runs.folder import Result, RunFolder
-from titans_platform.runs.spec import Machine, Resources, Tracking
+from titans_platform.runs.spec import Machine, Tracking
 from titans_platform.study.search import FOUND, TRIALS, SearchState
 from titans_platform.study.spec import Column, Row, Scale, Study, pick, read_paper
 from titans_platform.text import flatten
@@ -102,11 +102,6 @@ class StudyRun:
     def scale(self) -> Scale:
         """Its scale in the study's file."""
         return self.study.scales[self.scale_name]
-
-    @property
-    def resources(self) -> Resources:
-        """Resources that each of its cells is trained on."""
-        return self.scale.resources
 
     @property
     def rows(self) -> tuple[Row, ...]:

@@ -87,7 +87,7 @@ def check_space(study: StudyRun) -> list[RunConfig]:
 
 def check_without_data(study: StudyRun) -> None:
     """Check batch, resources and memory, and sources without their data. Raises UsageError, ClusterError."""
-    _check_rows(study.cells, lambda config: check_resources(config, study.resources, study.machine))
+    _check_rows(study.cells, lambda config: check_resources(config, study.scale.resources, study.machine))
     unnamed = (cell for cell in study.cells if not cell.name)
     _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
@@ -130,7 +130,7 @@ def name_cells(study: StudyRun, prepare: Callable[[RunConfig], Data] | None = No
             starts[config.start_from] = located(config, study.root).start_from
         config = config.model_copy(update={"start_from": starts[config.start_from]})
         data = known[key].fingerprint
-        name = run_name(config, data, study.resources.hashed_workers)
+        name = run_name(config, data, study.scale.resources.hashed_workers)
         return replace(cell, config=config, name=name, data=data)
 
     def at_hand(config: RunConfig) -> Data:
@@ -147,11 +147,11 @@ def place(study: StudyRun, rerun_stale: bool = False, requested: int | None = No
     of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
     even one cell fits, or fewer than requested.
     """
-    machine = study.machine or available(study.resources)
-    fit, memory = concurrency(study.resources, machine, requested), machine_memory()
+    machine = study.machine or available(study.scale.resources)
+    fit, memory = concurrency(study.scale.resources, machine, requested), machine_memory()
     placed = replace(study, machine=machine, concurrency=fit, rerun_stale=rerun_stale)
     peaks = [result.peak_rss_bytes or 0 for _, result in placed.results if result]
-    cell = max(peaks, default=0) * study.resources.max_workers
+    cell = max(peaks, default=0) * study.scale.resources.max_workers
     if machine.nodes or fit * cell <= memory:
         return placed, ""
     fewer = max(1, memory // cell)
@@ -216,7 +216,7 @@ def _from_flops(study: StudyRun, todo: Sequence[Cell]) -> tuple[float, str] | No
 
 def speed(config: RunConfig, study: StudyRun) -> float | None:
     """Return an estimate of a cell's training tokens a second on the study's GPUs, if they are known."""
-    gpu, gpus = study.machine and study.machine.gpu, study.resources.gpus
+    gpu, gpus = study.machine and study.machine.gpu, study.scale.resources.gpus
     if not gpus or gpu is None or not gpu.flops or (flops := training_flops(config)) is None:
         return None
     # float32 products are half as fast, in TF32; recomputation is another forward pass
@@ -225,11 +225,10 @@ def speed(config: RunConfig, study: StudyRun) -> float | None:
     return MFU * peak * gpus * config.row_tokens / (flops * (4 / 3 if whole else 1))
 
 
-def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
+def costs(study: StudyRun) -> list[dict[str, Any]]:
     """Return estimates of a cell of each row on the study's GPUs, by the keys of ``--dry-run --json``.
 
-    The memory of one GPU, the state of a sequence, tokens a second, hours, GPU hours, and dollars at
-    ``price`` a GPU hour.
+    The memory of one GPU, the state of a sequence, tokens a second, hours and GPU hours.
     """
     rows = []
     if study.machine is None or study.machine.gpu is None:
@@ -237,11 +236,10 @@ def costs(study: StudyRun, price: float | None) -> list[dict[str, Any]]:
     for row, config in {cell.row: cell.config for cell in study.cells}.items():
         rate = speed(config, study)
         hours = config.tokens / rate / 3600 if rate else None
-        gpu_hours = hours and hours * study.resources.gpus
         rows.append({
-            "row": row, "gpu_bytes": sum(needed_memory(config, study.resources).values()),
+            "row": row, "gpu_bytes": sum(needed_memory(config, study.scale.resources).values()),
             "state_bytes": sizes(config)["state_bytes"], "tokens_per_second": rate, "hours": hours,
-            "gpu_hours": gpu_hours, "dollars": gpu_hours and price and price * gpu_hours,
+            "gpu_hours": hours and hours * study.scale.resources.gpus,
         })  # fmt: skip
     return rows
 

@@ -15,11 +15,12 @@ from typing import Any
 from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective, run_name
+from titans_platform.provenance import die_with_parent
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import CHECKPOINTS, Busy
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
-from titans_platform.runs.ray_session import die_with_parent, ray_session
+from titans_platform.runs.ray_session import ray_session
 from titans_platform.runs.reporter import end_orphans
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun, chosen_cells
@@ -55,7 +56,7 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     """
     from titans_platform.tracking import open_store
 
-    resources, store = study.resources, open_store(study.root)
+    resources, store = study.scale.resources, open_store(study.root)
     tags = {"titans.scale": study.scale_name, "titans.commit": study.commit}
     seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
     columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
@@ -96,15 +97,10 @@ def run_search(study: StudyRun) -> StudyRun:
     asha = ASHAScheduler(
         time_attr="steps", metric="value", mode=mode, grace_period=first, max_t=last, reduction_factor=factor
     )
-    fingerprint = build_objective(study.cells[0].config).open(study.root).fingerprint
-    _run_trials(
-        study,
-        _run_trial,
-        {"study": study, "fingerprint": fingerprint},
-        search_alg=tune_sampler(state.search, mode, [trial.params for trial in state.trials]),
-        scheduler=asha,
-        num_samples=state.search.trials,
-    )
+    data = build_objective(study.cells[0].config).open(study.root).fingerprint
+    sampler = tune_sampler(state.search, mode, [trial.params for trial in state.trials])
+    how = {"search_alg": sampler, "scheduler": asha, "num_samples": state.search.trials}
+    _run_trials(study, _run_trial, {"study": study, "fingerprint": data}, **how)
     ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
@@ -174,7 +170,7 @@ def _run_trial(space: dict[str, Any]) -> None:
     study, data, search = space["study"], space["fingerprint"], space["study"].search.search
     params = {key: space[key] for key in search.space}
     config = located(study.trial_config(params), study.root)
-    name = run_name(config, data, study.resources.hashed_workers)
+    name = run_name(config, data, study.scale.resources.hashed_workers)
     title = f"trial {number_trial(study.path, name, params)}"
     spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
@@ -217,7 +213,7 @@ def _run_trials(
     from ray import tune
 
     # Ray Tune's own files
-    resources, storage = study.resources, study.path / "tune"
+    resources, storage = study.scale.resources, study.path / "tune"
     needed = {"CPU": DRIVER_CPU}
     if not resources.several:
         share = {"CPU": resources.cpus_per_worker, "GPU": resources.gpus_per_worker}
@@ -255,4 +251,4 @@ def spec_of(study: StudyRun, cell: Cell, title: str) -> RunSpec:
     tracking = replace(study.tracking, title=title, params=study.varied, tags=tags)
     labels = {"study": study.study.name, "row": cell.row}
     run = cell.config, study.root, cell.name, study.commit, cell.data
-    return RunSpec(*run, study.resources, tracking, labels)
+    return RunSpec(*run, study.scale.resources, tracking, labels)

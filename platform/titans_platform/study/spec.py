@@ -340,28 +340,21 @@ class Printed(Frozen):
     study: str
     """The study that reproduces it, which may not exist yet."""
     columns: tuple[str, ...] = ()
-    size: str = ""
-    """The scale of the study that corresponds to the numbers."""
-    rows: dict[str, Numbers] = Field(default_factory=dict)
     sizes: dict[str, dict[str, Numbers]] = Field(default_factory=dict)
-    """Instead of size and rows: the rows by size, for a table with several model sizes."""
+    """Its rows by the scale of the study that they correspond to."""
     references: dict[str, str] = Field(default_factory=dict)
     """Rows that no study runs: why they are listed, and the source of their numbers."""
 
     @model_validator(mode="after")
     def _whole(self) -> Printed:
-        for name, row in ((name, row) for rows in self.by_size().values() for name, row in rows.items()):
+        for name, row in ((name, row) for rows in self.sizes.values() for name, row in rows.items()):
             if len(row) != len(self.columns):
                 raise ValueError(f"rows: {name} has {len(row)} numbers for {len(self.columns)} columns")
         return self
 
-    def by_size(self) -> dict[str, dict[str, Numbers]]:
-        """Return its rows by model size."""
-        return self.sizes or {self.size: self.rows}
-
     def numbers(self, row: str, size: str) -> dict[str, float | None]:
         """Return the numbers of a row by column, at ``size`` of a table with several; empty without any."""
-        rows = self.sizes.get(size, {}) if self.sizes else self.rows
+        rows = self.sizes.get(size, {}) if len(self.sizes) > 1 else next(iter(self.sizes.values()), {})
         return dict(zip(self.columns, rows[row], strict=True)) if row in rows else {}
 
 

@@ -121,7 +121,7 @@ class PaperItem:
     @property
     def sizes(self) -> list[str]:
         """The scales of the study that the paper's numbers belong to."""
-        sizes = [size for each in self.printed for size in each.by_size()]
+        sizes = [size for each in self.printed for size in each.sizes]
         return [size for size in sizes if self.study and size in self.study.scales]
 
     def record(self) -> dict[str, Any]:

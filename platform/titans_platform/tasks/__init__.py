@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, pvariance
@@ -34,10 +34,6 @@ FLOOR_ITEMS, MIN_FLOOR_ITEMS = 1000, 50
 """Most and fewest items that heuristics are measured on."""
 FLOOR_TOKENS, FLOOR_ANSWERS = 2**19, 3000
 """Tokens and answers after which sampling stops, once it has the fewest items."""
-
-KEPT_TOKENS, KEPT_DRAWS = 2**18, 64
-"""Most tokens of a task's items that are kept for the next run, and most draws of items."""
-_DRAWN: dict[Any, tuple[Item, ...]] = {}
 
 Heuristic = Callable[[str], Sequence[str]]
 """Maps the text before an answer to the answers that it guesses among with equal probability."""
@@ -180,26 +176,12 @@ class GeneratedTask(Task):
         value, heuristic, _ = self.floor(context.length, context.scorer.tokenizer) or (None, None, None)
         return Measurement(fmean(shares), stderr, self.chance, len(shares), means, value, heuristic)
 
-    def _fresh_items(self, context: Context) -> Iterable[Item]:
-        """Return up to `config.items` distinct items that do not occur in the training rows.
-
-        A process that measures many runs on the same data draws them once, unless they are long.
+    def _fresh_items(self, context: Context) -> Iterator[Item]:
+        """Yield up to `config.items` distinct items that do not occur in the training rows.
 
         Raises:
             UsageError: not one unseen item was found.
         """
-        config, length, tokenizer = context.config, context.length, context.scorer.tokenizer
-        fingerprint = getattr(context.prepared, "fingerprint", None)
-        if fingerprint is None or length * config.items > KEPT_TOKENS:
-            return self._draw(context)
-        key = type(self), self.options, length, tokenizer, config.seed, config.items, fingerprint
-        if key not in _DRAWN:
-            if len(_DRAWN) == KEPT_DRAWS:
-                _DRAWN.pop(next(iter(_DRAWN)))
-            _DRAWN[key] = tuple(self._draw(context))
-        return _DRAWN[key]
-
-    def _draw(self, context: Context) -> Iterator[Item]:
         config, length, options = context.config, context.length, self.options.model_dump(mode="json")
         about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
         rng, misses = random.Random(digest(about)), 0

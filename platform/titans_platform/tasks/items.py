@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import groupby
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import yaml
 
 from titans_platform.errors import UsageError
-from titans_platform.files import OPENERS
+from titans_platform.files import opened
 from titans_platform.text import plain
 
 LONG = 32_768
@@ -207,32 +207,6 @@ def _joined(make: Callable[[], str], characters: int) -> str:
     return " ".join(parts)[total - characters :]
 
 
-def read_text(path: str) -> str:
-    """Text of a UTF-8 file, decompressed as its suffix says. Raises UsageError if it cannot be read."""
-    try:
-        with OPENERS.get(Path(path).suffix.lower(), open)(path, "rb") as file:
-            return plain(file.read().decode("utf-8"))
-    except Exception as error:  # decompression, decoding and file systems have no common base
-        raise UsageError(f"options.path: cannot read {path}: {error}") from None
-
-
-def read_jsonl(path: str) -> list[dict[str, Any]]:
-    """Objects of a .jsonl file. Raises UsageError: unreadable, empty, or a line is not a JSON object."""
-    records = []
-    for number, line in enumerate(read_text(path).split("\n"), start=1):
-        if line.strip():
-            try:
-                record = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise UsageError(f"options.path: {path}, line {number}: {error.msg}") from None
-            if not isinstance(record, dict):
-                raise UsageError(f"options.path: {path}, line {number}: not a JSON object")
-            records.append(record)
-    if not records:
-        raise UsageError(f"options.path: {path} holds no records")
-    return records
-
-
 def cycle(text: str, start: int, characters: int) -> str:
     """`characters` characters of `text` from `start` on, repeating the text."""
     return (text * ((start + characters) // len(text) + 1))[start : start + characters]
@@ -240,9 +214,18 @@ def cycle(text: str, start: int, characters: int) -> str:
 
 @lru_cache(maxsize=4)
 def load_prose(path: str) -> str:
-    """Text of the file with runs of white space collapsed, as RULER does with its essays."""
-    records = read_jsonl(path) if ".jsonl" in path else None
-    text = read_text(path) if records is None else " ".join(str(r.get("text", "")) for r in records)
+    """Text of a file, of .jsonl its `text` fields, with white space collapsed, as RULER does with essays.
+
+    Raises UsageError: it cannot be read, or holds no text.
+    """
+    try:
+        with opened(path) as file:
+            text = plain(file.read().decode("utf-8"))
+        if ".jsonl" in path:
+            records = json.loads("[" + ",\n".join(filter(str.strip, text.split("\n"))) + "]")
+            text = " ".join(str(record.get("text", "")) for record in records)
+    except Exception as error:  # decompression, decoding, JSON and file systems have no common base
+        raise UsageError(f"options.path: cannot read {path}: {error}") from None
     text = re.sub(r"\s+", " ", text).strip() + " "
     if text == " ":
         raise UsageError(f"options.path: {path} holds no text")

@@ -20,6 +20,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ from titans_platform.training.loop import Progress, Trainer
 from titans_platform.training.parallel import rank
 
 log = logging.getLogger(__name__)
+_blake = partial(hashlib.blake2b, digest_size=16)
 
 MANIFEST = "manifest.json"
 TRIES = 3
@@ -468,7 +470,3 @@ def _hash(path: Path) -> str:
 
 def _hash_of(content: dict[str, object]) -> str:
     return _blake(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _blake(data: bytes = b"") -> hashlib.blake2b:
-    return hashlib.blake2b(data, digest_size=16)

@@ -292,9 +292,7 @@ class Trainer:
         seen = ", ".join(f"{k} {v:.3g}" for k, v in self.progress.telemetry.items()) or "none yet"
         fix = "try model.memory.surprise_bound=1, or a smaller model.memory.max_theta or optim.lr"
         wrong = f"step {self.progress.step + 1}: loss {loss:.4g}, gradient norm {norm:.4g}"
-        error = Diverged(f"{wrong}; last telemetry: {seen}; {fix}")
-        error.loss, error.norm = loss, norm
-        return error
+        return Diverged(f"{wrong}; last telemetry: {seen}; {fix}")
 
 
 def batches_ahead(stream: Stream, steps: range, device: torch.device) -> Generator[Any, None, None]:

@@ -70,15 +70,13 @@ def before_decay(cfg: OptimConfig) -> int | None:
 class Diverged(TitansError):
     """The loss or its gradient is not finite. Deterministic: a retry would fail too."""
 
-    loss = norm = math.nan
-
 
 def save_batch(folder: Path, batch: Any, step: int, rank: int, error: Diverged) -> str:
-    """Save this rank's part of the batch as safetensors, with step, loss and norm. Returns a message."""
+    """Save this rank's part of the batch as safetensors, with step and error. Returns a message."""
     from safetensors.torch import save_file
 
     path = folder / f"step-{step:08d}-rank{rank}.safetensors"
-    about = {"step": str(step), "loss": repr(error.loss), "grad_norm": repr(error.norm)}
+    about = {"step": str(step), "error": str(error)}
     tensors = {name: part.detach().cpu().contiguous() for name, part in batch._asdict().items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
