@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings(QUIET)]
 MEMORIES = [*MEMORY_VARIANTS, "deltanet", "gated_deltanet", "gated_deltanet_h2", "ttt_linear", "ttt_mlp"]
 
 
-def model(variant: str, layers: int = 1, window: int | None = 12, **memory: int) -> LanguageModel:
+def model(variant: str, layers: int = 1, window: int | None = 12, **memory) -> LanguageModel:
     torch.manual_seed(0)
     c = config(variant, persistent=ModelConfig().persistent_tokens, window=window, options={}, **memory)
     return LanguageModel(c.model_copy(update={"n_layers": layers}))
