@@ -1,39 +1,12 @@
 """Small models shared by the tests in this folder, and the options they are parametrized over."""
 
-from dataclasses import dataclass
-from typing import ClassVar, get_args
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from titans_core import BLOCKS, AttentionConfig, LanguageModel, MemoryConfig, ModelConfig
 from titans_core.layers import Gating
-from titans_kernels import Rule
-from titans_kernels.memory.rules import GatedDelta
-
-
-@dataclass(frozen=True)
-class Robust(Rule):
-    """A Huber loss in place of the squared error."""
-
-    delta: float = 1.0
-
-    def loss(self, prediction: Tensor, v: Tensor, *extra: Tensor) -> Tensor:
-        e = prediction - v
-        near = e.clamp(-self.delta, self.delta)
-        return (near * (2 * e - near)).sum(-1)
-
-
-@dataclass(frozen=True)
-class Gated(GatedDelta):
-    """A write gate of its own, and an update of its own."""
-
-    extra_gates: ClassVar[int] = 1
-
-    def update(self, weights, momentum, gradient, alpha, eta, theta, *extra):
-        momentum = eta * momentum - theta * gradient
-        return (1 - alpha) * weights + extra[0] * momentum, momentum
-
 
 VARIANTS = sorted(BLOCKS)
 MEMORY_VARIANTS = ["lmm", "mac", "mag", "mal"]
@@ -43,15 +16,16 @@ BASELINE_OPTIONS: dict[str, dict] = {
     "mamba": {"state": 4}, "mamba2": {"head_dim": 8, "state": 6}, "retnet": {"heads": 2},
     "samba": {"state": 4},
 }  # fmt: skip
+RULES = "tests.kernels.test_rules"
 ONLINE = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
 SWITCHES: dict[str, dict] = {
     "default": {}, "linear": {"depth": 1}, "deep": {"depth": 4}, "online": {"chunk_size": 1},
     "no_conv": {"conv": False}, "no_momentum": {"momentum": False}, "no_decay": {"decay": False},
     "unbounded": {"surprise_bound": None, "max_theta": 0.05}, "gates_per_chunk": {"gates_per": "chunk"},
     "plain_output": {"output": ()}, "wide_gelu": {"expansion": 2, "activation": "gelu"},
-    "gated_delta": {"rule": "gated_delta"}, "robust": {"rule": "tests.core.small:Robust(delta=0.3)"},
-    "gated": {"rule": "tests.core.small:Gated", "gates_per": "chunk"},
-    "gated_per_channel": {"rule": "tests.core.small:Gated", "channel_gates": "alpha", "write_budget": 1.0},
+    "gated_delta": {"rule": "gated_delta"}, "robust": {"rule": f"{RULES}:Robust(delta=0.3)"},
+    "gated": {"rule": f"{RULES}:Normalised", "gates_per": "chunk"},
+    "gated_per_channel": {"rule": f"{RULES}:Normalised", "channel_gates": "alpha", "write_budget": 1.0},
     "residual": {"residual": "input"}, "inner_norm": {"residual": "norm", "expansion": 2},
     "decay_per_channel": {"channel_gates": "alpha", "expansion": 2},
     "later_version": {"residual": "norm", "channel_gates": "alpha", "gates_per": "chunk"},

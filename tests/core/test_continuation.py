@@ -38,7 +38,7 @@ def test_packed_documents_equal_documents_alone(variant, switch):
 
 @pytest.mark.parametrize(("variant", "switch"), [
     *product(VARIANTS, ["default", "no_conv", "gates_per_chunk", "robust", "later_version", "smallest"]),
-    *product(["lmm", "mac"], ["gated", "gated_per_channel", "decay_per_channel"]),
+    *product(["lmm", "mac"], ["gated", "gated_per_channel", "decay_per_channel", "budget_per_chunk"]),
 ])  # fmt: skip
 def test_state_bytes_are_those_of_the_state(variant, switch):
     for dtype in (torch.float32, torch.float64):

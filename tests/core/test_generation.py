@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.core.small import VARIANTS, model, tokens
+from tests.core.small import SWITCHES, VARIANTS, model, tokens
 from titans_core import LanguageModel, Reading, Sampling, Writing
 
 WARM = Sampling(temperature=0.7, top_k=30, top_p=0.95, seed=3)
@@ -18,7 +18,7 @@ def drawn(variant: str, seed: int) -> tuple[LanguageModel, random.Random]:
     memory = {
         "depth": rng.choice([1, 2, 3]), "chunk_size": chunk, "conv": rng.random() < 0.7,
         "gates_per": rng.choice(["token", "chunk"]),
-        "rule": rng.choice(["paper", "paper", "tests.core.small:Robust"]),
+        "rule": rng.choice(["paper", "paper", SWITCHES["robust"]["rule"]]),
     }  # fmt: skip
     segment, attention = chunk * rng.choice([1, 2, 3]), {"conv": rng.random() < 0.7}
     persistent, window = rng.choice([0, 3]), rng.choice([1, 6, None])

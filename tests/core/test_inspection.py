@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.core.small import MEMORY_VARIANTS, model, tokens
+from tests.core.small import MEMORY_VARIANTS, SWITCHES, model, tokens
 from titans_core import LanguageModel, MemoryTrace, NeuralMemory, watch
 
 
@@ -39,7 +39,7 @@ def error(memory: NeuralMemory, writes, cache) -> Tensor:
     return (read - writes.v).square().sum(-1)[0, 0]
 
 
-KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, {"rule": "tests.core.small:Robust"}, {"surprise_bound": None}]
+KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, SWITCHES["robust"], {"surprise_bound": None}]
 KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}, {"write_budget": 1.0}]
 
 

@@ -71,17 +71,6 @@ class Call:
         self.residual = self.residual and Residual(*low(self.residual.norm))
         self.base = self.base and low(self.base)
 
-    def apart(self, borders: list[int], **options) -> list[Tensor]:
-        """The results of `whole` on packed documents, by a call for each that has tokens."""
-        actual, whole = [], (self.tokens, self.state)
-        for i, (start, end) in enumerate(pairwise(borders)):
-            self.tokens = [x[:, start:end] for x in whole[0]]
-            self.state = MemoryState(*(tuple(x[i : i + 1] for x in part) for part in whole[1]))
-            one = self.whole(**options) if start < end else [self.tokens[2], *self.state[0], *self.state[1]]
-            self.tokens, self.state = whole
-            actual.append(one)
-        return [torch.cat(parts, 0 if n else 1) for n, parts in enumerate(zip(*actual, strict=True))]
-
 
 class Case(Call):
     """Random float64 inputs of two heads of width 4; gates are 0 and 1 at some tokens.

@@ -159,16 +159,6 @@ def test_gradient_at_a_limit_is_of_the_side_that_is_stated(form):
     assert not torch.autograd.grad(now.sum(), zero)[0][0, 0].any()
 
 
-def test_steps_that_fit_are_left_and_a_repeated_key_is_written_one_full_step():
-    k = torch.eye(8).repeat(2, 2, 1)[:, :, None]  # orthogonal within a chunk
-    eta, theta = torch.rand(2, 16, 1), 0.499 * torch.rand(2, 16, 1)
-    assert torch.equal(write_budget(k, eta, theta * (1 - eta), 8), theta * (1 - eta))
-    k, eta, theta = torch.ones(1, 12, 1, 1), torch.full((1, 12, 1), 0.5), torch.full((1, 12, 1), 0.1)
-    steps = 2 * write_budget(k, eta, theta, 6) / (1 - eta)
-    expected = torch.tensor([0.4, 0.4, 0.2, 0, 0, 0] * 2)
-    torch.testing.assert_close(steps[0, :, 0], expected, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("channels", ["eta", "theta", "both"])
 def test_columns_of_a_token_shrink_by_the_factor_of_the_largest(channels):
     k, eta, theta = (x.detach() for x in inputs(2, 23, 2, 3))

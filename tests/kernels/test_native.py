@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from tests.kernels.cases import Case, assert_same, needs_compiler
-from titans_kernels import Residual, native, neural_memory
+from titans_kernels import native, neural_memory
 from titans_kernels.layers import short_convolution
-from titans_kernels.memory import op
 from titans_kernels.memory.forms import native as compiled
 
 
@@ -54,18 +53,6 @@ def test_denormals_are_flushed_in_the_kernels_and_not_after_them():
     assert (tiny * 0.5 > 0).all()
 
 
-@needs_compiler
-def test_unused_state_and_an_unused_read_have_their_gradients():
-    case = Case(20, 2)
-    for part in (0, 1):
-        grads = []
-        for backend in ("reference", "native"):
-            y, *_, momentum = case.whole(chunk_size=7, backend=backend)
-            used = momentum if part else y
-            grads.append(torch.autograd.grad(used.sin().sum(), case.leaves, materialize_grads=True))
-        torch.testing.assert_close(*grads, rtol=1e-9, atol=1e-10)
-
-
 def test_without_a_compiler_the_other_forms_do_it(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(shutil, "which", lambda name: None)
@@ -92,14 +79,3 @@ def test_library_is_compiled_once_from_the_sources_of_the_import(monkeypatch, tm
     assert native.build("float", tmp_path).stat().st_mtime_ns == modified  # not compiled again
     monkeypatch.setattr(native, "FOLDER", tmp_path / "gone")
     assert {native.build(real, tmp_path) for real in ("float", "double")} == set(tmp_path.iterdir()) > built
-
-
-@needs_compiler
-def test_auto_is_native_on_a_cpu_for_the_papers_rule_alone():
-    case = Case(5)
-    inputs = op.Inputs.of(*case.tokens)
-    norm = Residual(*torch.ones(2, 2, 4, dtype=torch.float64))
-    for output in (None, Residual(), norm):
-        options = op.Options(4, "silu", None, None, residual=output)
-        assert op.choose("auto", inputs, case.state.weights, options).name == "native"
-        assert op.choose("chunked", inputs, case.state.weights, options).name == "chunked"

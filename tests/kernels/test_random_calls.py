@@ -15,8 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.kernels.cases import Call, assert_same, needs_compiler
-from tests.kernels.test_budget import definition
-from titans_kernels import MemoryState, Residual, forms_used, neural_memory, write_budget
+from titans_kernels import MemoryState, Residual, forms_used, neural_memory
 from titans_kernels.layers import rms_norm, short_convolution
 from titans_kernels.memory import op
 from titans_kernels.native import library
@@ -47,7 +46,7 @@ class Drawn(Call):
             self.borders, B, N = torch.tensor([0, *cuts, T]), 1, len(cuts) + 1
             self.first = int(self.borders[1])  # tokens of the first document
         self.kind = one(["none", "none", "none", "input", "norm"])
-        hidden = [one([2, 5, 16]) for _ in range(depth - 1)]
+        hidden = [one([2, 16, 40]) for _ in range(depth - 1)]
         widths = [D, *hidden, D if self.kind != "none" else one([2, 5, D])]
         ends = widths[0], widths[0], widths[-1]
         tokens = [F.normalize(rand(B, T, H, n) - 0.5, dim=-1) for n in ends]
@@ -87,7 +86,8 @@ def test_memory_is_the_recurrence(forms, seed):
     expected = call.run("reference")
     forms_used(forget=True)
     actual = call.run("auto")
-    assert forms == "compiled" or "neural_memory: native" not in forms_used()
+    online = {"neural_memory: online"} & {*forms_used()}
+    assert ("neural_memory: native" in forms_used()) == (forms == "compiled" and not online)
     assert_same(expected, actual, call.leaves)
     with torch.no_grad():  # the compiled form continues a chunk without a gradient alone
         y = call.in_pieces()
@@ -119,15 +119,6 @@ def test_form_computes_what_its_row_of_the_table_says(name):
         for x, y in zip(call.run("reference"), result, strict=True):
             assert (x - y).norm() <= form.tolerance * x.norm() + 1e-12
     assert computed >= 7
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_write_budget_is_its_definition(forms, seed):
-    call = Drawn(seed)
-    k, eta, theta = leaves = [call.tokens[i] for i in (1, 4, 5)]
-    options = {"chunk_size": call.options["chunk_size"], "cu_seqlens": call.borders, "budget": 0.5}
-    expected = definition(k, eta, 8 * theta, **options)
-    assert_same([expected], [write_budget(k, eta, 8 * theta, **options)], leaves)
 
 
 @pytest.mark.parametrize("seed", range(10))

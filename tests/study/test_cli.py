@@ -130,8 +130,8 @@ def test_running_some_rows_keeps_the_whole_table(tiny, capsys, answer, monkeypat
     assert len([line for line in capsys.readouterr().out.splitlines() if line.startswith("tiny-small")]) == 2
 
 
-def test_dry_run_plans_for_the_gpus_of_the_scale(tiny, capsys, answer):
-    arguments = ("run", "tiny", "--scale", "gpu", "--dry-run")
+def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, answer):
+    arguments = ("run", "tiny", "--scale", "gpu", "--dry-run", "--price", "1e9")
     plan = answer("sweep", *arguments)
     assert (plan["concurrency"], plan["machine"]["gpu"]["name"]) == (1, "H100")
     assert [cost["row"] for cost in plan["costs"]] == ["LMM", "Linear Memory"]
@@ -151,6 +151,8 @@ def test_dry_run_plans_for_the_gpus_of_the_scale(tiny, capsys, answer):
     (heading,) = (line for line in lines if "GiB a GPU" in line)
     assert heading.split()[1:6] == ["GiB", "a", "GPU", "state,", "MB"]
     assert "assumed MFU of 15%" in " ".join(lines)
+    dollars = 1e9 * sum(cost["gpu_hours"] for cost in plan["costs"])
+    assert next(line for line in lines if "GPU hours," in line).endswith(f" ${dollars:,.0f}.")
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 

@@ -27,7 +27,7 @@ from titans_platform.evals import Request, Scorer, evaluate
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
 
-LENGTH, ROWS, STEPS = 16, 8, 20
+LENGTH, ROWS, STEPS = 16, 8, 12
 BYTE = load_tokenizer("byte")
 MODEL = ModelConfig(
     variant="lmm", vocab_size=BYTE.vocab_size, d_model=16, n_layers=2,
@@ -128,7 +128,7 @@ def carry(folder: Path, rank: int, world_size: int, kinds=("ddp", "fsdp", "seque
 
 
 def train_and_evaluate(folder: Path, rank: int, world_size: int) -> dict[str, Any]:
-    """DDP and FSDP2: losses of twenty steps, losses after a resume, and an evaluation in between.
+    """DDP and FSDP2: losses of all steps, losses after a resume, and an evaluation in between.
 
     Leaves the checkpoint from the middle in the folder, for other world sizes.
     """

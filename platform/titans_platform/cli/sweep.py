@@ -171,13 +171,12 @@ def _changes(sets: Mapping[str, Any]) -> str:
 @checkpoint_option
 @cluster_option
 @dry_run_option
-@click.option(
-    "--for", "gpus", metavar="NxGPU", help="Dry run: plan for these GPUs, e.g. 16xA100  [the scale's]"
-)
+@click.option("--for", "gpus", metavar="NxGPU", help="Dry run: plan for these, e.g. 16xA100  [the scale's]")
+@click.option("--price", type=click.FloatRange(0), help="Dry run: dollars of a GPU hour.")
 @json_option
 def run(
     rerun_stale: bool, concurrency: int | None, cluster: str | None, dry_run: bool, gpus: str | None,
-    as_json: bool, **chosen: Any,
+    price: float | None, as_json: bool, **chosen: Any,
 ) -> int:  # fmt: skip
     """Run the cells of STUDY (a name, or a YAML file) that have no result, then write its table and figures.
 
@@ -189,7 +188,7 @@ def run(
     Example:
       titans sweep run ablation --scale laptop --dry-run
       titans sweep run ablation --rows "LMM, w/o Momentum" --seeds 0-4
-      titans sweep run ablation --scale 340M --dry-run --for 16xA100
+      titans sweep run ablation --scale 340M --dry-run --for 16xA100 --price 1.80
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined
@@ -202,9 +201,9 @@ def run(
 
         return run_study_on(cluster, click.get_current_context(), study.cells)
     if dry_run:
-        return _dry_run(study, rerun_stale, concurrency, gpus, console, as_json)
-    if gpus:
-        raise UsageError("--for: works only with --dry-run")
+        return _dry_run(study, rerun_stale, concurrency, gpus, price, console, as_json)
+    if gpus or price is not None:
+        raise UsageError(f"{'--for' if gpus else '--price'}: works only with --dry-run")
     # half a second of imports that a plan need not wait for
     from titans_platform.cli import live
     from titans_platform.report.publish import make as report_study
@@ -240,7 +239,8 @@ def run(
 
 
 def _dry_run(
-    study: StudyRun, stale: bool, concurrency: int | None, gpus: str | None, console: Console, as_json: bool
+    study: StudyRun, stale: bool, concurrency: int | None, gpus: str | None, price: float | None,
+    console: Console, as_json: bool,
 ) -> int:  # fmt: skip
     """Print what would run, where, and what it may take; write nothing. Raises what a run would raise."""
     from titans_platform.runs.check import sizes
@@ -265,8 +265,7 @@ def _dry_run(
         "parameters": sizes(cell.config)["parameters"], "tokens": cell.config.tokens,
         "state": "stale" if cell in study.stale else cell.folder(study.root).state(),
     } for cell in study.cells]  # fmt: skip
-    search = study.search
-    trials = search and {
+    trials = (search := study.search) and {
         "trials": search.search.trials, "finished": search.finished, "rungs": search.milestones,
         "tokens_at_most": search.tokens_of_grid,
         "tokens_least": search.tokens_per_step * search.milestones[0] * search.search.trials,
@@ -275,7 +274,7 @@ def _dry_run(
     record = {
         "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
         "concurrency": study.concurrency, "resources": study.scale.resources.model_dump(), "search": trials,
-        "machine": study.machine and asdict(study.machine), "mfu": MFU, "costs": rows,
+        "machine": study.machine and asdict(study.machine), "mfu": MFU, "costs": rows, "price": price,
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "refused": str(refusal) if refusal else None,
     }  # fmt: skip
@@ -307,7 +306,8 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         left = [costs[cell["row"]] for cell in record["cells"] if cell["state"] != "done"]
         if all(cost["gpu_hours"] for cost in left):
             hours = sum(cost["gpu_hours"] for cost in left)
-            lines.append(f"Training takes about {hours:,.0f} GPU hours.")
+            dollars = f", ${record['price'] * hours:,.0f}" if record["price"] is not None else ""
+            lines.append(f"Training takes about {hours:,.0f} GPU hours{dollars}.")
     if not all(cell["cell"] for cell in record["cells"]):
         lines.append("Cells are named once the data are prepared; the run does that first.")
     if search := record["search"]:
