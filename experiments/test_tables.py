@@ -2,10 +2,13 @@
 
 import csv
 import re
+from collections import defaultdict
 
 import pytest
 
 from experiments.tables import HERE, check_table, section, table
+from titans_platform.report.table import Comparison, adjust, difference, tally
+from titans_platform.study.grid import load_study
 
 HEADINGS = {
     "carried/cells.csv": "Streams that take turns",
@@ -16,6 +19,11 @@ HEADINGS = {
     "long_ablation/cells.csv": "Ten seeds",
 }
 """The heading above a table, where the page has several."""
+TALLIES = (
+    "forgetting", "hybrids", "letter", "long_ablation", "long_hybrids", "long_parts", "long_rules",
+    "state_tracking", "tnt",
+)  # fmt: skip
+"""Studies whose rows have expectations and whose cells are of these rows."""
 FILES = sorted(str(path.relative_to(HERE)) for path in HERE.glob("*/cells*.csv"))
 
 
@@ -24,6 +32,27 @@ def test_table_of_a_page_equals_its_cells(name):
     page = HERE / name.partition("/")[0] / "README.md"
     text = section(page, HEADINGS[name]) if name in HEADINGS else page.read_text("utf-8")
     check_table(text, HERE / name)
+
+
+@pytest.mark.parametrize("name", TALLIES)
+def test_tally_of_a_page_counts_every_expectation_of_its_study(name):
+    """Cells do not have floors, so no comparison is left out for one; rates are equal or were tuned."""
+    study, values = load_study(f"experiments/{name}"), defaultdict(lambda: defaultdict(dict))
+    with (HERE / name / "cells.csv").open() as file:
+        for line in csv.DictReader(file):
+            for column, value in line.items():
+                if column.partition(" (")[0] in study.columns and value:
+                    values[line["row"]][column.partition(" (")[0]][int(line["seed"])] = float(value)
+    rows = {row.name: row for row in study.rows_at("laptop")}
+    first = next(row for row in values if not rows[row].reference)
+    comparisons = [
+        Comparison(row, key, first, None, difference(values[row][key], values[first][key], sign), expected)
+        for row in values if row != first
+        for key, expected in rows[row].expected.items()
+        for sign in [1 if study.columns[key].higher_is_better else -1]
+    ]  # fmt: skip
+    page = " ".join((HERE / name / "README.md").read_text("utf-8").split())
+    assert tally(adjust(comparisons)) in page
 
 
 def test_table_of_fixed_pairs_equals_its_file():

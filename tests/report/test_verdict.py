@@ -119,8 +119,7 @@ def test_rows_at_different_learning_rates_are_not_judged():
     assert (across.outcome, across.p, same.outcome) == (module.RATES, None, "agrees")
     assert same.p == same.ours.p
     assert tally(verdicts).endswith("; 1 more are across learning rates")
-    tuned = table(LMM, apart, equal)
-    tuned.run.scale.tuned = "rates"
+    (tuned := table(LMM, apart, equal)).run.scale.tuned = "rates"
     assert [each.outcome for each in compare(tuned)][:2] == ["agrees", "agrees"]
 
 
@@ -140,14 +139,15 @@ def test_agreement_follows_each_columns_direction():
     assert compare(table(apart)) == []
 
 
-def test_without_a_number_of_the_paper_the_study_files_expectation_counts():
+@pytest.mark.parametrize("reference", [False, True])
+def test_without_a_number_of_the_paper_the_study_files_expectation_counts(reference):
     expected = {
         "reasoning_acc": Expectation(better=False, because="a derivation"),
         "lm_ppl": Expectation(better=True, because="the paper has a number here, which counts"),
     }
     worse = measured([10.0, 10.1, 10.2], [0.4, 0.41, 0.42])
     first = row("LMM", measured([9.0, 9.1, 9.2], [0.5, 0.51, 0.52]), {"lm_ppl": 27.0})
-    verdicts = compare(table(first, row("Linear", worse, {"lm_ppl": 28.0}, expected=expected)))
+    verdicts = compare(table(first, row("Linear", worse, {"lm_ppl": 28.0}, reference, expected)))
     assert [(verdict.outcome, verdict.paper) for verdict in verdicts] == [("agrees", -1.0), ("agrees", None)]
     opposite = {"reasoning_acc": Expectation(better=True, because="another")}
     verdicts = compare(table(first, row("Linear", worse, {}, expected=opposite)))

@@ -352,16 +352,19 @@ class Comparison:
 
 
 def compare(table: Table) -> list[Comparison]:
-    """Compare every row that has numbers with the table's first row; reference rows are left out."""
-    rows, comparisons = [row for row in table.rows if not row.row.reference], []
-    for key, column in table.columns.items() if rows else ():
-        first, sign = rows[0], 1 if column.higher_is_better else -1
-        base = by_seed(first, key, column.factor)
-        for row in rows[1:]:
-            if ours := difference(by_seed(row, key, column.factor), base, sign):
+    """Compare every row that has numbers with the table's first row.
+
+    Reference rows are compared where the study expects a direction.
+    """
+    first, comparisons = next((row for row in table.rows if not row.row.reference), None), []
+    for key, column in table.columns.items() if first else ():
+        sign, base = 1 if column.higher_is_better else -1, by_seed(first, key, column.factor)
+        for row in table.rows:
+            expected = row.row.expected.get(key)
+            wanted = row is not first and (expected or not row.row.reference)
+            if wanted and (ours := difference(by_seed(row, key, column.factor), base, sign)):
                 paper, reference = row.entries[key].paper, first.entries[key].paper
                 theirs = None if paper is None or reference is None else sign * (paper - reference)
-                expected = row.row.expected.get(key)
                 comparisons.append(Comparison(
                     row.row.name, key, first.row.name, theirs, ours, expected,
                     above_floor=first.entries[key].above_floor and row.entries[key].above_floor,

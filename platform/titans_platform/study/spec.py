@@ -225,7 +225,7 @@ class Row(Frozen):
     expected: dict[str, Expectation] = Field(default_factory=dict)
     """By column, for columns without a number in the paper."""
     reference: bool = False
-    """A row for comparison that the paper's table does not have; excluded from best and worst."""
+    """A row that the paper's table does not have: never the best; compared where a direction is expected."""
     axes: dict[str, JsonValue] = Field(default_factory=dict)
     """Its value on each axis; set from the study's axes."""
     line: str = ""
