@@ -7,10 +7,11 @@ import pytest
 import torch
 
 from tests.training.small import trainer
+from titans_core import LanguageModel
 from titans_core.presets import preset
 from titans_kernels import forms_used
 from titans_kernels.bench.shapes import flops
-from titans_platform.config import RunConfig
+from titans_platform.config import OptimConfig, RunConfig
 from titans_platform.objectives import build_objective
 from titans_platform.runs.check import training_flops
 from titans_platform.training import parallel
@@ -53,6 +54,14 @@ def test_use_of_a_gpu_is_its_share_of_the_peak(monkeypatch):
     t.flops_per_token = 100.0
     t.run(Hooks(on_step=lambda step, metrics: rates.append(100 * metrics["tokens_per_second"])), until=2)
     assert given == pytest.approx(rates)
+
+
+def test_blocks_on_a_gpu_are_compiled_and_recompute_what_a_plan_of_their_memory_assumes(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "to", lambda module, device: module)
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda module: compiled.append(module.recompute))
+    parallel.parallelize(LanguageModel(preset("smoke", "lmm")), OptimConfig(), torch.device("cuda"))
+    assert set(compiled) == {"selective"}
 
 
 def test_trace_is_of_three_steps(tmp_path):

@@ -3,7 +3,7 @@
 For LMM, and for MAC, MAG and MAL, whose memory runs the same kernels. Each part takes the longest of its
 matrix products, its memory traffic and its instructions. The instructions of the memory's kernels are counted
 in the compiled artefacts: SASS of every loop, times how often it runs. Everything else is an assumption,
-printed with the numbers; nothing here was measured.
+printed with the numbers. One was measured: LMM at 340M, on an H200 (experiments/gpu).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ASSUMPTIONS = (
     f"blocks of 12 D^2 parameters; {CONVOLVED} D bytes a token of elementwise work a convolved projection",
     f"(3 in LMM, 6 in MAG and MAL, 9 in MAC) and {OTHER} D for the rest of a block",
     f"MAC applies 5 matrices to tokens and reads; attention to {SEGMENT} keys at {FLASH:.0%} of the peak",
-    "no recomputation, no communication, no wait for data or launches; an estimate, +-40%",
+    "no recomputation, communication, or wait for data or launches; LMM at 340M reached 54% of it on an H200",
 )
 
 

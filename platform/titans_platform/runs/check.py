@@ -28,6 +28,7 @@ from titans_platform.runs.ray_session import available
 from titans_platform.runs.reporter import LOGGERS
 from titans_platform.runs.spec import Machine, Resources, RunSpec, concurrency
 from titans_platform.training.loop import Trainer, deterministic
+from titans_platform.training.parallel import recomputed
 
 Value = TypeVar("Value")
 PROCESS_BYTES, CUDA_BYTES = 300 * 2**20, 3 * 2**29
@@ -155,13 +156,6 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
     # a block that was recomputed holds all that it would have saved
     once = saved(False) if recompute is True else RECOMPUTED * kept if recompute else kept
     return round(tokens * layers * kept), round(tokens * once) + head + recalled_bytes(cfg.model, tokens)
-
-
-def recomputed(optim: OptimConfig) -> Recompute:
-    """Return what the blocks recompute on a GPU; ``optim.recompute`` may leave it open."""
-    if optim.recompute is None:
-        return "selective" if optim.compile is not False else False
-    return optim.recompute
 
 
 def seconds_per_token(config: RunConfig) -> float | None:

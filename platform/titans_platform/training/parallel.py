@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity, profile, schedule
 
 from titans_core import LanguageModel
 from titans_core.blocks import Block
+from titans_core.blocks.base import Recompute
 from titans_core.sequence_parallel import SequenceParallel
 from titans_kernels import accelerate, ran
 from titans_platform.config import OptimConfig
@@ -38,6 +39,13 @@ def data_shard(cfg: OptimConfig) -> tuple[int, int]:
     return (0, 1) if cfg.parallel == "sequence" else (rank(), world_size())
 
 
+def recomputed(optim: OptimConfig) -> Recompute:
+    """Return what the blocks recompute on a GPU; ``optim.recompute`` may leave it open."""
+    if optim.recompute is None:
+        return "selective" if optim.compile is not False else False
+    return optim.recompute
+
+
 def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.Module:
     """Move ``model`` to ``device`` and parallelise it. Returns the module to call in training.
 
@@ -54,9 +62,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
     blocks = [module for module in model.modules() if isinstance(module, Block)]
     for block in blocks:
         compiled = cfg.compile or (cfg.compile is None and device.type == "cuda")
-        block.recompute = cfg.recompute or False
-        if cfg.recompute is None and compiled and device.type == "cuda":
-            block.recompute = "selective"
+        block.recompute = recomputed(cfg) if device.type == "cuda" else cfg.recompute or False
         if compiled:
             # block by block, in place and before sharding: identical blocks share the compiled code
             block.compile()
