@@ -88,7 +88,7 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_workers_share_the_streams(tmp_path, world_size):
-    data = prepared(tmp_path, *documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.6), needles(weight=0.4))
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.6), needles(weight=0.4))
     cfg = drawing(5, 7, "streams", reset_probability=0.3, stream_groups=2)
     whole = Streams(data.sources, cfg)
     assert Counter(whole.source.tolist()) == {0: 3, 1: 2}
