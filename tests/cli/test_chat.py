@@ -35,8 +35,7 @@ def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, cap
     assert told("--session", "anna", "--say", "And yours?") == second
     told("--session", "bert", "--rollback", "1")
     assert told("--session", "bert", "--say", "And yours?")[0] == second[0]
-    listed = told("--list")[0].splitlines()
-    turns, states = zip(*(line.split(":") for line in listed), strict=True)
+    turns, states = zip(*(line.split(":") for line in told("--list")[0].splitlines()), strict=True)
     assert turns == ("anna, turn 1", "anna, turn 2", "bert, turn 1", "bert, turn 2")
     assert states[:2] == states[2:]
     told("--session", "bert", "--delete")
@@ -71,8 +70,7 @@ def test_generate_takes_the_model_and_commands_for_runs_refuse_it(model, capsys,
     page, table = tmp_path / "page.html", tmp_path / "table.arrow"
     assert run(["inspect", model, "--text", __file__, "--out", str(page), "--arrow", str(table)]) == 0
     frame = read_feather(table)
-    within = frame["gain"][1 : 1 + 16]
-    assert (within.abs() < 1e-5).all()
+    assert (frame["gain"][1 : 1 + 16].abs() < 1e-5).all()
     assert frame["gain"].abs().max() > 1e-4
     assert "memory and kept tokens lower the loss" in page.read_text()
     assert run(["chat", str(tmp_path)]) == 2

@@ -36,8 +36,7 @@ def test_help_has_an_example_that_parses(name, capsys):
     assert run([*name.split(), "--help"]) == 0
     example = capsys.readouterr().out.split("Example:")[1].strip().splitlines()[0].split()
     assert example[: 1 + len(name.split())] == ["titans", *name.split()]
-    rest = example[1 + len(name.split()) :]
-    command.make_context(name, rest)
+    command.make_context(name, example[1 + len(name.split()) :])
     assert all(isinstance(p, click.Argument) or p.help for p in command.params)
     assert name.startswith("bench") or all(type(p.type) is not click.Path for p in command.params), "OSPath"
 
@@ -145,8 +144,7 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
 
     _, first = cell("optim.steps=4")
     assert run([*line, "optim.steps=60", "--resume-from", first, "--dry-run"]) == 0
-    planned = " ".join(capsys.readouterr().out.split())
-    assert f"resumes from step 4 of run {first}" in planned
+    assert f"resumes from step 4 of run {first}" in " ".join(capsys.readouterr().out.split())
     shown, longer = cell("optim.steps=60", "--resume-from", first)
     assert f"resuming from step 4 of run {first}, which trained the same steps" in shown
     _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
@@ -172,8 +170,7 @@ def test_commit_of_a_tree_its_changes_and_its_wheel(tmp_path):
         archive.extractall(tmp_path / "site")
     code = "from titans_platform.provenance import commit; print(commit())"
     env = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
-    told = subprocess.check_output([sys.executable, "-c", code], env=env, text=True)
-    assert told.strip() == head
+    assert subprocess.check_output([sys.executable, "-c", code], env=env, text=True).strip() == head
     assert provenance.commit_of_tree(tree) == head, "building leaves the tree as it was"
     head = subprocess.check_output(["git", "rev-parse", "HEAD"], cwd=tree, text=True).strip()
     assert provenance.commit_of_tree(tree) == head

@@ -31,8 +31,7 @@ from titans_platform.runs.spec import Resources
     (["--set", "start_from=nobody"], "start_from: nobody: no such run under"),
 ])  # fmt: skip
 def test_what_cannot_run_is_refused_in_one_line_and_at_once(tiny_yaml, tmp_path, refused, arguments, line):
-    root = tmp_path / "runs"
-    began = time.monotonic()
+    root, began = tmp_path / "runs", time.monotonic()
     assert line in refused("train", tiny_yaml, "--root", root, "--dry-run", *arguments)
     assert time.monotonic() - began < 20
     assert not root.exists()

@@ -87,8 +87,7 @@ def test_trainer_recomputes_activations_and_evaluates_padded_batches(folder, tok
     seen, few = [], {"per_device_eval_batch_size": 3}
     of = trainer(load(folder), tokenizer, True, tmp_path, lambda x: seen.append(x) or {}, **few)
     assert of.evaluate()["eval_loss"] > 0
-    assert seen[0].predictions.shape == (8, 64, 260)
-    assert (seen[0].label_ids != -100).sum() == sum(LENGTHS)
+    assert (seen[0].predictions.shape, (seen[0].label_ids != -100).sum()) == ((8, 64, 260), sum(LENGTHS))
 
 
 def test_pipeline_writes_the_same_for_a_batch_as_for_each_text(folder, tokenizer):
@@ -107,8 +106,7 @@ def test_harness_scores_and_writes_as_each_text_alone(folder, tokenizer):
     harness = pytest.importorskip("lm_eval.models.huggingface", reason="pip install lm-eval")
     instance = pytest.importorskip("lm_eval.api.instance").Instance
     lm = harness.HFLM(pretrained=load(folder), tokenizer=tokenizer, batch_size=3)
-    model = load_folder(folder)
-    pairs = [(text, " to sea") for text in TEXTS]
+    model, pairs = load_folder(folder), [(text, " to sea") for text in TEXTS]
     scores = lm.loglikelihood([instance("loglikelihood", {}, pair, i) for i, pair in enumerate(pairs)])
     for (text, more), (score, greedy) in zip(pairs, scores, strict=True):
         context, whole = (tokenizer(x)["input_ids"] for x in (text, text + more))

@@ -70,8 +70,7 @@ def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monke
     assert generate(capsys, cell, "--read", "-", *line)[0] == expected
     memory = tmp_path / "a.memory"
     generate(capsys, cell, "--prompt", "a", "--max-new-tokens", 0, "--memory-out", memory)
-    earlier = sorted(cell.glob("checkpoints/step-*"))[0]
-    said = refused("generate", earlier, "--memory-in", memory)
+    said = refused("generate", sorted(cell.glob("checkpoints/step-*"))[0], "--memory-in", memory)
     assert said.startswith(f"error: --memory-in {memory}: written by another model")
 
 
@@ -114,8 +113,7 @@ def test_any_tokenizer_will_do(sentencepiece_model, tmp_path, book, capsys):
     measured = {"columns": {"lm": [{"task": "perplexity"}]}, "perplexity_tokens": 32}
     sizes = {"model": RUN["model"] | {"vocab_size": 32}, "optim": RUN["optim"] | {"steps": 1}}
     cell = trained(tmp_path / "root", data=data, eval=measured, **sizes)
-    line = (cell, "--prompt", "Call me", "--max-new-tokens", 20)
-    _, err = generate(capsys, *line)
+    _, err = generate(capsys, cell, "--prompt", "Call me", "--max-new-tokens", 20)
     assert err.count(" a second") == 2
     assert run(["export", str(cell), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "tokenizer.model").read_bytes() == sentencepiece_model.read_bytes()

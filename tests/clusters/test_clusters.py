@@ -45,8 +45,7 @@ def test_every_shipped_cluster_loads_and_shows_what_it_would_do(capsys, answer):
             assert out.strip()
             assert SECRET not in out
     listed = {row["name"]: row for row in answer("cluster", "list")}
-    assert set(listed) == set(shipped)
-    assert listed["nodes"]["state"] == "-"
+    assert (set(listed), listed["nodes"]["state"]) == (set(shipped), "-")
 
 
 @pytest.mark.parametrize(("text", "line"), [
@@ -135,16 +134,14 @@ def test_study_travels_with_studies_it_is_like_and_classes_beside_it(tmp_path, m
 
 def pods(manifest: dict) -> list[dict]:
     body = manifest["spec"]
-    groups = [body["headGroupSpec"], *body["workerGroupSpecs"]]
-    return [group["template"]["spec"] for group in groups]
+    return [group["template"]["spec"] for group in [body["headGroupSpec"], *body["workerGroupSpecs"]]]
 
 
 def test_kuberay_passes_its_own_yaml_on_with_name_namespace_and_token():
     cluster = load_cluster("kuberay")
     shown = cluster.up_steps()[0].shown
     claim, ray = yaml.safe_load_all(shown.partition("<<'END'\n")[2].removesuffix("END"))
-    assert claim["kind"] == "PersistentVolumeClaim"
-    assert claim["spec"]["accessModes"] == ["ReadWriteMany"]
+    assert (claim["kind"], claim["spec"]["accessModes"]) == ("PersistentVolumeClaim", ["ReadWriteMany"])
     for pod in pods(ray):
         assert pod.pop("terminationGracePeriodSeconds") > preemption.GRACE
     assert ray["spec"] == {"authOptions": {"mode": "token"}, **cluster.ray}
@@ -183,8 +180,7 @@ def held(folder: Path) -> dict[str, bytes]:
 def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     site = tmp_path / "site"
     packaging.put_code(site)
-    files = held(site)
-    shipped = "titans_platform/_shipped"
+    files, shipped = held(site), "titans_platform/_shipped"
     for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
         assert name in files
     assert files[f"{shipped}/constraints.txt"] == (packaging.checkout() / "constraints.txt").read_bytes()

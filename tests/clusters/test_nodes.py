@@ -77,10 +77,8 @@ def node_at_work(state: Path, cells: dict[str, RunFolder]) -> list[Any] | None:
 
 def driver_of(state: Path) -> int | None:
     """The process of the study: a child of the head's, and not one of Ray's own."""
-    head = json.loads((state / "state.json").read_text())["processes"][0]
-    for member in family(head):
-        line = member.cmdline()
-        if line[1:4] == ["-m", "titans_platform", "sweep"]:
+    for member in family(json.loads((state / "state.json").read_text())["processes"][0]):
+        if member.cmdline()[1:4] == ["-m", "titans_platform", "sweep"]:
             return member.pid
     return None
 

@@ -88,5 +88,4 @@ CASES += [("mal", "plain_attention"), ("transformer", "titans_projections")]
 def storages(state) -> int:
     """Bytes that a state keeps alive: a view counts as the whole storage behind it."""
     tensors = [t for t in torch.utils._pytree.tree_leaves(state) if isinstance(t, Tensor)]
-    kept = [t.untyped_storage() for t in tensors]
-    return sum({s.data_ptr(): s.nbytes() for s in kept}.values())
+    return sum({s.data_ptr(): s.nbytes() for s in [t.untyped_storage() for t in tensors]}.values())

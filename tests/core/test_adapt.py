@@ -63,8 +63,7 @@ def test_logits_within_the_window_are_the_source_s(family, kind):
     expected, logits, near = given(text).logits, own(text).logits, WINDOW + SINKS
     assert largest(logits[:, :near], expected[:, :near]) < 1e-5
     assert largest(logits[:, near:], expected[:, near:]) > 1e-3
-    wide = adapted(family, kind=kind, window=LENGTH)
-    assert largest(wide(text).logits, expected) < 1e-5
+    assert largest(adapted(family, kind=kind, window=LENGTH)(text).logits, expected) < 1e-5
     assert largest(full := own.lm_head(encoded(own, text, "full")), expected) < 1e-5
     assert largest(own.lm_head(encoded(own, text, "transfer")), full) == 0
 
@@ -206,8 +205,7 @@ def test_generation_of_a_padded_batch_is_that_of_its_rows(kind):
     options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 1}
     written = model.generate(torch.stack(padded), attention_mask=mask, do_sample=False, **options)[:, 40:]
     for row, own in zip(rows, written, strict=True):
-        alone = model.generate(row[None], do_sample=False, **options)[0, len(row) :]
-        assert alone.tolist() == own.tolist()
+        assert model.generate(row[None], do_sample=False, **options)[0, len(row) :].tolist() == own.tolist()
     drawn = model.generate(torch.stack(padded), attention_mask=mask, do_sample=True, num_beams=2, **options)
     assert drawn.shape == (3, 46)
 

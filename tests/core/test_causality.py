@@ -24,8 +24,7 @@ def test_no_future_token_and_no_other_row_reaches_an_output(variant, switch):
 
 
 def test_attention_memory_is_linear_at_a_fixed_window(monkeypatch):
-    sizes = []
-    inner = torch.nn.functional.scaled_dot_product_attention
+    sizes, inner = [], torch.nn.functional.scaled_dot_product_attention
 
     def spy(q, k, v, attn_mask=None, **kwargs):
         sizes.append(attn_mask.numel() if attn_mask is not None else 0)

@@ -84,8 +84,7 @@ def test_parts_of_a_row_and_a_recorded_pass_compile_too():
         torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0], rtol=1e-5, atol=1e-5)
     m, x = model("lmm"), tokens(2, 32)
     torch._dynamo.reset()
-    compiled = torch.compile(m, fullgraph=True, backend="aot_eager")
-    summaries = []
+    compiled, summaries = torch.compile(m, fullgraph=True, backend="aot_eager"), []
     for form in (m, compiled):
         with record(m) as seen:
             form(x)

@@ -26,8 +26,7 @@ def test_windows_variants_and_mixed_calls_that_do_not_fit_are_named():
 @pytest.mark.parametrize("size", ["170M", "340M", "400M", "760M"])
 def test_presets_have_the_parameters_of_their_name(size, variant):
     # which the next test holds to the model's own count
-    count = count_parameters(presets.preset(size, variant))
-    assert count == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
+    assert count_parameters(presets.preset(size, variant)) == pytest.approx(float(size[:-1]) * 1e6, rel=0.03)
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

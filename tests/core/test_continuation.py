@@ -79,8 +79,7 @@ def test_rows_inside_a_chunk_cannot_be_reset(variant):
 def test_state_splits_and_joins_by_rows(variant):
     m, x = model(variant), tokens(5, 60)
     state = m(x[:, :32]).state
-    parts = state.split([2, 3])
-    outs = [m(rows, part) for rows, part in zip(x[:, 32:].split([2, 3]), parts, strict=True)]
+    outs = [m(rows, part) for rows, part in zip(x[:, 32:].split([2, 3]), state.split([2, 3]), strict=True)]
     torch.testing.assert_close(torch.cat([out.logits for out in outs]), m(x[:, 32:], state).logits)
     joined = ModelState.cat([out.state for out in outs])
     torch.testing.assert_close(m(x[:, :9], joined).logits, m(x[:, :9], m(x[:, 32:], state).state).logits)

@@ -49,8 +49,7 @@ OPTIONS = [{"surprise_bound": 0.5}, {"write_budget": 0.7}, {"forget_to": "initia
 @pytest.mark.parametrize("options", [*OPTIONS, OPTIONS[0] | OPTIONS[1] | OPTIONS[2]])
 def test_layer_passes_its_options_on_to_the_operator(options):
     c = MemoryConfig(heads=2, chunk_size=8, **{"surprise_bound": None, "max_theta": 1.0} | options)
-    layer = NeuralMemory(16, c).double()
-    x = torch.randn(1, 37, 16, dtype=torch.float64)
+    layer, x = NeuralMemory(16, c).double(), torch.randn(1, 37, 16, dtype=torch.float64)
     (q, k, v), _ = layer.project(x, "qkv", layer.zero_conv_state())
     base = tuple(layer.initial_weights) if c.forget_to == "initial" else None
     start = tuple(torch.zeros_like(W) if base else W for W in layer.initial_weights)

@@ -222,8 +222,7 @@ def test_attention_carries_and_resets_its_keys(served, window, persistent, cuts)
         for i, cut in enumerate(cuts):
             if i == 2:
                 state = m.reset(state, torch.tensor([False, True, False]), prefix)
-            positions = torch.arange(first, first + cut)[None]
-            y, state = m(x[:, first : first + cut], positions, state, prefix)
+            y, state = m(x[:, first : first + cut], torch.arange(first, first + cut)[None], state, prefix)
             parts.append(y)
             first += cut
         return gradients([*parts, *state.keys], [*leaves, *m.parameters()])
@@ -373,11 +372,9 @@ def test_without_a_compiler_nothing_is_exchanged_and_large_projections_are_left(
 
 @pytest.mark.slow
 def test_compiled_model_runs_the_plain_methods(served):
-    net = model("transformer", torch.float32)
-    x = tokens(2, 24)
+    net, x = model("transformer", torch.float32), tokens(2, 24)
     expected = net(x).logits
-    actual = torch.compile(exchanged(net), backend="eager")(x).logits
-    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(torch.compile(exchanged(net), backend="eager")(x).logits, expected)
     assert not served
 
 

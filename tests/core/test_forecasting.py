@@ -35,8 +35,7 @@ def test_every_parameter_is_trained_by_a_forecast_of_the_right_shape(name, varia
     forecast = model(x).prediction
     assert forecast.shape == (4, WINDOW.horizon, WINDOW.channels)
     forecast.square().sum().backward()
-    untrained = [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()]
-    assert untrained == []
+    assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
     assert x.grad is not None
     assert (x.grad.abs().sum((0, 2)) > 0).all()
     assert model.num_parameters() > 0
@@ -58,8 +57,7 @@ def test_crossformer_halves_its_segments_and_timesnet_finds_periods():
     model(values())
     assert shapes == [(5, 5), (3, 3)]
     assert [decoder.own.routers_SRD.shape[0] for decoder in model.decoders] == [1, 1, 1]
-    block = TimesBlock(2, 4, TimesNetOptions(periods=2, kernels=1))
-    t = torch.arange(48) / 48
+    block, t = TimesBlock(2, 4, TimesNetOptions(periods=2, kernels=1)), torch.arange(48) / 48
     x_L = 3 * torch.sin(2 * torch.pi * 4 * t) + torch.sin(2 * torch.pi * 12 * t) + 5
     amplitude = torch.fft.rfft(x_L[None, :, None].expand(3, -1, 2), dim=1).abs().mean(-1)
     assert block._strongest(amplitude) == [4, 12]
@@ -71,8 +69,7 @@ def test_crossformer_halves_its_segments_and_timesnet_finds_periods():
 @pytest.mark.parametrize("name", sorted(FORECASTERS.keys() - {"dlinear", "crossformer"}))
 def test_window_in_other_units_has_its_forecast_in_these_units(name):
     model, x = forecaster(name).eval(), values()
-    expected = 7 * model(x).prediction - 2
-    torch.testing.assert_close(model(7 * x - 2).prediction, expected, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(model(7 * x - 2).prediction, 7 * model(x).prediction - 2, rtol=1e-3, atol=1e-3)
 
 
 @pytest.mark.parametrize("affine", [True, False])
@@ -122,7 +119,5 @@ def test_dlinear_and_einfft_are_their_equations():
     z = both(x.view(3, tokens, groups, size).to(torch.complex128), False)
     for index, act in enumerate((F.relu, lambda v: F.softshrink(v, 0.1))):
         weight = torch.complex(*mixer.weights[index])
-        bias = torch.complex(*mixer.biases[index])
-        z = on_parts(act, torch.einsum("bngd,gde->bnge", z, weight) + bias)
-    expected = both(z, True).real.reshape(3, tokens, -1)
-    torch.testing.assert_close(mixer(x), expected)
+        z = on_parts(act, torch.einsum("bngd,gde->bnge", z, weight) + torch.complex(*mixer.biases[index]))
+    torch.testing.assert_close(mixer(x), both(z, True).real.reshape(3, tokens, -1))

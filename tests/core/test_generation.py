@@ -88,8 +88,7 @@ def test_what_a_row_draws_does_not_depend_on_its_neighbours(variant):
     result = m.generate(rows, 8, sampling=WARM)
     assert result == m.generate(rows, 8, sampling=WARM)
     for i, row in enumerate(rows):
-        own = WARM.model_copy(update={"seed": WARM.seed + i})
-        assert m.generate([row], 8, sampling=own) == [result[i]]
+        assert m.generate([row], 8, sampling=WARM.model_copy(update={"seed": WARM.seed + i})) == [result[i]]
     assert result != m.generate(rows, 8, sampling=WARM.model_copy(update={"seed": 99}))
 
 
@@ -100,8 +99,7 @@ def test_every_token_is_read_once_and_a_written_one_by_itself():
         calls.append(tuple(tokens_BT.shape))
         return m(tokens_BT, state, last=last)
 
-    rows = prompts([10, 30, 12])
-    assert len(list(Writing(counted, rows, 5))) == 15
+    assert len(list(Writing(counted, prompts([10, 30, 12]), 5))) == 15
     # the shortest generates five tokens while the others read on; the longest reads its rest in one piece
     assert calls == [(3, 10), *[(3, 1)] * 4, *[(2, 1)] * 2, (1, 14), *[(1, 1)] * 4]
 

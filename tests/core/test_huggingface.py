@@ -82,8 +82,7 @@ def test_masked_tokens_are_not_read_and_labels_after_padding_no_targets():
     last = torch.arange(40).masked_fill(~kept, 0).cummax(0).values
     close(out.logits[0], out.logits[0, last])
     batch, net = padded(rows(), "left"), titans()
-    first = batch["attention_mask"].argmax(1)
-    labels = batch["labels"].clone()
+    first, labels = batch["attention_mask"].argmax(1), batch["labels"].clone()
     labels[torch.arange(len(first)), first] = batch["input_ids"][torch.arange(len(first)), first]
     labels[:, 0] = IGNORED
     assert torch.equal(net(**batch | {"labels": labels}).loss, net(**batch).loss)
@@ -99,8 +98,7 @@ def test_padded_batch_continues_from_its_states(variant, side):
     state.reorder_cache(beams := torch.tensor([2, 2, 0, 4, 1]))
     second = net(more, mask[beams], past_key_values=state)
     for row, old in enumerate(beams.tolist()):
-        whole = torch.cat([rows()[old], more[row]])
-        close(second.logits[row], net(whole[None]).logits[0, -7:])
+        close(second.logits[row], net(torch.cat([rows()[old], more[row]])[None]).logits[0, -7:])
 
 
 @pytest.mark.parametrize(
@@ -154,8 +152,7 @@ def test_packed_rows_may_be_padded_or_come_from_the_collator_of_transformers():
         batch, position = padded(texts, side), padded(places, side, 0)["input_ids"]
         out = net(batch["input_ids"], batch["attention_mask"], position)
         for i, ours in enumerate(own(out.logits, batch["attention_mask"])):
-            alone = [net(part[None]).logits[0] for part in texts[i].split(lengths[i])]
-            close(ours, torch.cat(alone))
+            close(ours, torch.cat([net(part[None]).logits[0] for part in texts[i].split(lengths[i])]))
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     texts = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in rows()]
     net, batch = titans("lmm"), padded(rows())
@@ -210,8 +207,7 @@ def test_argument_that_cannot_be_honoured_is_refused_in_one_line(name):
 
 def test_state_that_does_not_fit_the_mask_or_positions_is_refused():
     net, x = titans(), tokens(2, 6)
-    past = net(x, use_cache=True).past_key_values
-    mask = torch.ones(2, 12)
+    past, mask = net(x, use_cache=True).past_key_values, torch.ones(2, 12)
     mask[1, 2] = 0
     with pytest.raises(ValueError, match="past_key_values: a state of 2 rows, not 3"):
         net(tokens(3, 6), past_key_values=past)

@@ -35,8 +35,7 @@ def one_memory(length: int = 21, **switches):
 
 
 def error(memory: NeuralMemory, writes, cache) -> Tensor:
-    read = memory.predict(writes.k, cache.memory.memory().weights)
-    return (read - writes.v).square().sum(-1)[0, 0]
+    return (memory.predict(writes.k, cache.memory.memory().weights) - writes.v).square().sum(-1)[0, 0]
 
 
 KINDS = [{}, {"chunk_size": 1}, {"depth": 1}, SWITCHES["robust"], {"surprise_bound": None}]
@@ -53,8 +52,7 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
     for name in ("alpha", "eta", "theta"):
         expected = torch.cat([getattr(w, name)[0] for w in writes])
         torch.testing.assert_close(getattr(trace, name), expected)
-    known = ~trace.weight_norm.isnan()[:, 0]
-    size = memory.config.chunk_size
+    known, size = ~trace.weight_norm.isnan()[:, 0], memory.config.chunk_size
     assert known.tolist() == [t % size == size - 1 or t == 20 for t in range(21)]
     for t in known.nonzero().flatten().tolist():
         weights, momentum = caches[t + 1].memory.memory()

@@ -37,8 +37,7 @@ def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(
         # along the gradient itself and one random direction
         for direction in (grad / grad.norm(), torch.randn(p.shape, generator=generator, dtype=p.dtype)):
             direction = direction / direction.norm()
-            slope = (grad * direction).sum()
-            step = 1e-5
+            slope, step = (grad * direction).sum(), 1e-5
             with torch.no_grad():
                 p += step * direction
                 up = loss()
@@ -53,11 +52,9 @@ def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(
 def test_one_batch_is_learned_by_heart(variant):
     torch.manual_seed(0)
     m = LanguageModel(config(variant).model_copy(update={"d_model": 32}))
-    optimizer = torch.optim.AdamW(m.parameter_groups(0.1), lr=1e-2)
-    x = tokens(2, 17)
+    optimizer, x = torch.optim.AdamW(m.parameter_groups(0.1), lr=1e-2), tokens(2, 17)
     for _ in range(300):
-        logits = m(x[:, :-1]).logits
-        loss = F.cross_entropy(logits.flatten(0, 1), x[:, 1:].flatten())
+        loss = F.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
         if loss < 0.05:
             break
         optimizer.zero_grad()
@@ -84,16 +81,14 @@ def test_deep_memory_trains_on_long_rows_at_default_settings():
     m = LanguageModel(ModelConfig(vocab_size=64, d_model=8, n_layers=1, memory=MemoryConfig(depth=4, heads=1),
                                   attention=AttentionConfig(heads=1)))  # fmt: skip
     optimizer = torch.optim.AdamW(m.parameter_groups(0.1), lr=4e-4)
-    generator = torch.Generator().manual_seed(0)
-    losses = []
+    generator, losses = torch.Generator().manual_seed(0), []
     for _ in range(200):
         x = torch.randint(0, 64, (1, 4097), generator=generator)
         x[:, 1::2] = x[:, :-1:2]  # every second token repeats the one before it
         loss = F.cross_entropy(m(x[:, :-1]).logits.flatten(0, 1), x[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0)
-        assert torch.isfinite(norm)
+        assert torch.isfinite(torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0))
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < losses[0] - 0.1

@@ -37,8 +37,7 @@ def test_transformers_loads_it_with_the_same_logits_and_text(variant, tmp_path):
     assert (back.config, loaded.config.bos_token_id) == (m.config, 38)
     for again in (back, loaded):
         assert torch.equal(again(x).logits, m(x).logits)
-    rows = x.tolist()
-    expected = torch.tensor(m.generate(rows, 9))
+    expected = torch.tensor(m.generate(x.tolist(), 9))
     options = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     assert torch.equal(loaded.generate(x, **options)[:, 21:], expected)
     assert torch.equal(loaded.generate(x, use_cache=False, **options)[:, 21:], expected)

@@ -32,8 +32,7 @@ def test_series_cut_between_calls_gives_the_same_prediction(variant):
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_every_step_of_the_window_reaches_the_prediction(variant):
-    m = series_model(variant)
-    x = values(12).requires_grad_()
+    m, x = series_model(variant), values(12).requires_grad_()
     m(x).prediction.sum().backward()
     assert x.grad is not None
     assert (x.grad.abs().sum((0, 2)) > 0).all()

@@ -115,12 +115,10 @@ def test_run_trains_on_the_data_it_was_named_for(tmp_path):
 def test_evaluation_reads_the_data_of_the_run_or_needs_a_flag(tmp_path, answer, refused):
     path = tmp_path / "a.txt"
     path.write_text(SEA)
-    cell = trained(tmp_path, **run_on(path))
-    ask = ("eval", cell, "--root", tmp_path)
+    ask = ("eval", trained(tmp_path, **run_on(path)), "--root", tmp_path)
     before = answer(*ask)["columns"]["ppl"]
     path.write_text(CODE)
-    cfg = RunConfig.model_validate_json(json.dumps(RUN | run_on(path)))
-    build_objective(cfg).prepare(tmp_path)
+    build_objective(RunConfig.model_validate_json(json.dumps(RUN | run_on(path)))).prepare(tmp_path)
     assert answer(*ask)["columns"]["ppl"] == before
     for index in tmp_path.glob("data/index/data-*"):
         index.unlink()

@@ -25,8 +25,7 @@ def test_prepare_then_info(config_file, tmp_path, capsys, answer):
     info = answer("data", "info", *where)
     source = info["sources"]["files:texts"]
     assert (source["documents"], source["tokens"]) == (10, 10 * (1 + 20 * 11))
-    assert source["train_rows"] == (8 * 221 - 1) // 16
-    assert source["validation_rows"] == (2 * 221 - 1) // 16
+    assert (source["train_rows"], source["validation_rows"]) == ((8 * 221 - 1) // 16, (2 * 221 - 1) // 16)
     assert run(["data", "info", *where]) == 0
     assert capsys.readouterr().out.count(info["fingerprint"]) == 1
 

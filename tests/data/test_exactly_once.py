@@ -55,8 +55,7 @@ def test_rows_of_many_shards_are_shuffled_as_a_whole_anew_in_each_epoch(sources)
 @pytest.mark.parametrize("seed", range(12))
 def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
     """Ranks and loader workers change at each kill; what loaders had read ahead is lost with them."""
-    rng = random.Random(seed)
-    steps = -(-len(sources[0].train) * 100 // 60 // BATCH) * 2
+    rng, steps = random.Random(seed), -(-len(sources[0].train) * 100 // 60 // BATCH) * 2
     step, drawn = 0, Counter[tuple[int, int]]()
     while step < steps:
         ranks, workers = rng.choice(COUNTS), rng.choice(COUNTS)

@@ -153,8 +153,7 @@ def test_hub_dataset_s_files_are_parts_of_one_commit(tmp_path, monkeypatch):
     newest = SimpleNamespace(sha="c0ffee")
     monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", lambda *_, **options: newest)
     source = {"kind": "hub", "dataset": "some/corpus"}
-    prepared = prepare(config(source), tmp_path, run=by_processes(1))
-    manifest = prepared.sources[0].manifest
+    manifest = prepare(config(source), tmp_path, run=by_processes(1)).sources[0].manifest
     assert (manifest.revision, set(asked)) == ("c0ffee", {"c0ffee"})
     assert manifest.train.documents + manifest.validation.documents == 80
     assert (manifest.source["dataset"], manifest.tokenizer) == ("some/corpus", "byte")
@@ -183,6 +182,5 @@ def test_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
         raise error
 
     monkeypatch.setattr(parts, "make_part", fails)
-    row = parts._ray_task({"job": pickle.dumps(SimpleNamespace(number=3))})
-    back = pickle.loads(row["result"])
+    back = pickle.loads(parts._ray_task({"job": pickle.dumps(SimpleNamespace(number=3))})["result"])
     assert (type(back), str(back)) == (type(error), str(error))

@@ -40,8 +40,7 @@ def sum_task(sums) -> dict:
 def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     calls = []
     first = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
-    before = folders(tmp_path)
-    made = first.sources[0].manifest
+    before, made = folders(tmp_path), first.sources[0].manifest
     total = made.train.tokens + made.validation.tokens
     assert calls[-1][:3] == (f"files:{Path(texts['path']).name}", 20, total)
     calls.clear()
@@ -52,18 +51,14 @@ def test_only_what_has_changed_is_made_anew(texts, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("another text, and a long enough one")
     second = {"kind": "files", "path": str(other), "validation_fraction": 0.0}
-    before_fingerprint = prepare(config(texts, second), tmp_path).fingerprint
-    before = folders(tmp_path)
+    both, before = prepare(config(texts, second), tmp_path), folders(tmp_path)
     other.write_text("now with another content of some length")
-    after_fingerprint = prepare(config(texts, second), tmp_path).fingerprint
-    after = folders(tmp_path)
+    again, after = prepare(config(texts, second), tmp_path), folders(tmp_path)
     assert (len(before), len(after)) == (2, 3)
     assert all(after[name] == time for name, time in before.items())
-    assert before_fingerprint != after_fingerprint
-    first = prepare(config(texts), tmp_path)
-    before = folders(tmp_path)
+    assert both.fingerprint != again.fingerprint
     second = prepare(config(texts | {"weight": 2.0}, length=16), tmp_path)
-    assert folders(tmp_path) == before
+    assert folders(tmp_path) == after
     assert first.fingerprint != second.fingerprint
 
 
@@ -93,8 +88,7 @@ def test_half_written_folder_is_ignored_and_failure_leaves_nothing(texts, tmp_pa
         half = tmp_path / "b" / "data" / left
         half.mkdir(parents=True)
         (half / "train-00000.arrow").write_bytes(b"half")
-    second = prepare(config(texts), tmp_path / "b")
-    assert first_batch(second) == first_batch(first)
+    assert first_batch(prepare(config(texts), tmp_path / "b")) == first_batch(first)
     assert not (tmp_path / "b" / "data" / f"{name}.partial").exists()
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": "fine"}\n{"text": \n')
@@ -180,8 +174,7 @@ def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path,
         assert Item(((text, False),)).hash in prepared.item_hashes
     assert "0" * 16 not in prepared.item_hashes
     assert len(prepared.item_hashes.sorted) <= 25
-    first = prepare(config(sum_task), tmp_path).fingerprint
-    assert prepare(config(sum_task), tmp_path).fingerprint == first
+    assert prepare(config(sum_task), tmp_path).fingerprint == prepare(config(sum_task), tmp_path).fingerprint
     prepare(config(sum_task, length=12), tmp_path)
     assert len(folders(tmp_path)) == 2
     monkeypatch.setattr(TASKS.find(sum_task["tasks"][0]["task"]), "version", 2)

@@ -201,6 +201,5 @@ def test_init_takes_what_train_reads(name, tmp_path, monkeypatch, answer):
         text = STORY.replace("Line", f"Line {i}")
         content = (json.dumps({"text": text}) if "json" in file else text).encode()
         Path("texts", file).write_bytes(bz2.compress(content) if "bz2" in file else content)
-    words = ("init", "run.yaml", "--preset", "smoke", "--data", name.format(here=tmp_path))
-    assert cli.run([*words]) == 0
+    assert cli.run(["init", "run.yaml", "--preset", "smoke", "--data", name.format(here=tmp_path)]) == 0
     assert answer("train", "run.yaml", "--root", "root", "--dry-run")["parameters"]

@@ -94,8 +94,7 @@ def test_splits_keep_the_fraction():
 
 def test_corpus_is_the_same_everywhere_and_names_its_documents(tmp_path):
     """Neither the machine nor the version of Python is part of what cells are named by."""
-    data = config({"kind": "corpus", "max_tokens": 200_000}, length=64)
-    prepared = prepare(data, tmp_path / "a")
+    prepared = prepare(config({"kind": "corpus", "max_tokens": 200_000}, length=64), tmp_path / "a")
     assert prepared.fingerprint == "14d86477dc9d"
     validation = documents_of(prepared, "validation")
     assert any("import " in text for text in validation)
@@ -137,17 +136,13 @@ def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeyp
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     monkeypatch.setattr(sources.HubSource, "_files", lambda self, revision: [])
-    source = {
-        "kind": "hub", "dataset": "some/corpus", "subset": "10BT", "split": "train", "text_field": "content",
-        "max_tokens": 5000,
-    }  # fmt: skip
-    prepared = prepare(config(source | {"validation_fraction": 0.0}), tmp_path)
+    source = {"kind": "hub", "dataset": "some/corpus", "subset": "10BT", "split": "train"}
+    limits = {"text_field": "content", "max_tokens": 5000, "validation_fraction": 0.0}
+    prepared = prepare(config(source | limits), tmp_path)
     (args, options), *_ = calls
     assert args == ("some/corpus",)
-    assert options == {
-        "name": "10BT", "split": "train", "streaming": True,
-        "cache_dir": str(tmp_path / "data" / "huggingface"),
-    }  # fmt: skip
+    cache = str(tmp_path / "data" / "huggingface")
+    assert options == {"name": "10BT", "split": "train", "streaming": True, "cache_dir": cache}
     assert prepared.labels == ["hub:some/corpus/10BT"]
     assert prepared.sources[0].manifest.train.tokens == 5000
     # documents are looked at ahead: a split's window and one group for the tokenizer

@@ -57,8 +57,7 @@ def test_batch_is_a_function_of_seed_and_step_with_exact_shares(mixed):
     first = mixed.train_stream(drawing(8, 3))
     late = first.batch(50)
     first.batch(0)
-    again = mixed.train_stream(drawing(8, 3)).batch(50)
-    for a, b, c in zip(late, again, first.batch(50), strict=True):
+    for a, b, c in zip(late, mixed.train_stream(drawing(8, 3)).batch(50), first.batch(50), strict=True):
         assert torch.equal(a, b)
         assert torch.equal(a, c)
     assert not torch.equal(late.tokens, mixed.train_stream(drawing(8, 4)).batch(50).tokens)
@@ -107,8 +106,7 @@ def test_validation_is_every_row_once_in_fixed_order(tmp_path):
 
 def test_shards_read_across_their_borders(tmp_path):
     """Shards of 10 tokens: every span equals the whole sequence's, at every bit offset."""
-    writer = SplitWriter(tmp_path, "train", 260, shard_tokens=10)
-    rng = np.random.default_rng(0)
+    writer, rng = SplitWriter(tmp_path, "train", 260, shard_tokens=10), np.random.default_rng(0)
     documents = [rng.integers(0, 256, n) for n in (3, 14, 1, 25, 4)]
     masks = [rng.random(len(document)) < 0.5 for document in documents]
     for document, mask in zip(documents, masks, strict=True):
@@ -127,8 +125,7 @@ def test_shards_read_across_their_borders(tmp_path):
 
 
 def test_tokens_are_read_in_place_and_weights_of_zero_refused(mixed, tmp_path):
-    source = mixed.sources[0]
-    tokens = source.train.read(5, 25).tokens
+    tokens = mixed.sources[0].train.read(5, 25).tokens
     assert tokens.dtype == np.uint16
     assert not tokens.flags.owndata
     assert not tokens.flags.writeable

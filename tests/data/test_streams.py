@@ -83,14 +83,12 @@ def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):
         batch = streams.batch(step)
         assert batch.reset.tolist() == [step % 8 == 0] * 2
         answers += int(batch.loss.sum())
-    whole = data.sources[0].train
-    assert answers == int(whole.read(0, 6 * 64).loss.sum()) > 0
+    assert answers == int(data.sources[0].train.read(0, 6 * 64).loss.sum()) > 0
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5])
 def test_workers_share_the_streams(tmp_path, world_size):
-    sources = documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.6), needles(weight=0.4)
-    data = prepared(tmp_path, *sources)
+    data = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.6), needles(weight=0.4))
     cfg = drawing(5, 7, "streams", reset_probability=0.3, stream_groups=2)
     whole = Streams(data.sources, cfg)
     assert Counter(whole.source.tolist()) == {0: 3, 1: 2}

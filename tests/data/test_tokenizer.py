@@ -21,8 +21,7 @@ HUB = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 
 
 def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:
-    known = [*special, "<unk>", "hello", "world", *map(str, range(more))]
-    words = {word: i for i, word in enumerate(known)}
+    words = {word: i for i, word in enumerate([*special, "<unk>", "hello", "world", *map(str, range(more))])}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     if special:
@@ -32,8 +31,7 @@ def json_tokenizer(path: Path, *special: str, more: int = 0) -> Path:
 
 
 def test_bytes_and_letters_round_trip_and_letters_of_several_tokens_are_waited_for():
-    tokenizer = load_tokenizer("byte")
-    text = "Titans — ñ 記憶\n"
+    tokenizer, text = load_tokenizer("byte"), "Titans — ñ 記憶\n"
     assert tokenizer.encode(text) == list(text.encode())
     assert tokenizer.decode([tokenizer.bos, *tokenizer.encode(text), tokenizer.pad]) == text
     assert (tokenizer.bos, tokenizer.pad, tokenizer.vocab_size) == (256, 257, VOCABULARIES["byte"])
@@ -44,8 +42,7 @@ def test_bytes_and_letters_round_trip_and_letters_of_several_tokens_are_waited_f
     assert tokenizer.vocab_size == VOCABULARIES["dna"] == 8
     assert streamed(load_tokenizer("byte"), "x記y", 0) == ["x", "", "", "記", "y", ""]
     stream = TextStream(load_tokenizer("byte"))
-    assert [stream.add(0xFF) for _ in range(9)] == [*[""] * 7, "\ufffd" * 8, ""]
-    assert stream.end() == "\ufffd"
+    assert ([stream.add(0xFF) for _ in range(9)], stream.end()) == ([*[""] * 7, "\ufffd" * 8, ""], "\ufffd")
 
 
 def streamed(tokenizer, text: str, first: int) -> list[str]:
@@ -67,8 +64,7 @@ def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
 @pytest.mark.parametrize("kind", ["byte", "plain", "special"])
 def test_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     special = ("<s>", "<pad>") if kind == "special" else ()
-    spec = "byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special))
-    own = load_tokenizer(spec)
+    own = load_tokenizer("byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special)))
     (tmp_path / "out").mkdir()
     there = load_tokenizer(str(write_tokenizer(own, tmp_path / "out")))
     text = "hello world 記 \n\x00 é hello"
@@ -164,8 +160,7 @@ def test_every_study_has_room_for_the_tokenizer_that_it_names(hub):
         for scale, row in itertools.product(study.scales, study.rows[:1]):
             run = resolve(study, scale, row)
             if not run.data.tokenizer.endswith(".json"):  # a file that its user makes
-                objective = NextToken(run, None)
-                check_vocabulary(run, objective.tokenizer())
+                check_vocabulary(run, NextToken(run, None).tokenizer())
     assert set(hub) == {HUB}
 
 

@@ -48,8 +48,7 @@ def test_memory_in_a_model_answers_from_its_carried_state(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_notebook_shows_what_the_memory_retrieves(monkeypatch, capsys):
-    matplotlib = pytest.importorskip("matplotlib")
-    matplotlib.use("Agg")
+    pytest.importorskip("matplotlib").use("Agg")
     from matplotlib import pyplot
 
     monkeypatch.setattr(pyplot, "show", lambda: None)

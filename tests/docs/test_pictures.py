@@ -35,8 +35,7 @@ def test_readme_has_the_verdict_of_ten_seeds():
     (verdict,) = re.findall(r"of (\d+) comparisons (\d+) agree, (\d+) disagree, (\d+) are not resolved", page)
     readme = " ".join((pictures.TOP / "README.md").read_text("utf-8").split())
     before, _, after = readme.partition(" differences from the LMM")
-    numbers = re.findall(r"(\d+) (?:agree|disagree|are not resolved)", after)
-    assert (before.split()[-1], *numbers) == verdict
+    assert (before.split()[-1], *re.findall(r"(\d+) (?:agree|disagree|are not resolved)", after)) == verdict
 
 
 def test_pages_name_pictures_that_are_there_and_no_others():

@@ -98,8 +98,7 @@ def test_own_text_is_trained_and_measured_as_the_readme_says(tmp_path, monkeypat
         words = shlex.split(line, comments=True)[1:]
         words = [seen[-1] if word == "RUN" else word for word in words]
         assert cli.run(words + (sets if words[0] == "train" else [])) == 0, line
-        shown = capsys.readouterr().out
-        seen += re.findall(r"^run (\w{12})", shown, re.MULTILINE)
+        seen += re.findall(r"^run (\w{12})", capsys.readouterr().out, re.MULTILINE)
     assert (len(seen), len(set(seen))) == (2, 1)
     assert Path("titans-runs/cells", seen[0], "result.json").is_file()
 

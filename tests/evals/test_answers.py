@@ -15,8 +15,7 @@ from titans_platform.tasks.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VER
 
 @cache
 def items(task, length, count, **options):
-    made = build_generated(TaskConfig(task=task, options=options))
-    rng = random.Random(str(options))
+    made, rng = build_generated(TaskConfig(task=task, options=options)), random.Random(str(options))
     return [made.item(rng, length, BYTE) for _ in range(count)]
 
 
@@ -72,8 +71,7 @@ def test_haystack_is_read_from_a_file_and_rebound_keys_change_their_value(tmp_pa
         assert "The ship sailed" in item.text
         assert re.search(r"(?:^|[.!] |\n)One of the special", item.text)
     for item in items("recall", 90, 50, pairs=8, rebind=0.5):
-        block = item.text[: 2 * 12]
-        values = {}
+        block, values = item.text[: 2 * 12], {}
         for key, value in re.findall(r"([A-Z])([0-9a-z])", block):
             values.setdefault(key, []).append(value)
         assert sorted(map(len, values.values())) == [1] * 4 + [2] * 4
@@ -206,8 +204,7 @@ def test_reasoning_questions_are_about_places_seen_and_stand_anywhere():
         who, where = text[-3], text[-1]
         facts = facts_of(text, "compact")
         assert (who, "move", where) in facts
-        people = {person for person, _, _ in facts}
-        assert any(place(facts, person) == where for person in people)
+        assert any(place(facts, person) == where for person in {person for person, _, _ in facts})
     drawn = items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
     ends = [len(before) / 128 for item in drawn for before, _ in list(questions(item))[:-1]]
     assert sum(end < 0.5 for end in ends) > 0.3 * len(ends)

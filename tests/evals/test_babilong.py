@@ -46,8 +46,7 @@ def made(files, **options):
 def solved(before: str) -> str | None:
     """The last place of whom the text asks about, of the facts after the shots."""
     asked = re.search(r"Question: Where is (\w+)\?\nAnswer:$", before)
-    facts = FACT.findall(before.split("\n\n")[-1])
-    return dict(facts)[asked[1]] if asked else None
+    return dict(FACT.findall(before.split("\n\n")[-1]))[asked[1]] if asked else None
 
 
 @pytest.mark.parametrize("shots", [0, 3])
@@ -91,8 +90,7 @@ def test_facts_stand_at_uniform_depths_of_the_book_or_alone(files):
     task, depths = made(files), []
     for seed in range(300):
         text = task.item(random.Random(seed), 1500, BYTE).text
-        end = text.index("\nQuestion")
-        depths += [match.start() / end for match in FACT.finditer(text)]
+        depths += [match.start() / text.index("\nQuestion") for match in FACT.finditer(text)]
     thirds = [sum(i / 3 <= depth < (i + 1) / 3 for depth in depths) / len(depths) for i in range(3)]
     assert all(abs(third - 1 / 3) < 0.06 for third in thirds), thirds
     item = made(files | {"books": None}).item(random.Random(1), 900, BYTE)
@@ -106,8 +104,7 @@ def test_facts_decide_chance_is_a_guess_and_heuristics_have_their_scores(files):
     task, rng = made(files), random.Random(0)
     pairs = [pair for seed in range(300) for pair in questions(task.item(random.Random(seed), 400, BYTE))]
     share = lambda says: fmean(says(before) == answer.strip() for before, answer in pairs)  # noqa: E731
-    assert share(solved) == 1.0
-    assert task.chance == 1 / 4
+    assert (share(solved), task.chance) == (1.0, 1 / 4)
     assert abs(share(lambda before: rng.choice(PLACES)) - 1 / 4) < 4 * (3 / 16 / 300) ** 0.5
     scores = task.floor(400, BYTE).scores
     assert 0.25 < (named := scores["any answer named in the story"]) < 0.75
@@ -132,14 +129,7 @@ def test_held_out_questions_are_not_in_the_rest_and_mistakes_name_the_field(file
 
 # --- the Hub's version
 
-CARD = """---
-configs:
-  - config_name: 1k
-    data_files: [{split: qa1, path: 1k/qa1.jsonl}]
----
-"""
-
-
+CARD = "---\nconfigs: [{config_name: 1k, data_files: [{split: qa1, path: 1k/qa1.jsonl}]}]\n---\n"
 TOLD = {"Mary": "garden", "John": "kitchen"}
 
 

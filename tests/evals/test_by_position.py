@@ -27,8 +27,7 @@ T, ROWS = 16, 5
 
 
 def texts(count=2, rows=ROWS, row=T):
-    rng = np.random.default_rng(0)
-    counts = np.ones(rows * row, bool)
+    rng, counts = np.random.default_rng(0), np.ones(rows * row, bool)
     counts[T + 5] = False
     return [LongText(rng.integers(97, 123, rows * row + 1), counts) for _ in range(count)]
 
@@ -91,8 +90,7 @@ class Counting(nn.Module):
 
 def test_carrying_more_gains_more_and_errors_follow_texts_or_parts():
     result = read_by_position(scorer(Counting(), 20), texts(3), T, windows=(1, 2))
-    counts = texts()[0].counts
-    p = np.arange(1, ROWS * T + 1)
+    counts, p = texts()[0].counts, np.arange(1, ROWS * T + 1)
     fresh, carried = 1 / ((p - 1) % T + 1), 1 / p
     beyond = (p > T) & counts
     gain, stderr = result.gain()
@@ -137,8 +135,7 @@ def test_texts_are_spread_over_the_held_out_text_and_begin_with_a_document(data,
     # two, whatever the budget; one where there is room for one
     assert len(long_texts(prepared, 60, 1)) == 2
     (whole,) = long_texts(prepared, 180, 1)
-    held_out = prepared.sources[0].validation
-    assert (whole.tokens == held_out.read(0, 180 * 32 + 1).tokens).all()
+    assert (whole.tokens == prepared.sources[0].validation.read(0, 180 * 32 + 1).tokens).all()
 
 
 def test_by_position_prints_a_table_and_draws_a_figure(data, tmp_path, capsys, answer, refused, monkeypatch):

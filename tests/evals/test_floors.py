@@ -17,17 +17,14 @@ from titans_platform.tasks import TASKS, Floor, GeneratedTask, Heuristic, Item, 
 
 BYTE = load_tokenizer("byte")
 NEEDLE = {"style": "compact", "kind": "number"}
+REASONING = {"one_fact": 1 / 4, "two_facts": 1 / 3, "three_facts": 0.26, "yes_no": 0.52, "counting": 0.55}
 FLOORS = [
     ("recall", {}, 64, 1 / 4, None),
     ("recall", {"pairs": 48, "queries": 30, "keys": 50, "values": 36}, 160, 0.042, None),
     # with one needle no key is needed
     ("needle", NEEDLE, 64, 1.0, "any value stated"), ("needle", NEEDLE | {"needles": 4}, 64, 1 / 4, None),
     ("needle", NEEDLE | {"needles": 4, "queries": 4}, 64, 25 / 48, "any value not yet answered"),
-    ("reasoning", {"style": "compact", "kind": "one_fact"}, 64, 1 / 4, None),
-    ("reasoning", {"style": "compact", "kind": "two_facts"}, 64, 1 / 3, None),
-    ("reasoning", {"style": "compact", "kind": "three_facts"}, 64, 0.26, None),
-    ("reasoning", {"style": "compact", "kind": "yes_no"}, 64, 0.52, None),
-    ("reasoning", {"style": "compact", "kind": "counting"}, 64, 0.55, None),
+    *(("reasoning", {"style": "compact", "kind": k}, 64, level, None) for k, level in REASONING.items()),
     ("reasoning", {"kind": "one_fact"}, 512, 1 / 4, None),
 ]  # fmt: skip
 """Task, options, tokens, floor within 0.04, and the heuristic where one is clearly best."""
@@ -102,8 +99,7 @@ def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():
 def test_command_prints_chance_heuristics_and_floor():
     printed = CliRunner().invoke(cli, ["tasks", "--task", "{task: needle, options: {style: compact}}"])
     assert printed.exit_code == 0, printed.output
-    lines = [line.split() for line in printed.output.splitlines()]
-    assert ["needle-passkey@64", "1.0", "100.0"] in lines
+    assert ["needle-passkey@64", "1.0", "100.0"] in [line.split() for line in printed.output.splitlines()]
 
 
 def counted(text: list[list[int]], row: list[int], order: int, vocab: int) -> list[float]:
@@ -133,8 +129,7 @@ def test_ngrams_give_the_probabilities_of_counting_by_dictionaries(order):
     ngrams = NGrams((passes, np.ones((10, 22), bool)), vocab_size=6, order=order)
     wanted = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
     np.testing.assert_allclose(ngrams.probabilities(row, order), wanted, rtol=1e-12)
-    rows = [(row, np.ones((3, 10), bool))]
-    measured = perplexity(lambda tokens: ngrams.probabilities(tokens, order), rows)
+    measured = perplexity(lambda tokens: ngrams.probabilities(tokens, order), [(row, np.ones((3, 10), bool))])
     assert measured == pytest.approx(np.exp(-np.log(wanted).mean()))
 
 
@@ -145,8 +140,7 @@ def test_cache_counts_what_followed_the_same_tokens_earlier_in_the_row():
     wanted = counted(text.tolist(), row.tolist(), 3, 6)
     for t in range(1, len(row)):
         for n in range(1, min(t, 3) + 1):
-            history = row[t - n : t].tolist()
-            after = [row[u] for u in range(n, t) if row[u - n : u].tolist() == history]
+            after = [row[u] for u in range(n, t) if row[u - n : u].tolist() == row[t - n : t].tolist()]
             if after:
                 kinds, same = len(set(after)), after.count(row[t])
                 wanted[t - 1] = (same + kinds * wanted[t - 1]) / (len(after) + kinds)

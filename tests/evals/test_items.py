@@ -37,8 +37,7 @@ def test_encoded_item_marks_its_answers_and_is_padded_or_refused():
     assert [bytes(tokens[start:end]) for start, end in answer_spans(answers)] == [b"47", b"081"]
     item = Item((("ab", False), ("c", True)))
     tokens, answers = encode_item(item, BYTE, 8)
-    assert tokens == [BYTE.bos, *[BYTE.pad] * 4, *b"abc"]
-    assert answers == [False] * 7 + [True]
+    assert (tokens, answers) == ([BYTE.bos, *[BYTE.pad] * 4, *b"abc"], [False] * 7 + [True])
     with pytest.raises(UsageError, match="4 tokens does not fit in 3"):
         encode_item(item, BYTE, 3)
 
@@ -98,8 +97,7 @@ GENERATED = [
 
 @pytest.mark.parametrize(("task", "options", "base"), GENERATED)
 def test_items_have_exactly_the_length_asked_for(task, options, base):
-    made = build_generated(TaskConfig(task=task, options=options))
-    rng = random.Random(3)
+    made, rng = build_generated(TaskConfig(task=task, options=options)), random.Random(3)
     for length in (base, base + 1, base + 17, 4 * base):
         item = made.item(rng, length, BYTE)
         assert len(item.text) == length - 1

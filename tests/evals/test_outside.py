@@ -24,8 +24,7 @@ def data(sums, tmp_path):
 
 def test_outside_task_is_trained_on_and_measured(task, data, tiny_run):
     assert data.sources[0].manifest.train.documents == 12
-    config = EvalConfig(columns={"col": (task,)}, items=4)
-    result = evaluate(LanguageModel(tiny_run.model), data, config, 16)
+    result = evaluate(LanguageModel(tiny_run.model), data, EvalConfig(columns={"col": (task,)}, items=4), 16)
     assert (result["tasks"]["col/sums@16"]["items"], result["chance"]["col"]) == (4, 1 / 10)
 
 

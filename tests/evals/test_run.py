@@ -157,8 +157,7 @@ def test_columns_are_means_of_tasks_and_their_names_differ():
     names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number@48"]
     assert list(result["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
     values = [result["tasks"][f"long/{name}"]["value"] for name in names]
-    mean = (sum(values[:2]) / 2 + values[2] + values[3]) / 3
-    assert result["columns"]["long"] == pytest.approx(mean)
+    assert result["columns"]["long"] == pytest.approx((sum(values[:2]) / 2 + values[2] + values[3]) / 3)
     assert result["chance"] == {"long": pytest.approx((0.01 + 0.1 + 0.01) / 3), "recall": 1 / 16}
 
 
@@ -191,8 +190,7 @@ def test_perplexity_by_hand():
     uniform, sure = math.log(BYTE.vocab_size), -math.log(0.75)
     # targets x a b . a b c d: two sure ones, five uniform ones, the document start not counted
     assert result["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
-    assert result["chance"]["col"] == BYTE.vocab_size
-    assert result["tasks"]["col/perplexity@8"]["items"] == 7
+    assert (result["chance"]["col"], result["tasks"]["col/perplexity@8"]["items"]) == (BYTE.vocab_size, 7)
     assert model.starts[0] is not None
     assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
 

@@ -168,13 +168,11 @@ def test_op_that_fails_midway_drops_out(tiny):
             raise RuntimeError("gone")
         return leaf * 2
 
-    leaf = torch.ones(3, requires_grad=True)
-    clock = timing.Clock(CPU)
+    leaf, clock = torch.ones(3, requires_grad=True), timing.Clock(CPU)
     ops = {"bad": Op(forward, [leaf]), "good": Op(lambda: leaf * 2, [leaf])}
     turns = timing.Interleaved({name: partial(timing.Runner, op, clock) for name, op in ops.items()})
     turns.run(5)
-    assert turns.failed == {"bad": "RuntimeError: gone"}
-    assert len(turns.runners["good"].samples.steps) == 5
+    assert (turns.failed, len(turns.runners["good"].samples.steps)) == ({"bad": "RuntimeError: gone"}, 5)
     infinite = timing.Interleaved({"bad": lambda: timing.Runner(Op(lambda: leaf / 0, [leaf]), clock)})
     assert infinite.failed == {"bad": "ValueError: its output is not finite"}
 

@@ -189,8 +189,7 @@ def test_steps_of_a_cut_chunk_equal_those_of_the_whole(limit):
     for cut in range(1, 23):
         first, p = cut - cut % 5, cut % 5
         held = (k[:, first:cut].transpose(1, 2), steps[:, first:cut].transpose(1, 2)) if p else None
-        rest = (x[:, cut:] for x in (k, eta, theta))
-        actual, _ = budget.effective_steps(*rest, **options, held=held)
+        actual, _ = budget.effective_steps(*(x[:, cut:] for x in (k, eta, theta)), **options, held=held)
         same(actual, expected[:, cut:])
         grads = [torch.autograd.grad(x.square().sum(), (k, eta, theta), retain_graph=True)
                  for x in (actual, expected[:, cut:])]  # fmt: skip

@@ -69,8 +69,7 @@ def test_decays_of_channels_and_heads_and_the_scan_are_gla_retention_and_hgrn():
     given = q, k, v = leaves((B, T, H, E), (B, T, H, E), (B, T, H, V))
     log_decay = torch.log1p(-(2.0 ** (-5 - torch.arange(H))))[:, None].expand(B, T, H, 1)
     ours, _ = linear_attention(q * E**-0.5, k, v, log_decay, torch.zeros(B, H, E, V))
-    other = theirs("retention", "naive_retention")(*heads_first(q, k, v))
-    agree([ours], heads_first(other), given)
+    agree([ours], heads_first(theirs("retention", "naive_retention")(*heads_first(q, k, v))), given)
     given = x, gate, state = leaves((B, T, E), (B, T, E), (B, E))
     log_decay = F.logsigmoid(gate)
     ours = scan(log_decay.exp(), x, state)
@@ -152,8 +151,7 @@ def test_their_delta_rule_is_the_memory_in_chunks_of_one(kernels, monkeypatch, g
     given = given if gated else [x for x in given if x is not keep]
     operands = torch.float32 if gated else torch.float16  # the kernel without a decay takes no float32
     alpha, zeros = 1 - keep.sigmoid() if gated else torch.zeros(1, T, H), torch.zeros(1, T, H)
-    borders = torch.tensor([0, 1, 40, T], dtype=torch.int32) if documents else None
-    results = []
+    borders, results = torch.tensor([0, 1, 40, T], dtype=torch.int32) if documents else None, []
     for served in (False, True):
         monkeypatch.setattr(online, "fla_refusal", lambda *_, served=served: None if served else "a CPU")
         forms_used(forget=True)
@@ -201,8 +199,7 @@ def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch)
     torch._dynamo.reset()
     actual = torch.compile(block, backend="aot_eager")(*given)
     assert forms_used() == ["linear_attention: flash-linear-attention's chunk_simple_gla"]
-    expected = recurrent_linear_attention(q / 4, k, v, F.logsigmoid(gate), state)
-    agree(actual, [y / 2 for y in expected], given)
+    agree(actual, [y / 2 for y in recurrent_linear_attention(q / 4, k, v, F.logsigmoid(gate), state)], given)
 
 
 class OnAGPU:

@@ -210,8 +210,7 @@ def test_ddp_fsdp_and_autocast_pass_over_it(device, backend, depth):
     with torch.autocast(device, torch.bfloat16):
         assert_close(gradients(layer, x), expected, 0.1)
     assert_close(gradients(nn.parallel.DistributedDataParallel(layer), x), expected, 1e-5)
-    mesh = dist.init_device_mesh(device, (1,))
-    assert_close(gradients(fully_shard(layer, mesh=mesh), x), expected, 1e-5)
+    assert_close(gradients(fully_shard(layer, mesh=dist.init_device_mesh(device, (1,))), x), expected, 1e-5)
 
 
 @on_gpu
@@ -261,8 +260,7 @@ def test_stream_does_not_wait_for_the_tables_of_another():
 @pytest.mark.parametrize("packed", [False, True])
 def test_baselines_take_flash_linear_attentions_kernels(channels, packed):
     pytest.importorskip("fla")
-    make = torch.Generator("cuda").manual_seed(0)
-    draw = partial(torch.randn, device="cuda", generator=make)
+    draw = partial(torch.randn, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     q, k, v = draw(2, 1000, 4, 128), draw(2, 1000, 4, 128) / 128**0.5, draw(2, 1000, 4, 256)
     state, log_decay = draw(2, 4, 128, 256), F.logsigmoid(draw(2, 1000, 4, channels)) / 16
     index = torch.arange(2000, device="cuda").view(2, 1000) // 300 if packed else None

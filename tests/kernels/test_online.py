@@ -91,8 +91,7 @@ def test_float32_at_length_is_near_float64_and_the_state_keeps_no_more_than_itse
 ])  # fmt: skip
 def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
     """In the interpreter, in float32, against the recurrence in float64: results and every gradient."""
-    case = made(T, widths=widths)
-    options = ONLINE | {"rule": rule}
+    case, options = made(T, widths=widths), ONLINE | {"rule": rule}
     results = case.whole(backend="reference", **options)
     expected = [*results, *graded(results, case.leaves)]
     monkeypatch.setattr(online, "COMPILED", 0)

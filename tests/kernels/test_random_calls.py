@@ -129,8 +129,7 @@ def test_norm_and_convolution_are_their_definitions(forms, seed):
     x, weight, gate = randn(B, T, D), randn(D), randn(B, T, D)
     expected = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * weight
     assert_same([expected], [rms_norm(x, weight, 1e-6)], [x, weight])
-    gated = expected * gate * gate.sigmoid()
-    assert_same([gated], [rms_norm(x, weight, 1e-6, gate)], [x, weight, gate])
+    assert_same([expected * gate * gate.sigmoid()], [rms_norm(x, weight, 1e-6, gate)], [x, weight, gate])
     K = draw.choice([1, 2, 4])
     kernel, state = randn(K, D), randn(B, K - 1, D)
     actual = short_convolution(x, kernel, state, [False], 1)

@@ -150,8 +150,7 @@ def test_a_large_call_by_column_does_its_work_again_in_the_backward(monkeypatch,
     expected = case.whole(backend="reference", **options)
     monkeypatch.setattr(channels, "KEEP_BYTES", 0)
     monkeypatch.setattr(channels, "_step", lambda *args: calls.append(1) or step(*args))
-    actual = case.whole(backend="chunked", **options)
-    steps = len(calls)
+    actual, steps = case.whole(backend="chunked", **options), len(calls)
     assert_same(expected, actual, case.leaves)
     assert len(calls) == 2 * steps > 0
 
@@ -251,8 +250,7 @@ def test_gradient_of_some_inputs_alone_and_of_none(used):
     for x in fixed:
         x.requires_grad_(False)
     for backend in ("reference", "native", "chunked", "generic"):
-        y = case.whole(backend=backend, chunk_size=7)[0]
-        grads.append(torch.autograd.grad(y.sin().sum(), leaves))
+        grads.append(torch.autograd.grad(case.whole(backend=backend, chunk_size=7)[0].sin().sum(), leaves))
     for result in grads[1:]:
         torch.testing.assert_close(result, grads[0], rtol=1e-9, atol=1e-10)
     for x in leaves:

@@ -269,8 +269,7 @@ def why(q: Tensor, W: tuple[Tensor, ...], b: int, dtype: torch.dtype | None = No
 
 
 def test_docs_have_the_table_of_what_the_kernels_support():
-    page = Path(__file__).parents[2] / "docs" / "training.md"
-    assert "\n".join(table()) in page.read_text()
+    assert "\n".join(table()) in (Path(__file__).parents[2] / "docs" / "training.md").read_text()
 
 
 def layers(*widths: int) -> tuple[Tensor, ...]:
@@ -279,8 +278,7 @@ def layers(*widths: int) -> tuple[Tensor, ...]:
 
 @pytest.mark.parametrize("reason", REFUSED)
 def test_a_shape_without_a_kernel_says_why(reason):
-    given = REFUSED[reason](torch.zeros(1, 8, 1, 32), layers(32, 32))
-    assert reason in why(*given)
+    assert reason in why(*REFUSED[reason](torch.zeros(1, 8, 1, 32), layers(32, 32)))
     assert why(torch.zeros(1, 8, 1, 24), layers(24, 48, 24), 64) == "served"
 
 
@@ -397,8 +395,7 @@ def test_packed_documents_in_inference_mode():
 def test_tables_of_packed_documents_are_worked_out_once():
     """Rows of equal length need none."""
     result = tables.tables(1, 50, torch.tensor([0, 1, 18, 50]), 16, torch.device("cpu"))
-    assert result.longest == 2
-    assert result.documents.tolist() == [[0, 1, 0], [1, 18, 1], [18, 50, 3]]
+    assert (result.longest, result.documents.tolist()) == (2, [[0, 1, 0], [1, 18, 1], [18, 50, 3]])
     assert result.chunks.tolist()[:5] == [[0, 1], [1, 16], [17, 1], [18, 16], [34, 16]]
     assert all(count == 0 for _, count in result.chunks.tolist()[5:])
     assert tables.tables(3, 50, None, 16, torch.device("cpu")) == (12, 4, 50, None, None)
@@ -449,5 +446,4 @@ def test_autocast_gives_the_operands_their_type(monkeypatch):
     monkeypatch.setattr(triton_op, "write_and_read", lambda *a: seen.append(a[3].operands) or run(*a))
     with torch.autocast("cpu", torch.bfloat16):
         results = single(Case(DEEP, 20, 16)).whole(chunk_size=16, backend="triton")
-    assert seen == [torch.bfloat16]
-    assert {x.dtype for x in results} == {torch.float32}
+    assert (seen, {x.dtype for x in results}) == ([torch.bfloat16], {torch.float32})

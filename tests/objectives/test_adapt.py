@@ -137,8 +137,7 @@ def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypat
     assert min(planned["tune"][key] for key in ("seconds", "peak_bytes", "state_bytes")) > 0
     assert not (adapted / "planned").exists()
     assert adapt(adapted, "some", "--layers", "1", "--dry-run", "--json") == 0
-    some = json.loads(capsys.readouterr().out)["tune"]
-    assert some["parameters"] == planned["tune"]["parameters"] / 2
+    assert json.loads(capsys.readouterr().out)["tune"]["parameters"] == planned["tune"]["parameters"] / 2
 
 
 def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
@@ -157,8 +156,7 @@ def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
     (adapted / "more" / "tune-3.yaml").write_text(yaml.safe_dump(more))
     assert adapt(adapted, "more") == 0
     assert capsys.readouterr().out.count("is finished; nothing to do") == 3
-    config = json.loads((adapted / "more" / "config.json").read_text())
-    assert config["titans"]["kept"] == 9
+    assert json.loads((adapted / "more" / "config.json").read_text())["titans"]["kept"] == 9
     again = weights(adapted, "more")
     assert changed == {name for name in again if not torch.equal(again[name], after[name])}
 

@@ -33,8 +33,6 @@ RUN: dict[str, Any] = {
     "optim": {"steps": 60, "global_batch_size": 16, "lr": 1e-2},
     "eval": {"items": 999, "columns": {"accuracy": [{"task": "accuracy"}], "loss": [{"task": "class_loss"}]}},
 }  # fmt: skip
-
-
 ROOT = Path("runs")
 
 
@@ -82,22 +80,19 @@ def test_motif_is_learnt_after_pretraining_and_a_run_goes_on_from_a_checkpoint()
     (spec.folder.path / "result.json").unlink()
     for path in list((spec.folder.path / "checkpoints").glob("step-*"))[1:]:
         path.rename(path.with_name(f"gone-{path.name}"))
-    again = execute(spec)
-    assert again.columns == first.columns
+    assert execute(spec).columns == first.columns
 
 
 def test_steps_of_pretraining_are_next_tokens_of_the_training_part():
     objective = build_objective(config(pretrain_steps=2))
-    data = objective.prepare(ROOT)
-    stream = data.train_stream(drawing(8))
+    stream = objective.prepare(ROOT).train_stream(drawing(8))
     before, after = stream.batch(1), stream.batch(2)
     assert (before.labels == -1).all()
     assert (after.labels >= 0).all()
     model = objective.build_model()
     losses = objective.losses(model, before)
     assert losses.mean().item() == pytest.approx(2.3, abs=1.5)
-    row = before.tokens[0, : before.lengths[0]][None]
-    alone = type(before)(row, before.lengths[:1], before.labels[:1])
+    alone = type(before)(before.tokens[0, : before.lengths[0]][None], before.lengths[:1], before.labels[:1])
     torch.testing.assert_close(objective.losses(model, alone), losses[:1])
     losses.sum().backward()
     # every weight has a gradient, as workers that exchange them need
@@ -151,8 +146,7 @@ def test_run_begins_from_a_language_model_with_a_new_head(folder):
 
 
 def test_equal_sequences_stay_together_and_a_split_is_that_of_its_seed():
-    texts = [text for text, _ in items(100)] * 2
-    whole = Items(texts, ["0"] * 200)
+    whole = Items([text for text, _ in items(100)] * 2, ["0"] * 200)
     left, out = divide(whole, 0.25, seed=1)
     assert (len(left.sequences), len(out.sequences)) == (150, 50)
     assert not set(left.sequences) & set(out.sequences)

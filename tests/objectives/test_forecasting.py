@@ -118,8 +118,7 @@ def test_benchmark_is_found_by_name_and_checked(tiny):
 def test_run_is_tested_on_every_window_and_named_by_its_forecaster(tiny):
     cfg = config(tiny)
     objective = build_objective(cfg)
-    data = objective.prepare(tiny / "root")
-    objective.check(data)
+    objective.check(objective.prepare(tiny / "root"))
     result = Worker(spec_for(cfg, tiny / "root")).run()
     assert (result.tasks["mse/mse@8"].items, result.best_step % 3) == (12 - 4 + 1, 0)
     assert result.columns["mse"] != pytest.approx(result.best_validation_loss)
@@ -148,8 +147,7 @@ def test_forecaster_of_ones_own_file(tiny, monkeypatch):
     data = objective.prepare(tiny / "root")
     objective.check(data)
     (batch,) = data.held_out(8, 500, 500, "test")
-    cfg = objective.cfg
-    model = objective.build_model().eval()
+    cfg, model = objective.cfg, objective.build_model().eval()
     result = evaluate(model, data, cfg.eval, 8)["columns"]["mse"]
     negated = RLinear.predict(model, batch.inputs)
     assert result == pytest.approx((-negated - batch.targets).square().mean().item())

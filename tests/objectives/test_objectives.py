@@ -58,10 +58,8 @@ def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     assert first["parameters"] > 0
     assert first["state_bytes"] > 0
     assert "surprise" in first["telemetry"]
-
     cell = Path("runs/cells") / first["cell"]
     assert answer("eval", first["cell"], "--root", "runs")["columns"] == first["columns"]
-
     (cell / "result.json").unlink()
     shutil.rmtree(cell / "checkpoints" / "step-00000040")
     assert (cell / "checkpoints" / "step-00000036").is_dir()
@@ -134,8 +132,7 @@ def test_objective_of_ones_own_file(run_yaml, refused):
     Path("own_objective.py").write_text(small.documented("platform/titans_platform/objectives/huber.py"))
     sets = ["objective.kind=own_objective:Huber", "objective.options.delta=0.5", "optim.steps=8"]
     cfg, root = load_config(run_yaml, sets), Path("runs")
-    names = {run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}
-    assert len(names) == 3
+    assert len({run_name(each, root) for each in (cfg, load_config(run_yaml, sets[:1]), config())}) == 3
     result = execute(spec_for(cfg, root))
     assert result.cell == run_name(cfg, root)
     # at the same weights Huber's error is below half the squared one

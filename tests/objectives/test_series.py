@@ -59,8 +59,7 @@ def test_epochs_have_every_window_once_and_columns_of_numbers_are_read(tmp_path)
     table = read_series(str(tmp_path / "s.csv"), (), "f")
     assert table.channels == ("load", "oil")
     assert table.values_NC.tolist() == [[1, 4.5], [2, 5.5], [3, 6.5]]
-    only = read_series(str(tmp_path / "s.csv.xz"), ("oil",), "f")
-    assert only.values_NC.tolist() == [[4.5], [5.5], [6.5]]
+    assert read_series(str(tmp_path / "s.csv.xz"), ("oil",), "f").values_NC.tolist() == [[4.5], [5.5], [6.5]]
     np.save(tmp_path / "s.npy", np.arange(4))
     assert read_series(str(tmp_path / "s.npy"), (), "f").values_NC.shape == (4, 1)
     np.save(tmp_path / "one.npy", np.float64(3))

@@ -18,7 +18,6 @@ from titans_platform.report import inspect as module
 from titans_platform.report.inspect import Inspected, as_frame, inspect_text, page, shades, token_texts
 
 TEXT = 'The pass is 74 — don\'t <b>forget</b> & "tell" no-one.\n</script><script>x</script>\nThe pass is'
-
 ONE_STEP = {"optim": RUN["optim"] | {"steps": 1}}
 
 
@@ -30,8 +29,7 @@ def small(variant: str = "lmm") -> LanguageModel:
 
 @pytest.fixture(scope="module")
 def inspected() -> dict[str, Inspected]:
-    tokenizer = load_tokenizer("byte")
-    return {v: inspect_text(small(v), tokenizer, TEXT, f"a <{v}>", 2048) for v in ("lmm", "mac")}
+    return {v: inspect_text(small(v), load_tokenizer("byte"), TEXT, f"a <{v}>", 2048) for v in ("lmm", "mac")}
 
 
 @pytest.mark.parametrize("variant", ["lmm", "mac"])
@@ -134,8 +132,7 @@ def test_command_is_deterministic(cell, tmp_path, capsys):
     assert run([*line, "--tokens", "30"]) == 0
     assert [entry.split()[0] for entry in capsys.readouterr().out.splitlines()] == [str(out), str(arrow)]
     rows = pd.read_feather(arrow)
-    assert len(rows) == 30 * 2
-    assert rows["read"][0][0].keys() == {"position", "similarity", "share"}
+    assert (len(rows), rows["read"][0][0].keys()) == (30 * 2, {"position", "similarity", "share"})
     assert "more not read" in out.read_text()
     before = arrow.read_bytes()
     assert run([*line, "--tokens", "30"]) == 0

@@ -35,15 +35,13 @@ def store(root) -> TrackingStore:
 @pytest.fixture(scope="module")
 def study_run(root, store) -> StudyRun:
     """A study of one cell, which a run in MLflow is of."""
-    cell = Cell("LMM", 0, RunConfig(), "abc")
-    run_id = store.cell_run("abc", "LMM")
+    cell, run_id = Cell("LMM", 0, RunConfig(), "abc"), store.cell_run("abc", "LMM")
     log = store.run(run_id)
     log.summary({"acc": 0.25, "acc/recall/64": 0.5, "parameters": 7})
     log.close()
     tasks, config = {"acc/recall@64": {"value": 0.5, "stderr": 0.1}}, {"optim": {"steps": 20}}
     save(root, cell, columns={"acc": 0.25}, tasks=tasks, mlflow_run_id=run_id, config=config)
-    columns = {"acc": Column(title="Reasoning", unit="%", factor=100)}
-    return study_of(root, cell, columns=columns)
+    return study_of(root, cell, columns={"acc": Column(title="Reasoning", unit="%", factor=100)})
 
 
 @pytest.mark.slow
@@ -51,8 +49,7 @@ def test_report_logged_twice_leaves_the_runs_of_its_cells_as_they_are(study_run,
     report = build_report(build_table(study_run))
     log_report(store, report, write_report(report, study_run.path))
     parent = log_report(store, report, write_report(report, study_run.path))
-    run_id = report.table.results[0].mlflow_run_id
-    run = store.client.get_run(run_id)
+    run = store.client.get_run(report.table.results[0].mlflow_run_id)
     assert run.data.metrics == {"acc": 0.25, "acc/recall/64": 0.5, "parameters": 7.0}
     assert run.info.status == "FINISHED"
     # a metric that is logged once would be a chart with one bar

@@ -33,8 +33,7 @@ def measured(root: Path, study: Study, seeds=(0, 1), tasks=(), skip=()) -> Table
     """The table of a study whose every cell is done, but for those skipped (row, seed)."""
     measures, cells = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in study.columns}), []
     for i, (row, seed) in enumerate(product(study.rows, seeds)):
-        name = f"{i // len(seeds)}x{seed}"
-        cells.append(Cell(row.name, seed, RunConfig(seed=seed, eval=measures), name))
+        cells.append(Cell(row.name, seed, RunConfig(seed=seed, eval=measures), f"{i // len(seeds)}x{seed}"))
         if (row.name, seed) not in skip:
             finish(root, cells[-1], i, tasks)
     return table_of(root, study, cells)
@@ -67,8 +66,7 @@ def test_page_is_self_contained_marks_missing_cells_links_numbers_and_latex_is_e
     """Of three rows: whole, one seed failed with a reason that looks like HTML, nothing there."""
     rows = [Row(name="LMM", paper={"ppl": 27.01}), Row(name="w/o <Conv> & co"), Row(name="gone")]
     RunFolder(tmp_path, "1x1").record_failure(ValueError("loss <script>alert(1)</script>"), "c0ffee")
-    skip = {("w/o <Conv> & co", 1), ("gone", 0), ("gone", 1)}
-    hurt = measured(tmp_path, study(rows), skip=skip)
+    hurt = measured(tmp_path, study(rows), skip={("w/o <Conv> & co", 1), ("gone", 0), ("gone", 1)})
     text = page(hurt)
     assert not re.search(r"(?:src|href)=\"(?!#|http://127\.0\.0\.1:5000/)|@import|url\((?!#)", text)
     assert "<script>alert" not in text
@@ -85,8 +83,7 @@ def test_page_is_self_contained_marks_missing_cells_links_numbers_and_latex_is_e
 
 
 def grid(*axes: tuple[str, list]) -> list[Row]:
-    keys = [key for key, _ in axes]
-    points = product(*(values for _, values in axes))
+    keys, points = [key for key, _ in axes], product(*(values for _, values in axes))
     return [Row(name=" ".join(map(str, point)), set=dict(zip(keys, point, strict=True))) for point in points]
 
 
@@ -191,8 +188,7 @@ def test_other_seeds_and_other_scales_are_named(tmp_path):
 
 def test_colour_follows_chance():
     def colours(values, column=ACC, chance=25.0, of=()):
-        scale = plot.heat_scale(values, column, chance=chance)
-        return [float(scale(mean)) for mean in of or values]
+        return [float(plot.heat_scale(values, column, chance=chance)(mean)) for mean in of or values]
 
     assert colours([10.0, 20.0, 60.0, 40.0]) == [0.0, 0.0, 1.0, pytest.approx(15 / 35)]
     # all of them no better than chance: all palest

@@ -79,8 +79,7 @@ def full(tmp_path):
 
 def test_means_links_and_csv_of_a_whole_table(full):
     lmm = full.rows[0].entries
-    assert lmm["lm_ppl"].mean == pytest.approx(5.1)
-    assert lmm["lm_ppl"].sd == pytest.approx(0.2 / math.sqrt(2))
+    assert (lmm["lm_ppl"].mean, lmm["lm_ppl"].sd) == (pytest.approx(5.1), pytest.approx(0.2 / math.sqrt(2)))
     assert lmm["reasoning_acc"].mean == pytest.approx(52.0)
     assert (full.chance, full.missing) == ({"lm_ppl": 260.0, "reasoning_acc": 25.0}, 0)
     text = export.markdown(build_report(full))
@@ -90,8 +89,7 @@ def test_means_links_and_csv_of_a_whole_table(full):
     assert (len(rows), rows[1]["row"]) == (6, "LMM")
     assert (float(rows[1]["mean"]), rows[5]["paper"]) == (pytest.approx(52.0), "")
     by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(tables["cells.csv"]))}
-    assert by_cell["LMM1"]["mlflow_run_id"] == "run-LMM1"
-    assert float(by_cell["LMM1"]["lm_ppl"]) == 5.2
+    assert (by_cell["LMM1"]["mlflow_run_id"], float(by_cell["LMM1"]["lm_ppl"])) == ("run-LMM1", 5.2)
     # in the unit of the table
     assert float(by_cell["LMM1"]["reasoning_acc (%)"]) == pytest.approx(54.0)
     assert json.dumps(as_record(full))
@@ -177,8 +175,7 @@ def test_bold_is_the_best_of_the_compared_rows_and_nothing_at_chance(tmp_path, f
 
 def test_numbers_timed_beside_other_cells_are_marked(tmp_path):
     def timed(cell: Cell, host: str, began: int, ended: int) -> bool:
-        span = {"host": host, "began": began, "ended": ended}
-        cell.folder(tmp_path).update(attempt=span)
+        cell.folder(tmp_path).update(attempt={"host": host, "began": began, "ended": ended})
         note = "Reasoning: timed while other cells ran on the same machine."
         return note in build_report(table(tmp_path)).notes
 
@@ -190,8 +187,7 @@ def test_numbers_timed_beside_other_cells_are_marked(tmp_path):
 
 
 def test_empty_table_has_a_report_and_counts_are_abbreviated(tmp_path):
-    empty = table(tmp_path)
-    paths = write_report(build_report(empty), tmp_path / "views")
+    paths = write_report(build_report(table(tmp_path)), tmp_path / "views")
     assert {path for path in (tmp_path / "views").rglob("*") if path.is_file()} == set(paths.values())
     assert paths["figures/columns.png"].read_bytes().startswith(b"\x89PNG")
     assert paths["figures/columns.pdf"].read_bytes().startswith(b"%PDF")

@@ -23,18 +23,14 @@ def row(name: str, columns: dict[str, list[float]], paper: dict[str, float], ref
     return SimpleNamespace(
         row=Row(name=name, reference=reference, expected=dict(expected)),
         cells=[SimpleNamespace(name=f"{name}-{seed}", seed=seed, config=config) for seed in seeds],
-        results=[
-            Result(cell=f"{name}-{seed}", columns={key: values[seed] for key, values in columns.items()})
-            for seed in seeds
-        ],
+        results=[Result(cell=f"{name}-{s}", columns={k: x[s] for k, x in columns.items()}) for s in seeds],
         entries={key: Entry(COLUMNS[key], (), len(seeds), paper.get(key)) for key in COLUMNS},
         rates={1e-3},
     )
 
 
 def table(*rows) -> Any:
-    run = SimpleNamespace(scale=SimpleNamespace(tuned=""))
-    return SimpleNamespace(rows=rows, columns=COLUMNS, run=run)
+    return SimpleNamespace(rows=rows, columns=COLUMNS, run=SimpleNamespace(scale=SimpleNamespace(tuned="")))
 
 
 def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
@@ -108,8 +104,7 @@ def test_number_not_better_than_its_floor_counts_in_no_verdict():
     assert tally([at, above]).endswith("; 1 more are with a number that is not above its floor")
     near.entries["lm_ppl"] = replace(near.entries["lm_ppl"], floor=4.2)
     better, other = compare(table(LMM, near))
-    assert better.outcome == "agrees"
-    assert other.p == pytest.approx(2 * (other.ours.p or 0))
+    assert (better.outcome, other.p) == ("agrees", pytest.approx(2 * (other.ours.p or 0)))
 
 
 def test_rows_at_different_learning_rates_are_not_judged():

@@ -27,8 +27,7 @@ def run(cfg: RunConfig, root: Path, **fields) -> dict:
 
 
 def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
-    model = build_objective(cfg).build_model()
-    point = newest(folder.path / "checkpoints")
+    model, point = build_objective(cfg).build_model(), newest(folder.path / "checkpoints")
     assert point is not None
     assert load_model(point, model) == cfg.optim.steps
     tensors = (value.numpy().tobytes() for value in model.state_dict().values())
@@ -61,8 +60,7 @@ def test_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
         execute(spec)
     run_id = store.find("titans.cell", spec.name)
-    assert store.client.get_run(run_id).info.status == "FAILED"
-    assert spec.folder.state() == "failed"
+    assert (store.client.get_run(run_id).info.status, spec.folder.state()) == ("FAILED", "failed")
     assert "division by zero" in spec.folder.failure()["reason"]
     # training is not repeated; only the evaluation is
     monkeypatch.undo()

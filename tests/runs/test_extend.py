@@ -62,8 +62,7 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
     train(spec_of(first, root))
     spec = resumed(spec_of(then, root), first)
     assert str(spec.start) == f"step {step} of run {spec_of(first, root).name}"
-    extended = train(spec)
-    elsewhere = tmp_path_factory.mktemp("straight")
+    extended, elsewhere = train(spec), tmp_path_factory.mktemp("straight")
     prepare(then.data, elsewhere)
     straight = train(spec_of(then, elsewhere))
     assert [getattr(extended, key) for key in NUMBERS] == [getattr(straight, key) for key in NUMBERS]
@@ -105,13 +104,11 @@ def test_run_of_other_code_is_not_resumed_and_a_damaged_checkpoint_passed_over(r
 
 def test_curve_in_mlflow_is_whole(root):
     store = open_store(root)
-    first = spec_of(run_of(8), root, tracking=Tracking(store.uri, "short"))
-    train(first)
+    train(spec_of(run_of(8), root, tracking=Tracking(store.uri, "short")))
     then = spec_of(run_of(30), root, tracking=Tracking(store.uri, "long"))
     run_id = str(train(resumed(then, run_of(8))).mlflow_run_id)
     assert [point.step for point in store.client.get_metric_history(run_id, "loss")] == [*range(1, 31)]
-    columns = store.client.get_metric_history(run_id, "reasoning")
-    assert {point.step for point in columns} == {30}
+    assert {point.step for point in store.client.get_metric_history(run_id, "reasoning")} == {30}
 
 
 def test_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root):

@@ -52,11 +52,9 @@ def test_states_and_results_of_a_folder(folder):
     folder.update(progress={"step": 3, "steps": 10})
     assert folder.state() == "interrupted"
     with folder.hold():
-        assert folder.state() == "running"
-        assert folder.progress()["step"] == 3
+        assert (folder.state(), folder.progress()["step"]) == ("running", 3)
     folder.record_failure(ValueError("no\nluck"), "one")
-    assert folder.state() == "failed"
-    assert folder.failure()["reason"] == "ValueError: no luck"
+    assert (folder.state(), folder.failure()["reason"]) == ("failed", "ValueError: no luck")
     folder.record_failure(RuntimeError(f"first {'frames ' * 900}last"), "c0ffee")
     reason = folder.failure()["reason"]
     assert (len(reason), reason[:19], reason[-4:]) == (605, "RuntimeError: first", "last")
@@ -115,8 +113,7 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
         assert [cell.name for cell in plan.stale] == ["abc"]
         return [cell.name for cell in plan.todo]
 
-    assert todo() == ["abe"]
-    assert todo(rerun_stale=True) == ["abc", "abe"]
+    assert (todo(), todo(rerun_stale=True)) == (["abe"], ["abc", "abe"])
 
 
 def cluster(*nodes: tuple[float, float]) -> Machine:
@@ -136,8 +133,7 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
     (Resources(gpus_per_worker=0.1), cluster((64, 1)), 10),
 ])  # fmt: skip
 def test_concurrency_is_what_fits(resources, machine, fit):
-    assert concurrency(resources, machine) == fit
-    assert concurrency(resources, machine, requested=1) == 1
+    assert (concurrency(resources, machine), concurrency(resources, machine, requested=1)) == (fit, 1)
     with pytest.raises(UsageError, match=f"give 1 to {fit}|at most 1"):
         concurrency(resources, machine, requested=fit + 1)
 

@@ -58,8 +58,7 @@ def test_what_is_logged_is_in_the_file_and_sent_in_order(tmp_path):
         log.metrics(step, {"loss": 1 / step, "surprise": float("nan")})
     log.sync()
     lines = [json.loads(line) for line in (tmp_path / "cells/run/metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, 301))
-    assert lines[0]["values"] == {"loss": 1.0}
+    assert ([line["step"] for line in lines], lines[0]["values"]) == (list(range(1, 301)), {"loss": 1.0})
     assert unsent(RunFolder(tmp_path, "run"))
     assert log.close(lambda run: None, "FINISHED") is None
     assert sink.points == list(range(1, 301))
@@ -74,8 +73,7 @@ def test_losses_are_logged_often_and_the_rest_with_the_telemetry(tiny_run, tmp_p
     for step in range(1, 1001):
         validated = {"validation_loss": 2.0} if step == 333 else {}
         reporter.on_step(step, {"loss": 1.0, "lr": 0.1, "tokens_per_second": 9.0} | validated)
-    losses = [step for step, _ in curve(tmp_path / "cells/run")]
-    assert losses == sorted({*range(5, 1001, 5), 333})
+    assert [step for step, _ in curve(tmp_path / "cells/run")] == sorted({*range(5, 1001, 5), 333})
     assert [step for step, _ in curve(tmp_path / "cells/run", "lr")] == list(range(20, 1001, 20))
     assert curve(tmp_path / "cells/run", "validation_loss") == [(333, 2.0)]
 
@@ -116,8 +114,7 @@ def test_killed_process_leaves_half_a_line_and_the_next_goes_on(tmp_path):
 def test_training_does_not_wait_for_a_server_that_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(reporter, "END_SECONDS", 0.3)
     over = threading.Event()
-    log = opened(tmp_path, Sink(lambda: over.wait(60)))
-    started = time.monotonic()
+    log, started = opened(tmp_path, Sink(lambda: over.wait(60))), time.monotonic()
     for step in range(1, 50):
         log.metrics(step, {"loss": 1.0})
     log.sync()

@@ -80,8 +80,7 @@ def test_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_pat
 
 def test_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkeypatch):
     prepare(cfg.data, tmp_path)
-    spec = spec_for(cfg, tmp_path)
-    look = preemption.PreemptionGuard.poll
+    spec, look = spec_for(cfg, tmp_path), preemption.PreemptionGuard.poll
 
     def ask(self, saver, before_commit):
         if saver.trainer.progress.step == 5:
@@ -99,8 +98,7 @@ def test_run_that_is_asked_ends_at_its_step_and_forgets_it(cfg, tmp_path, monkey
 
 
 def test_second_signal_ends_at_once(tmp_path):
-    folder = RunFolder(tmp_path, "run")
-    before = signal.getsignal(signal.SIGTERM)
+    folder, before = RunFolder(tmp_path, "run"), signal.getsignal(signal.SIGTERM)
     with pytest.raises(KeyboardInterrupt), interruptible(folder):
         os.kill(os.getpid(), signal.SIGTERM)
         assert folder.interrupt_requested()

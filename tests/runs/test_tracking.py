@@ -35,8 +35,7 @@ def test_store_is_made_without_a_cache_and_found_again(tmp_path, monkeypatch, ca
     monkeypatch.chdir(tmp_path)
     first = open_store(tmp_path / "runs")
     run_id = first.cell_run("abc", "lmm seed 0")
-    second = open_store(tmp_path / "runs")
-    assert second.cell_run("abc", "another name") == run_id
+    assert open_store(tmp_path / "runs").cell_run("abc", "another name") == run_id
     # prints nothing, and writes nothing to the working directory
     assert capfd.readouterr() == ("", "")
     assert [p.name for p in tmp_path.iterdir()] == ["runs"]
@@ -62,10 +61,8 @@ def test_new_store_is_a_copy_of_an_empty_one(tmp_path, monkeypatch):
 
 def test_cells_are_children_of_their_study_and_made_anew_when_discarded(store):
     parent = store.study_run("ablation-smoke")
-    child = store.cell_run(
-        "cell1", "lmm seed 0", parent=parent, params={"depth": 3}, config={"model": {"d": 3}},
-        tags={"row": "lmm"},
-    )  # fmt: skip
+    fields = {"params": {"depth": 3}, "config": {"model": {"d": 3}}, "tags": {"row": "lmm"}}
+    child = store.cell_run("cell1", "lmm seed 0", parent=parent, **fields)
     assert store.study_run("ablation-smoke") == parent
     run = store.client.get_run(child)
     assert (run.data.tags["mlflow.parentRunId"], run.data.tags["row"]) == (parent, "lmm")
@@ -81,8 +78,7 @@ def test_cells_are_children_of_their_study_and_made_anew_when_discarded(store):
 
 def test_params_many_long_or_nested_are_taken(store):
     config = {f"key{i}": i for i in range(230)} | {"long": "x" * 9000}
-    run_id = store.cell_run("wide", "wide", params=config)
-    params = store.client.get_run(run_id).data.params
+    params = store.client.get_run(store.cell_run("wide", "wide", params=config)).data.params
     assert (len(params), params["key229"]) == (231, "229")
     config = {"a": {"b": 1, "c": None}, "d": [{"e": 2}, {"e": 3}], "f": [1, 2]}
     assert flatten(config) == {"a.b": 1, "a.c": None, "d.0.e": 2, "d.1.e": 3, "f": [1, 2]}
@@ -129,8 +125,7 @@ def test_run_whose_process_died_ends_with_its_last_sign_of_life(tmp_path):
     parent = store.study_run("tiny-small")
     run_id = store.cell_run("abc", "lmm", parent=parent)
     store.run(run_id)
-    folder = RunFolder(tmp_path, "abc")
-    died = round(time.time()) - 1000
+    folder, died = RunFolder(tmp_path, "abc"), round(time.time()) - 1000
     folder.update(progress={"step": 3, "steps": 10, "time": died})
     end_orphans(store, parent, tmp_path)
     ended = store.client.get_run(run_id).info

@@ -26,8 +26,7 @@ NUMBERS = ("columns", "final_train_loss", "telemetry")
 
 
 def run_on(book: Path, variant: str = "lmm", **evaluation) -> RunConfig:
-    values = deepcopy(RUN)
-    source = {"kind": "files", "path": str(book), "validation_fraction": 0.3}
+    values, source = deepcopy(RUN), {"kind": "files", "path": str(book), "validation_fraction": 0.3}
     values["data"] = {"sequence_length": 32, "sources": [source]}
     values["model"] = preset("smoke", variant, vocab_size=260).model_dump(mode="json")
     values["optim"]["steps"] = 5
@@ -71,8 +70,7 @@ def test_checkpoint_of_the_lowest_loss_is_kept_when_not_due(book, tmp_path, monk
     spec = spec_for(cfg, tmp_path)
     result, step = Worker(spec).run(), 2 if every == 1 else 3
     assert (result.best_step, result.best_validation_loss) == ((step, 2.0) if best else (None, None))
-    steps = {step_of(path) for path in saved(spec.folder.path / "checkpoints")}
-    assert steps == ({step, 5} if best else {5})
+    assert {step_of(path) for path in saved(spec.folder.path / "checkpoints")} == ({step, 5} if best else {5})
 
 
 def test_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):
@@ -89,8 +87,7 @@ def test_best_weights_are_measured_and_training_may_end_without_better_ones(book
     assert step_of(point) == 2
     model, _, objective = load_checkpoint(point, read_config(point))
     data, length = objective.open(tmp_path), cfg.data.sequence_length
-    again = evaluate(model, data, cfg.eval, length)
-    assert again["columns"] == result.columns
+    assert evaluate(model, data, cfg.eval, length)["columns"] == result.columns
     newest, _, _ = load_checkpoint(saved(point.parent)[0], cfg)
     assert evaluate(newest, data, cfg.eval, length)["columns"] != result.columns
 
@@ -106,8 +103,7 @@ def test_streams_name_where_the_best_is_looked_for_and_are_refused_elsewhere(boo
 
 
 def test_without_held_out_rows_or_such_a_loss_it_is_refused_by_name(tiny_run, tmp_path):
-    watched = changed(tiny_run, eval={"every": 5})
-    data = prepare(tiny_run.data, tmp_path)
+    watched, data = changed(tiny_run, eval={"every": 5}), prepare(tiny_run.data, tmp_path)
     build_objective(tiny_run).check(data)
     with pytest.raises(UsageError, match=r"^data\.sources: 0 validation tokens"):
         build_objective(watched).check(data)

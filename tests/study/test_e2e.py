@@ -63,11 +63,6 @@ def alive(pid: int) -> bool:
     return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
 
 
-def end(process: subprocess.Popen) -> tuple[int, str]:
-    out, _ = process.communicate(timeout=300)
-    return process.returncode, out
-
-
 def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     (tmp_path / "tiny.yaml").write_text(json.dumps(STUDY))
     (tmp_path / "my_lab").mkdir()
@@ -97,8 +92,9 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
     assert not read_status(root, "tiny", "small")["running"]
 
-    code, out = end(driver(tmp_path))
-    assert code == 4, out
+    last = driver(tmp_path)
+    out, _ = last.communicate(timeout=300)
+    assert last.returncode == 4, out
     assert "diverges, seed 0: failed" in out
     assert "1 cell has no result" in out
     for row, result in alone.items():

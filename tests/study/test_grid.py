@@ -38,9 +38,6 @@ GRID = {
 }  # fmt: skip
 
 
-SMALL = {"small": {}}
-
-
 def write(folder: Path, **changes) -> str:
     path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump({**GRID, **changes}, sort_keys=False))
@@ -82,7 +79,7 @@ def test_a_name_may_contain_commas_and_a_line_selects_all_of_its_rows(asked, cho
     ({"lenght": GRID["axes"]["length"]}, "axis (scale long) 'length'"), ({}, "rows: a study needs rows"),
 ])  # fmt: skip
 def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, said):
-    scales = GRID["scales"] if "long" in said else SMALL
+    scales = GRID["scales"] if "long" in said else {"small": {}}
     with pytest.raises(UsageError) as error:
         expand(load_study(write(tmp_path, axes=axes, scales=scales)), "small")
     assert said in str(error.value)
@@ -97,7 +94,6 @@ def saved_at_most(config: ModelConfig, rows: int, length: int, recompute, precis
 
 
 PAIRS = [(name, scale) for name in STUDIES for scale in load_study(str(SWEEPS / f"{name}.yaml")).scales]
-LAPTOP = Machine(cpus=2)
 
 
 @pytest.mark.parametrize(("name", "scale"), PAIRS)
@@ -111,7 +107,7 @@ def test_every_shipped_scale_starts_on_the_machine_that_it_is_meant_for(name, sc
     study = open_study(str(SWEEPS / f"{name}.yaml"), scale, tmp_path)
     machine = study.study.scales[scale].machine
     assert bool(machine) == bool(study.scale.resources.gpus_per_worker), "a scale on GPUs names them"
-    placed, warning = place(replace(study, machine=machine or LAPTOP))
+    placed, warning = place(replace(study, machine=machine or Machine(cpus=2)))
     check_without_data(placed)
     assert (placed.concurrency, warning) == (1 if machine else 2, "")
     configs = {json.dumps(cell.config.model_dump(mode="json"), sort_keys=True) for cell in study.cells}
@@ -153,7 +149,6 @@ def test_grid_is_48_cells_a_seed_that_differ_in_the_axes_alone():
 def test_the_lengths_of_memory_depth_cost_the_same_tokens():
     study = load_study(str(SWEEPS / "memory_depth.yaml"))
     for scale in study.scales:
-        cells = expand(study, scale)
-        assert len({cell.config.tokens for cell in cells}) == 1
+        assert len({cell.config.tokens for cell in expand(study, scale)}) == 1
     lengths = {cell.config.data.sequence_length for cell in expand(study, "340M")}
     assert lengths == {2048, 4096, 8192, 16384, 32768}

@@ -61,7 +61,6 @@ def test_preset_gives_it_the_parameters_of_the_size_unless_its_mixer_is_larger(l
     assert block_parameters(config) == pytest.approx(baseline, rel=0.02)
     assert config.mlp_expansion > preset("laptop", "transformer").mlp_expansion
     assert config.options == {"width": 9}
-    source = BLOCK.replace("nn.Linear(2 *", "nn.Linear(64 *")
-    (lab / "my_lab" / "wide.py").write_text(source)
+    (lab / "my_lab" / "wide.py").write_text(BLOCK.replace("nn.Linear(2 *", "nn.Linear(64 *"))
     with pytest.raises(ValueError, match=r"preset: my_lab.* parameters a block before its feed-forward"):
         preset("smoke", VARIANT.replace("blocks", "wide"))

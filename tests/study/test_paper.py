@@ -2,6 +2,7 @@
 
 import pytest
 
+from titans_core import count_parameters
 from titans_platform.errors import UsageError
 from titans_platform.loading import validate
 from titans_platform.study.grid import expand, known_studies, load_study
@@ -16,8 +17,7 @@ ROWS = [(key, size, row) for key, size, rows in SIZES for row in rows]
 def shown() -> dict[tuple[str, str], dict[str, Row]]:
     """The rows of each study that runs a table, at each size that the paper prints it for."""
     wanted = {(table.study, size) for table in PAPER.tables.values() for size in table.sizes}
-    known = known_studies()
-    actual = {}
+    known, actual = known_studies(), {}
     for name, size in wanted:
         if name in known:
             study = load_study(name)
@@ -69,8 +69,6 @@ def test_numbers_of_one_table_follow_from_those_of_another():
 
 
 def test_rows_at_small_scales_have_the_same_parameters():
-    from titans_core import count_parameters
-
     counts = [count_parameters(cell.config.model) for cell in expand(load_study("language"), "laptop")]
     assert max(counts) < 1.05 * min(counts)
 

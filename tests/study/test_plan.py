@@ -51,16 +51,14 @@ def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
     config = study.cells[0].config
     each = 1e-5 * (config.tokens + eval_tokens(config) / 3) + CELL_OVERHEAD
     seconds, basis = estimate(replace(study, concurrency=6))
-    assert seconds == pytest.approx(STARTUP + each)
-    assert basis == "optimiser steps of fast timed now"
+    assert (seconds, basis) == (pytest.approx(STARTUP + each), "optimiser steps of fast timed now")
 
 
 def test_finished_cells_replace_timed_steps(study):
     save(study.root, study.cells[0], train_seconds=30.0, eval_seconds=10.0)
     seconds, basis = estimate(replace(study, concurrency=1))
     # five cells are left, and rows without a finished cell get the mean of those with one
-    assert seconds == pytest.approx(STARTUP + 5 * (40 + CELL_OVERHEAD))
-    assert basis == "1 finished cells"
+    assert (seconds, basis) == (pytest.approx(STARTUP + 5 * (40 + CELL_OVERHEAD)), "1 finished cells")
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -69,8 +67,7 @@ def test_the_fastest_step_counts(tiny_run, monkeypatch, threads):
     clock = iter([0.0, 9.0, 9.0, 9.5, 9.5, 12.5])
     monkeypatch.setattr(check.time, "process_time" if threads == 1 else "perf_counter", lambda: next(clock))
     monkeypatch.setattr(check.Trainer, "step", lambda self: None)
-    rows = tiny_run.optim.global_batch_size
-    timed = tiny_run.model_copy(update={"threads": threads})
+    rows, timed = tiny_run.optim.global_batch_size, tiny_run.model_copy(update={"threads": threads})
     assert check.seconds_per_token(timed) == pytest.approx(0.5 / (rows * tiny_run.row_tokens))
 
 

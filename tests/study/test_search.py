@@ -45,8 +45,7 @@ LINE = ["sweep", "run", "hunt.yaml", "--scale", "small"]
 
 
 def searched(folder):
-    study = load_study("hunt.yaml")
-    result = StudyRun(study, "small", folder / "runs", "c0ffee").with_search().search
+    result = StudyRun(load_study("hunt.yaml"), "small", folder / "runs", "c0ffee").with_search().search
     assert result is not None
     return result
 
@@ -70,15 +69,13 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
     assert before.tokens < before.tokens_of_grid
     cells = written(hunt)
     assert len(cells) == 4 + sum(trial.state == "done" for trial in before.trials)
-
     # the same again runs nothing; one trial lost and two more wanted runs three
     assert cli.run(LINE) == 0
     line = set_line(before.best.params)
     assert line in capsys.readouterr().out.replace("\n", " ")
     lost = next(trial for trial in before.trials if trial != before.best)
     shutil.rmtree(hunt / "runs" / "cells" / lost.cell)
-    wider = {**STUDY, "search": {**STUDY["search"], "trials": 8}}
-    (hunt / "hunt.yaml").write_text(json.dumps(wider))
+    (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "trials": 8}}))
     assert cli.run(LINE) == 0
     after = searched(hunt)
     assert [trial.params for trial in after.trials[:6]] == [trial.params for trial in before.trials]
@@ -99,9 +96,8 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
 ])  # fmt: skip
 def test_corners_of_a_search_space_are_checked(hunt, space, said):
     (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "space": space}}))
-    with pytest.raises(UsageError) as error:  # noqa: PT012
-        study = load_study("hunt.yaml")
-        check_space(StudyRun(study, "small", hunt, "c0ffee").with_search())
+    with pytest.raises(UsageError) as error:
+        check_space(StudyRun(load_study("hunt.yaml"), "small", hunt, "c0ffee").with_search())
     assert said in str(error.value)
     assert "\n" not in str(error.value)
 

@@ -5,16 +5,16 @@ import torch
 import yaml
 
 from titans_core import LanguageModel
+from titans_core.presets import preset
 from titans_platform.errors import UsageError
 from titans_platform.loading import overlay
-from titans_platform.study.grid import expand, find_study, load_study
+from titans_platform.study.grid import expand, find_study, known_studies, load_study, place_of
 from titans_platform.study.spec import Axis
 from titans_platform.text import flatten
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 STUDY = {
-    "name": "tiny",
-    "columns": {"lm_ppl": {"title": "Perplexity", "higher_is_better": False}},
+    "name": "tiny", "columns": {"lm_ppl": {"title": "Perplexity", "higher_is_better": False}},
     "base": {"model": {"d_model": 32, "vocab_size": 260}, "optim": {"steps": 5}},
     "scales": {
         "small": {"seeds": [0, 1], "resources": {"cpus_per_worker": 2}},
@@ -25,8 +25,7 @@ STUDY = {
         {"name": "Linear Memory", "set": {"model.memory.depth": 1}},
         {"name": "w/o Decay", "set": {"model": {"memory": {"decay": False}}}},
     ],
-}
-
+}  # fmt: skip
 FIRST, EQUAL = "LMM", "Linear Memory, equal state"
 EXPECTED = {"better": False, "because": "a derivation\n"}
 
@@ -84,9 +83,8 @@ def test_overlay_takes_dotted_keys_and_replaces_lists():
     ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
 ])  # fmt: skip
 def test_invalid_study_is_a_one_line_error(tmp_path, changes, words):
-    with pytest.raises(UsageError) as error:  # noqa: PT012
-        study = load_study(write(tmp_path, **changes))
-        expand(study, "small", rows=["LMM"] if "LMM" in str(changes) else [])
+    with pytest.raises(UsageError) as error:
+        expand(load_study(write(tmp_path, **changes)), "small", rows=["LMM"] if "LMM" in str(changes) else [])
     assert "\n" not in str(error.value)
     assert all(word in str(error.value) for word in words), error.value
 
@@ -160,14 +158,36 @@ def test_studies_are_found_by_name(tmp_path, monkeypatch):
         find_study("nowhere.yaml")
 
 
+def test_experiment_is_found_by_name_and_by_folder(tmp_path, monkeypatch):
+    """Cells of the working tree's experiments: experiments/test_studies.py."""
+    (tmp_path / "experiments/mine").mkdir(parents=True)
+    study = tmp_path / "experiments/mine/study.yaml"
+    study.write_text("name: mine\nlike: ablation\n")
+    monkeypatch.chdir(tmp_path)
+    assert find_study("mine") == study
+    for given in ("experiments/mine", "experiments/mine/"):
+        assert find_study(given) == Path("experiments/mine/study.yaml")
+    assert (place_of(study).as_posix(), load_study("mine").name) == ("experiments/mine/study.yaml", "mine")
+    with pytest.raises(UsageError, match="no file experiments/yours"):
+        find_study("experiments/yours")
+
+
+def test_study_of_the_paper_hides_an_experiment_of_its_name(tmp_path, monkeypatch):
+    (tmp_path / "experiments/ablation").mkdir(parents=True)
+    (tmp_path / "experiments/ablation/study.yaml").write_text("name: other\nlike: ablation\n")
+    monkeypatch.chdir(tmp_path)
+    assert place_of(find_study("ablation")).as_posix() == "sweeps/ablation.yaml"
+    assert load_study("experiments/ablation").name == "other"
+    names = list(known_studies())
+    assert names.index("grid") < names.index("carried")
+
+
 @pytest.fixture(scope="module")
 def ablation():
     return load_study(str(REPOSITORY / "sweeps" / "ablation.yaml"))
 
 
 class TestAblation:
-    SCALES = ("smoke", "laptop", "workstation", "overnight", "170M", "340M", "400M", "760M")
-
     def test_each_row_takes_away_what_it_says(self, ablation):
         cells = expand(ablation, "workstation", seeds=[0])
         models = {cell.row: flatten(cell.config.model.model_dump()) for cell in cells}
@@ -190,7 +210,7 @@ class TestAblation:
             "LMM, hybrids' feed-forward": hybrid,
         }  # fmt: skip
 
-    @pytest.mark.parametrize("scale", [scale for scale in SCALES if scale != "laptop"])
+    @pytest.mark.parametrize("scale", ["smoke", "workstation", "overnight", "170M", "340M", "400M", "760M"])
     def test_linear_control_has_the_deep_memorys_state_and_parameters(self, ablation, scale):
         configs = {cell.row: cell.config for cell in expand(ablation, scale)}
         rows = [configs[name].model.model_copy(update={"n_layers": 1}) for name in (FIRST, EQUAL)]
@@ -201,17 +221,13 @@ class TestAblation:
         assert linear.num_parameters() == pytest.approx(deep.num_parameters(), rel=0.01)
 
     def test_row_of_a_paper_scale_is_the_preset_of_its_variant(self, ablation):
-        from titans_core.presets import preset
-
         models = {cell.row: cell.config.model for cell in expand(ablation, "340M")}
-        assert models["LMM"] == preset("340M")
-        assert models["+ Attn (MAG)"] == preset("340M", "mag")
+        assert (models["LMM"], models["+ Attn (MAG)"]) == (preset("340M"), preset("340M", "mag"))
         assert models["Transformer++"] == preset("340M", "transformer")
         assert models["Linear Memory"].memory.depth == 1
 
     def test_paper_scales_train_on_the_papers_tokens(self, ablation):
         for scale, tokens in {"170M": 15e9, "340M": 15e9, "400M": 15e9, "760M": 30e9}.items():
             config = expand(ablation, scale)[0].config
-            assert config.tokens == pytest.approx(tokens, rel=0.06)
-            assert config.data.sequence_length == 4096
+            assert (config.tokens, config.data.sequence_length) == (pytest.approx(tokens, rel=0.06), 4096)
             assert (config.optim.lr, config.optim.weight_decay) == (4e-4, 0.1)

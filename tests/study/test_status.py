@@ -30,8 +30,7 @@ def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
 def test_table_is_shown_when_a_seed_is_finished_in_every_row(tmp_path):
     pairs = [(row, seed) for seed in (0, 1) for row in ("LMM", "MAC")]
     cells = [Cell(row, seed, RunConfig(seed=seed), f"{row}{seed}") for row, seed in pairs]
-    study = study_of(tmp_path, *cells)
-    out = io.StringIO()
+    study, out = study_of(tmp_path, *cells), io.StringIO()
     for last in (2, 4):
         with running(study, Console(file=out, width=100)):
             for cell in cells[last - 2 : last]:
@@ -49,8 +48,7 @@ def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left
     name = "Gated DeltaNet with a short convolution and a window of 2,048"
     item = CellStatus("abc", name, 0, "running", progress | {"eta_seconds": 754.0})
     monkeypatch.setattr(live, "cell_statuses", lambda cells, root: [item])
-    study = study_of(tmp_path, Cell(name, 0, RunConfig(), "abc"))
-    out = io.StringIO()
+    study, out = study_of(tmp_path, Cell(name, 0, RunConfig(), "abc")), io.StringIO()
     with running(study, Console(file=out, width=80, force_terminal=True, color_system=None)):
         pass
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", out.getvalue()))

@@ -28,8 +28,7 @@ class Streams:
     """Random text of three streams; the second is reset at every fourth step."""
 
     def batch(self, step: int) -> StreamBatch:
-        generator = torch.Generator().manual_seed(1)
-        text = torch.randint(40, (ROWS, 40 * LENGTH + 1), generator=generator)
+        text = torch.randint(40, (ROWS, 40 * LENGTH + 1), generator=torch.Generator().manual_seed(1))
         reset = torch.tensor([step == 0, step % 4 == 0, step == 0])
         tokens = text[:, step * LENGTH : (step + 1) * LENGTH + 1]
         return StreamBatch(tokens, torch.ones(ROWS, LENGTH, dtype=torch.bool), reset)
@@ -122,8 +121,7 @@ def test_restart_anywhere_ends_in_the_same_weights(variant, recipe, tmp_path):
 def test_step_that_diverged_leaves_the_state_as_it_was():
     t = trainer()
     t.step()
-    before = t.states[0]
-    bad = Streams().batch(1)
+    before, bad = t.states[0], Streams().batch(1)
     with torch.no_grad():
         t.model.embedding.weight[int(bad.tokens[0, 3])] = torch.nan
     with pytest.raises(Exception, match="step 2"):
@@ -145,8 +143,7 @@ def test_windows_are_drawn_from_seed_and_step():
 
 
 def test_step_is_trained_with_its_window():
-    cfg = OptimConfig(windows=(8, 16))
-    seed, window = next(s for s in range(20) if drawn_window(cfg, s, 0) == 8), 8
+    seed, window = next(s for s in range(20) if drawn_window(OptimConfig(windows=(8, 16)), s, 0) == 8), 8
     t = trainer("mag", draws=seed, window=16, windows=(8, 16))
     batch = t.stream.batch(0)
     with torch.no_grad(), intervene(t.model, Intervention(window=window)):

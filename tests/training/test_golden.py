@@ -26,8 +26,7 @@ class Stream:
     """
 
     def batch(self, step: int) -> Batch:
-        generator = torch.Generator().manual_seed(step)
-        tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=generator)
+        tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))
         tokens[:, 2::2] = (3 * tokens[:, :-2:2] + 1) % VOCAB
         starts = torch.zeros(ROWS, LENGTH + 1, dtype=torch.bool)
         starts[:, 0], starts[:, 19] = True, step % 2 == 1

@@ -67,8 +67,7 @@ def test_decay_pulls_on_linear_layers_alone():
 
 def test_clip_bounds_the_first_moment_and_bf16_keeps_float32_weights():
     t = trainer(grad_clip=1e-3, beta1=0.5)
-    metrics = t.step()
-    moments = [t.optimizer.state[p]["exp_avg"] for p in t.model.parameters()]
+    metrics, moments = t.step(), [t.optimizer.state[p]["exp_avg"] for p in t.model.parameters()]
     assert metrics["grad_norm"] > 1e-2
     assert nn.utils.get_total_norm(moments).item() == pytest.approx(0.5e-3, rel=1e-3)
     t = trainer(precision="bf16")

@@ -46,14 +46,6 @@ def both(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
 
 
 @pytest.fixture(scope="module")
-def two(both) -> tuple[Path, dict[str, Any]]:
-    """The folder, and the training results, which are equal on both workers."""
-    folder, (first, second) = both
-    assert first["trained"] == second["trained"]
-    return folder, first["trained"]
-
-
-@pytest.fixture(scope="module")
 def one() -> list[float]:
     with deterministic(0, threads=1):
         losses, frozen = (workers.losses(workers.trainer("ddp", **lr)) for lr in ({}, {"lr": 1e-30}))
@@ -62,15 +54,16 @@ def one() -> list[float]:
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_workers_train_like_one(two, one, kind):
-    _, result = two
+def test_two_workers_train_like_one(both, one, kind):
+    _, (first, second) = both
+    assert (result := first["trained"]) == second["trained"]
     assert result[kind] == pytest.approx(one, rel=2e-6)
     assert result[f"{kind} resumed"] == result[kind]
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
-def test_two_workers_evaluate_to_the_bit_like_one(two, kind, monkeypatch):
-    folder, actual = two
+def test_two_workers_evaluate_to_the_bit_like_one(both, kind, monkeypatch):
+    folder, (first, _) = both
     if kind == "fsdp":
         # logits of all positions, as of a sharded model, round otherwise than of the scored ones alone
         monkeypatch.setattr("titans_platform.evals.scoring.sharded_modules", lambda model: [model])
@@ -80,7 +73,7 @@ def test_two_workers_evaluate_to_the_bit_like_one(two, kind, monkeypatch):
     assert checkpoint.load_model(folder / kind / f"step-{HALF:08}", model) == HALF
     with deterministic(0, threads=1):
         alone = json.loads(json.dumps(workers.measured(model)))
-    together = actual[f"{kind} measured"]
+    together = first["trained"][f"{kind} measured"]
     assert together["columns"].pop("speed") > 0
     assert together["tasks"].pop("speed/throughput@16")["items"] == 32
     assert alone["scores"] == together["scores"]
@@ -115,17 +108,6 @@ def test_numbers_of_workers_that_do_not_fit_are_refused(monkeypatch):
     assert row_parts(64, 3, config) == [0, 16, 40, 64]
     with pytest.raises(ValueError, match="16 tokens have no part of 8 tokens for each of 3 workers"):
         row_parts(16, 3, config)
-
-
-# the compiler looks at .grad of a block's input and hides what torch says of that, unless it is an error
-QUIET = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-
-
-@pytest.fixture
-def front_end(monkeypatch) -> None:
-    """The compiler's front end; code of its back end takes a minute to make."""
-    compiled = partialmethod(nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr("titans_core.blocks.Block.compile", compiled)
 
 
 @pytest.fixture(scope="module")
@@ -170,12 +152,15 @@ def test_three_workers_that_share_each_row_have_the_numbers_of_one(three):
     assert {variant: off for variant, off in result.items() if max(off.values()) > 1e-12} == {}
 
 
-@QUIET
-@pytest.mark.usefixtures("front_end")
+# the compiler looks at .grad of a block's input and hides what torch says of that, unless it is an error
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("options", [
     {"recompute": True}, {"micro_batch_size": None}, {"recompute": "selective", "compile": True},
 ], ids=str)  # fmt: skip
-def test_same_state_is_carried_however_a_step_is_computed(carried, options):
+def test_same_state_is_carried_however_a_step_is_computed(carried, options, monkeypatch):
+    # the compiler's front end; code of its back end takes a minute to make
+    compiled = partialmethod(nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr("titans_core.blocks.Block.compile", compiled)
     forms_used(forget=True)
     with deterministic(0, threads=1):
         of = workers.trainer("ddp", stream=workers.CarriedStream, **options)

@@ -24,8 +24,7 @@ from titans_platform.training.loop import Hooks
 def test_operations_are_six_a_weight_attention_to_its_window_and_the_memory(variant, keys, twice):
     """MAC's segments of 32 see tokens and reads, which pass through five matrices again."""
     model = preset("smoke", variant, vocab_size=260).model_dump(mode="json") | {"n_layers": 2}
-    values = {"model": model, "data": {"sequence_length": 256}}
-    cfg = RunConfig.model_validate_json(json.dumps(values))
+    cfg = RunConfig.model_validate_json(json.dumps({"model": model, "data": {"sequence_length": 256}}))
     model = build_objective(cfg).build_model()
     width, heads = cfg.model.d_model, cfg.model.memory.heads
     weights = sum(p.numel() for p in model.parameters() if p.ndim == 2) + twice * width**2 * 2
