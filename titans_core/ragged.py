@@ -134,7 +134,8 @@ def documents(
         return seq_idx
     borders = cu_seq_lens_q.flatten()
     if borders[0] != 0 or borders[-1] != B * T or (borders.diff() < 0).any():
-        raise ValueError(f"cu_seq_lens_q: {borders.tolist()} does not rise from 0 to {B * T}")
+        cause = f"{borders.tolist()} does not rise from 0 to {B * T}"
+        raise ValueError(f"cu_seq_lens_q: {cause}; give every document's offset, then the number of tokens")
     tokens = torch.arange(B * T, device=device)
     document_BT = torch.searchsorted(borders.to(tokens), tokens, right=True).view(B, T)
     if seq_idx is not None and not torch.equal(_changes(seq_idx), _changes(document_BT)):

@@ -210,8 +210,8 @@ def lp(tmp_path, monkeypatch) -> str:
 @pytest.mark.parametrize(("name", "message"), [
     ("gated", f"rule: 'gated' is not one of {', '.join(RULES)}; did you mean gated_delta?"),
     ("xyzzy", f"rule: 'xyzzy' is not one of {', '.join(RULES)}; or name a class of your own"),
-    ("paper(delta=1)", "rule: paper has no parameters, not 'delta'"),
-    ("my_rules:Lp(q=1)", "rule: my_rules:Lp has p, not 'q'"),
+    ("paper(delta=1)", "rule: paper has no parameter 'delta'; it has none"),
+    ("my_rules:Lp(q=1)", "rule: my_rules:Lp has no parameter 'q'; give one of p"),
     ("my_rules:Lp(p=two)", "rule: p of my_rules:Lp is 'two', not a number"),
     ("my_rules:Lp(p=0.5)", "rule: my_rules:Lp: p: 0.5 must be 1 or more"),
     ("no_such_module:Rule", "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot"),

@@ -20,7 +20,7 @@ from titans_core.window import KeyCache
 
 
 class MACState(NamedTuple):
-    """MAC's state."""
+    """State of a MAC block between two calls."""
 
     written: MemoryCache  # the memory, to which attention's outputs are written
     segment: tuple[Tensor, ...]  # the weights that the open segment reads; none between two segments

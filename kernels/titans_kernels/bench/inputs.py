@@ -26,7 +26,7 @@ class BenchInputs(NamedTuple):
 
     @property
     def leaves(self) -> list[Tensor]:
-        """All tensors."""
+        """All tensors of a call, in the order of `names`."""
         return [*self.tokens, *self.weights, *self.momentum]
 
     @property

@@ -153,7 +153,8 @@ def find_rule(name: str) -> Rule:
     for part in given[0].split(",") if given else ():
         key, _, value = part.partition("=")
         if (key := key.strip()) not in known:
-            raise ValueError(f"rule: {path} has {', '.join(known) or 'no parameters'}, not {key!r}")
+            fix = f"give one of {', '.join(known)}" if known else "it has none"
+            raise ValueError(f"rule: {path} has no parameter {key!r}; {fix}")
         try:
             parameters[key] = float(value)
         except ValueError:

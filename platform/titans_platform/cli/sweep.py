@@ -192,7 +192,7 @@ def run(
       titans sweep run ablation --scale 340M --cluster lab
     """
     from titans_platform.runs.ray_session import joined
-    from titans_platform.study.plan import check_without_data, place
+    from titans_platform.study.plan import check_without_data, place, prepare
 
     # the current stream: while Ray runs, sys.stdout is a log file
     console, study = Console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
@@ -208,7 +208,7 @@ def run(
     from titans_platform.cli import live
     from titans_platform.report.publish import make as report_study
     from titans_platform.runs.reporter import send_left
-    from titans_platform.study.run import prepare, run_cells, run_search, session
+    from titans_platform.study.run import run_cells, run_search, session
     from titans_platform.study.search import search_lines
     from titans_platform.tracking import check_store
 

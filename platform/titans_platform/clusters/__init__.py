@@ -31,7 +31,7 @@ def load_cluster(name: str) -> Cluster:
         path = known[name]
     if not NAME.fullmatch(path.stem):
         rule = "up to 40 of a-z, 0-9 and -, a letter first"
-        raise UsageError(f"{path.name}: a cluster is named after its file: {rule}")
+        raise UsageError(f"{path.name}: a cluster is named after its file; rename it to {rule}")
     mapping = read_yaml(path)
     kind = KINDS.find(str(mapping.get("kind")), f"{path.name}.kind")
     cluster = validate(kind, mapping, path.name)

@@ -249,7 +249,7 @@ class Split:
         self.keep_open(OPEN_SHARDS)
 
     def keep_open(self, shards: int) -> None:
-        """Keep so many shards mapped, those used last."""
+        """Keep up to ``shards`` shards mapped, the most recently used ones."""
         self.shard = lru_cache(shards)(lambda number: Shard(read_table(self.files, self.info.shards[number])))
 
     def read(self, start: int, stop: int) -> TokenSpan:

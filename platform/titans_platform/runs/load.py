@@ -132,7 +132,12 @@ def prepared_spec(
             return objective.check_sources()
     objective.check(data)
     spec = spec_for(cfg, root, resources)
-    return replace(spec, start=checkpoint_of_shorter(spec, resume_from)) if resume_from else spec
+    # a run that has a checkpoint of its own resumes from that
+    if not resume_from or any((spec.folder.path / CHECKPOINTS).glob("step-*")):
+        return spec
+    path = Path(resume_from).resolve()
+    shorter = RunFolder.at(path) if path.is_dir() else find_run(resume_from, root.resolve())
+    return replace(spec, start=checkpoint_of_shorter(spec, shorter))
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:
@@ -192,26 +197,23 @@ def find_run(run: str, root: Path) -> RunFolder:
     raise UsageError(f"{run}: no such run under {under}; give its name, folder or MLflow run id")
 
 
-def checkpoint_of_shorter(spec: RunSpec, run: str) -> Start | None:
-    """Find the checkpoint of ``run``, a shorter run of the same config, from which a run can start.
+def checkpoint_of_shorter(spec: RunSpec, shorter: RunFolder) -> Start:
+    """Find the checkpoint of a shorter run of the same config from which a run can start.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. Returns None if the run has a checkpoint of its
-    own, from which it resumes. Raises UsageError that says why ``run`` cannot be resumed.
+    so the result is identical to training from the start. Raises UsageError with the reason if no checkpoint
+    of the shorter run will do.
     """
-    if any((spec.folder.path / CHECKPOINTS).glob("step-*")):
-        return None
-    path = Path(run).resolve() if Path(run).is_dir() else find_run(run, spec.root).path
-    shorter, cfg = RunFolder.at(path), config_of(path)
+    cfg, at = config_of(shorter.path), f"--resume-from {shorter.name}"
     if reason := _why_not_resumed(spec, shorter, cfg):
-        raise UsageError(f"--resume-from {run}: {reason}; leave it out to train from the start")
+        raise UsageError(f"{at}: {reason}; leave it out to train from the start")
     # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
     last = min(equal_rates(cfg.optim, spec.config.optim), int(0.95 * spec.config.optim.steps))
-    points = (point for point in saved(path / CHECKPOINTS) if step_of(point) <= last)
+    points = (point for point in saved(shorter.path / CHECKPOINTS) if step_of(point) <= last)
     if (point := next((point for point in points if find_corruption(point) is None), None)) is None:
         raise UsageError(
-            f"--resume-from {run}: it keeps no checkpoint of its first {last} steps, whose rates are "
-            "equal; give optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
+            f"{at}: it keeps no checkpoint of its first {last} steps, whose rates are equal; give "
+            "optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
         )
     return Start(shorter, point)
 

@@ -153,12 +153,18 @@ class StudyRun:
         return replace(self, search=state.read())
 
     def with_found(self) -> StudyRun:
-        """Add the best trial so far as the last row; without a finished trial, return the same study."""
+        """Add the best trial so far as the last row, and its cells with the seeds of the others.
+
+        Without a finished trial, returns the same study. Raises UsageError.
+        """
         if self.search is None or (best := self.search.best) is None:
             return self
-        rows = [row for row in self.study.rows if row.name != FOUND]
-        file = self.study.model_copy(update={"rows": (*rows, self.trial_row(best.params))})
-        return replace(self, study=file)
+        row = self.trial_row(best.params)
+        rows = [known for known in self.study.rows if known.name != FOUND]
+        config, seeds = self.config(row), dict.fromkeys(cell.seed for cell in self.cells)
+        new = tuple(Cell(FOUND, seed, self.scale.seeded(config, seed)) for seed in seeds)
+        file = self.study.model_copy(update={"rows": (*rows, row)})
+        return replace(self, study=file, cells=self.cells + new, whole=self.whole + new)
 
     def trial_row(self, params: Mapping[str, Any]) -> Row:
         """Return the study's first row, overridden by a trial's parameters."""

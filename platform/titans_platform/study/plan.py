@@ -1,4 +1,7 @@
-"""`open_study` reads and checks a study, `place` decides how many cells run at once, `estimate` the time."""
+"""`open_study` reads and checks a study, `place` sets how many cells run at once, `prepare` names them all.
+
+`estimate` and `costs` predict what they take.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig, digest
+from titans_platform.data.parts import Progress
 from titans_platform.errors import UsageError, within
 from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective, run_name
@@ -92,8 +96,14 @@ def check_without_data(study: StudyRun) -> None:
     _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
 
-def check_with_data(study: StudyRun) -> None:
-    """Run a worker's checks before any cell starts. Raises UsageError."""
+def prepare(study: StudyRun, progress: Progress | None = None) -> StudyRun:
+    """Prepare the data, name the cells, run a worker's checks on each row, and write the study's record.
+
+    The study's lock must be held. ``progress`` is called with a source and how far it is; None: the data are
+    prepared. Raises UsageError, StorageError.
+    """
+    make = lambda config: build_objective(config).prepare(study.root, progress)  # noqa: E731
+    study = name_cells(study, make if progress else None)
 
     def check(config: RunConfig) -> None:
         check_start(config)
@@ -101,6 +111,8 @@ def check_with_data(study: StudyRun) -> None:
         objective.check(objective.open(study.root))
 
     _check_rows(study.cells, check)
+    study.write()
+    return study
 
 
 def _check_rows(cells: Iterable[Cell], check: Callable[[RunConfig], None]) -> None:

@@ -1,4 +1,4 @@
-"""Run a study: prepare its data, run its search and its missing cells as trials of Ray Tune.
+"""Run a study: its search and its missing cells, as trials of Ray Tune.
 
 The study is a parent run in MLflow; its cells and trials are logged below it.
 """
@@ -12,7 +12,6 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import replace
 from typing import Any
 
-from titans_platform.data.parts import Progress
 from titans_platform.errors import Interrupted, TitansError
 from titans_platform.objectives import build_objective, run_name
 from titans_platform.provenance import die_with_parent
@@ -23,28 +22,14 @@ from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import ray_session
 from titans_platform.runs.reporter import end_orphans
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
-from titans_platform.study.grid import Cell, StudyRun, chosen_cells
-from titans_platform.study.plan import check_with_data, name_cells
-from titans_platform.study.search import FOUND, number_trial
+from titans_platform.study.grid import Cell, StudyRun
+from titans_platform.study.search import number_trial
 from titans_platform.study.spec import Search
 from titans_platform.training.checkpoint import last_step
 
 LOG = "ray.log"
 MAX_FAILURES = 3
 """Number of times that Tune restarts a trial whose process died without writing a new checkpoint."""
-
-
-def prepare(study: StudyRun, progress: Progress | None = None) -> StudyRun:
-    """Prepare the data, name the cells, check them, and write the study's record.
-
-    The study's lock must be held. ``progress`` is called with a source and how far it is; None: the data are
-    prepared. Raises UsageError, StorageError.
-    """
-    make = lambda config: build_objective(config).prepare(study.root, progress)  # noqa: E731
-    study = name_cells(study, make if progress else None)
-    check_with_data(study)
-    study.write()
-    return study
 
 
 @contextmanager
@@ -104,10 +89,7 @@ def run_search(study: StudyRun) -> StudyRun:
     ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
-    study = replace(study, search=ended).with_found()
-    seeds = [cell.seed for cell in study.cells]
-    new = tuple(chosen_cells(study.scale, {FOUND: study.config(study.study.rows[-1])}, (), seeds))
-    return replace(study, cells=study.cells + new, whole=study.whole + new)
+    return replace(study, search=ended).with_found()
 
 
 def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> Any:

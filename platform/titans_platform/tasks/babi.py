@@ -130,7 +130,8 @@ def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
         raise UsageError(f"options.path: cannot read {path}: {error}") from None
     questions = tuple(item for name, text in texts for item in _parse_babi(text, name))
     if not questions:
-        raise UsageError(f"options.kind: no {kind}_*{split}*.txt with questions in {path}")
+        cause = f"{path} has no {kind}_*{split}*.txt with questions"
+        raise UsageError(f"options.kind: {cause}; give a task that it has, or another options.path")
     return questions
 
 
