@@ -64,7 +64,7 @@ class DriftOptions(Frozen):
     """First steps of a row, not trained on or measured: the known risk holds in the long run."""
 
 
-class Gates(NamedTuple):
+class DriftGates(NamedTuple):
     """Constant gates, and the risk that they have in the long run."""
 
     kept: float
@@ -101,7 +101,7 @@ def steady_risk(kept: float, step: float, eta: float, options: DriftOptions) -> 
     return float(P[0, 0] + P[1, 1] - 2 * P[0, 1])
 
 
-def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False) -> Gates:
+def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False) -> DriftGates:
     """Search for the gates of the lowest risk with the paper's rule.
 
     A = 1 without decay, eta = 0 without momentum.
@@ -120,7 +120,7 @@ def best_gates(options: DriftOptions, decay: bool = True, momentum: bool = False
     starts = [(3.0, 0.0, -2.0), (2.0, -3.0, 4.0)] if momentum else [(3.0, 0.0, 0.0)]
     minima = [minimize(risk, start, method="Nelder-Mead", options=settings) for start in starts]
     at = min(minima, key=lambda result: result.fun)
-    return Gates(*gates(at.x), float(at.fun))
+    return DriftGates(*gates(at.x), float(at.fun))
 
 
 class Steps(NamedTuple):

@@ -42,7 +42,7 @@ def test_help_has_an_example_that_parses(name, capsys):
 
 
 @pytest.mark.parametrize("group", [[], ["bench"], ["cluster"], ["data"], ["sweep"]])
-def test_group_alone_is_its_help(group, capsys):
+def test_group_without_a_command_prints_its_help(group, capsys):
     assert run(group) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"Usage: {' '.join(['titans', *group])} ")
@@ -69,7 +69,7 @@ def failing(monkeypatch):
     (["data", "prepare"], "; finished parts are kept; run the same command again for the rest"),
     (["bench", "memory"], ""),
 ])  # fmt: skip
-def test_interrupt_promises_what_is_left(failing, capsys, line, left):
+def test_interrupt_says_how_to_go_on(failing, capsys, line, left):
     failing(KeyboardInterrupt())
     assert run(line) == 130
     assert capsys.readouterr().err.strip().splitlines()[-1] == f"error: interrupted{left}"

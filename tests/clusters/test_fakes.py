@@ -105,7 +105,7 @@ def test_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
         assert capfd.readouterr().err == f"error: cluster hpc: no job 'none'; its jobs: {job.name}\n"
 
 
-def test_without_a_scheduler_it_says_so(tmp_path, monkeypatch, refused):
+def test_missing_scheduler_is_named_in_the_error(tmp_path, monkeypatch, refused):
     path = tmp_path / "hpc.yaml"
     path.write_text(f"kind: slurm\nstorage: {tmp_path}/shared\ncpus_per_node: 2\n")
     monkeypatch.setenv("PATH", str(tmp_path))

@@ -169,7 +169,6 @@ def test_wrong_exchange_is_noticed(monkeypatch, key):
 D, BATCH = 20, 3
 PLAIN = dict.fromkeys(("silu", "conv", "qk_norm"), False)
 KINDS = {"default": {}, "plain": PLAIN, "no_positions": {"positions": "none"}}
-SPANS = list(product([1, 5, 32, None], [0, 4]))
 
 
 def attention(window: int | None, **options) -> Attention:
@@ -197,7 +196,7 @@ def compare(layer: Attention, run: Callable, served: list[str], calls: int) -> N
 
 @pytest.mark.parametrize(("T", "packed"), [(2, False), (33, False), (40, True)])
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize(("window", "persistent"), SPANS)
+@pytest.mark.parametrize(("window", "persistent"), list(product([1, 5, 32, None], [0, 4])))
 def test_attention_over_any_window_in_rows_and_packed(served, name, window, persistent, T, packed):
     x, *prefix = leaves = inputs(T, persistent)
     documents = Documents.from_starts(torch.rand(BATCH, T) < 0.1) if packed else None

@@ -85,7 +85,7 @@ def test_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches
 
 
 @pytest.mark.parametrize("variant", MEMORY_VARIANTS)
-def test_text_in_pieces_says_the_same(variant):
+def test_traces_of_a_text_in_pieces_equal_the_whole(variant):
     net, row = model(variant), tokens(1, 37)
     whole, pieces = traces(net, row), traces(net, row, 1, 5, 16, 30)
     assert [trace.name for trace in whole] == ["blocks.0.memory", "blocks.1.memory"]

@@ -73,8 +73,7 @@ def dense(q: Tensor, k: Tensor, borders: Tensor, left: int) -> Tensor:
     document = torch.bucketize(at, borders[1:], right=True)
     gap = at[:, None] - at
     seen = (document[:, None] == document) & (gap >= 0) & ((gap <= left) | (left < 0))
-    scores = torch.einsum("nhe,mhe->hnm", q, k) * q.shape[-1] ** -0.5
-    return scores.masked_fill(~seen, -torch.inf)
+    return (torch.einsum("nhe,mhe->hnm", q, k) * q.shape[-1] ** -0.5).masked_fill(~seen, -torch.inf)
 
 
 def forward(q, k, v, borders, longest, left):

@@ -177,7 +177,7 @@ def test_damage_that_neither_size_nor_time_shows_is_found_by_verify(tmp_path, mo
 
 
 @pytest.mark.parametrize("error", [UsageError("data.sources.0: bad"), StorageError("no space left")])
-def test_error_in_a_task_of_ray_comes_back_as_it_is(error, monkeypatch):
+def test_error_in_a_ray_task_is_raised_unchanged(error, monkeypatch):
     def fails(job):
         raise error
 

@@ -37,7 +37,7 @@ def sum_task(sums) -> dict:
     return {"kind": "task", "rows": 30, "tasks": [{"task": sums, "options": {"largest": 4}}]}
 
 
-def test_only_what_has_changed_is_made_anew(texts, tmp_path):
+def test_only_changed_sources_are_prepared_again(texts, tmp_path):
     calls = []
     first = prepare(config(texts), tmp_path, progress=lambda *args: calls.append(args))
     before, made = folders(tmp_path), first.sources[0].manifest

@@ -116,9 +116,10 @@ def test_links_between_pages_exist():
             assert not anchor or anchor in slugs, f"{page}: {target}"
 
 
-def test_tree_is_as_it_says():
-    pages = (README.read_text("utf-8"), (TOP / "docs/architecture.md").read_text("utf-8"))
-    sections = "".join(page.partition("\n## Where things live\n")[2].partition("\n## ")[0] for page in pages)
+def test_table_of_folders_names_what_is_there():
+    tables = {README: "Where things live", TOP / "docs/architecture.md": "Files of each package"}
+    pages = [page.read_text("utf-8").partition(f"\n## {heading}\n")[2] for page, heading in tables.items()]
+    sections = "".join(page.partition("\n## ")[0] for page in pages)
     named = re.findall(r"^\| (`.*?`) \|", sections, re.MULTILINE)
     paths = [path for cell in named for path in re.findall(r"`([^`]+)`", cell)]
     assert len(paths) > 10

@@ -159,7 +159,7 @@ def test_reasoning_answers_follow_from_the_text(kind, style, length, more):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_nobody_picks_up_what_is_elsewhere(kind):
+def test_people_take_only_things_that_are_free_or_theirs(kind):
     for item in items("reasoning", 256, 30, kind=kind, style="compact", people=3, things=4):
         facts = facts_of(item.text, "compact")
         for i, (who, action, target) in enumerate(facts):

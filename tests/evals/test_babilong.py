@@ -121,7 +121,7 @@ def test_held_out_questions_are_not_in_the_rest_and_mistakes_name_the_field(file
     assert set(made(files, part="last").floor_items(400, BYTE)) == set(last)
     for field, value, message in (
         ("books", "absent.txt", r"options\.books: cannot read absent\.txt"),
-        ("kind", "qa3", r"options\.kind: no qa3_"),
+        ("kind", "qa3", "has no qa3_"),
     ):
         with pytest.raises(UsageError, match=message):
             made(files, **{field: value}).item(random.Random(0), 400, BYTE)

@@ -18,8 +18,7 @@ def task(sums) -> TaskConfig:
 
 @pytest.fixture
 def data(sums, tmp_path):
-    source = {"kind": "task", "rows": 12, "tasks": [{"task": sums}]}
-    return prepare(small.config(source, length=16), tmp_path)
+    return prepare(small.config({"kind": "task", "rows": 12, "tasks": [{"task": sums}]}, length=16), tmp_path)
 
 
 def test_outside_task_is_trained_on_and_measured(task, data, tiny_run):
@@ -40,7 +39,7 @@ def test_equal_tasks_of_two_columns_are_measured_once(task, data, tiny_run, monk
 
 
 @pytest.mark.usefixtures("sums")
-def test_what_is_no_task_is_refused_by_name():
+def test_import_path_that_is_no_task_is_refused():
     """Other mistakes in such a path: tests/kernels/test_rules.py, of the same registry."""
     says = "^task: my_lab.tasks:SumOptions is not a subclass of titans_platform.tasks"
     with pytest.raises(UsageError, match=says):

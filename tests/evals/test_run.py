@@ -222,9 +222,6 @@ def test_evaluation_under_the_precision_of_training(precision):
     assert oracle.autocast == {precision == "bf16"}
 
 
-TENTHS = [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
-
-
 def early(text: str) -> str | None:
     """Solves what stands in the first half of a row of 80."""
     return solve_needle(text) if re.search(r"[A-Z]:\d", text[:40]) else "x"
@@ -238,7 +235,7 @@ def test_needles_are_counted_by_depth():
     # of several questions each has a depth of its own
     several = config("needle", {**COMPACT, "needles": 2, "queries": 2}, items=120)
     ((_, both),) = evaluate(Oracle(early), prepared(), several, 80)["buckets"].items()
-    assert list(one) == list(both) == TENTHS
+    assert list(one) == list(both) == [f"{10 * tenth}-{10 * tenth + 10}%" for tenth in range(10)]
     assert both["0-10%"] > both["90-100%"]
     # a bucket is no part of what an item is
     pieces = (("a", False), ("b", True))

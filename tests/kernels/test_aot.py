@@ -201,7 +201,7 @@ def test_largest_that_is_served_fits_a_multiprocessor(dtype, made):
     assert [row for row in rows if row["shared"] > SHARED_LIMIT[90]] == []
 
 
-def test_interpreted_process_says_that_it_cannot(monkeypatch, capsys):
+def test_interpreted_process_is_refused(monkeypatch, capsys):
     from titans_kernels.bench import aot
 
     monkeypatch.setattr(aot, "INTERPRETED", True)

@@ -46,7 +46,7 @@ PLANNED = {
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_work_is_what_was_planned_for(name):
+def test_operations_of_a_shape_equal_the_plan(name):
     counted = flops(SHAPES[name].pairs, 64)
     assert (counted["forward"] / 1e3, counted["backward"] / 1e3) == pytest.approx(PLANNED[name], rel=0.015)
 
@@ -214,7 +214,7 @@ ABOVE = ["titans_core", "titans_platform", "pydantic", "rich", "ray", "yaml"]
 @pytest.mark.parametrize(("hidden", "code", "says"), [
     (ABOVE, 0, ""), (["click"], 1, "error: the benchmark needs the package click: pip install click\n"),
 ])  # fmt: skip
-def test_it_needs_neither_models_nor_platform_and_names_what_it_needs(hidden, code, says):
+def test_operator_imports_without_models_and_platform_and_lists_its_packages(hidden, code, says):
     line = f"import sys; sys.modules.update(dict.fromkeys({hidden})); import titans_kernels.bench.__main__"
     done = subprocess.run([sys.executable, "-c", line], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (code, says)

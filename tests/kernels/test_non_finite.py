@@ -51,8 +51,7 @@ def first_changed(form: str, name: str, value: float) -> int | None:
     before, after = unchanged(form), reads(form, **{name: tokens[name]})
     assert torch.equal(after[1], before[1])
     assert torch.equal(after[:, :, 1], before[:, :, 1])
-    changed = [t for t in range(64) if not torch.equal(after[0, t, 0], before[0, t, 0])]
-    return min(changed, default=None)
+    return min((t for t in range(64) if not torch.equal(after[0, t, 0], before[0, t, 0])), default=None)
 
 
 @pytest.mark.parametrize("form", [

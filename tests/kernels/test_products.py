@@ -65,7 +65,7 @@ def test_inputs_biases_and_norms_that_are_not_contiguous(compiled):
 
 
 @pytest.mark.parametrize(("width", "hidden", "tokens"), SHAPES)
-def test_feed_forward_layer_is_what_it_says(threads, compiled, width, hidden, tokens):
+def test_feed_forward_layer_equals_its_formula(threads, compiled, width, hidden, tokens):
     shapes = (*tokens, width), (width,), (hidden, width), (hidden, width), (width, hidden)
     x, norm, gate, up, down = leaves = [normal(*shape) for shape in shapes]
     z = F.rms_norm(x, (width,), norm, 1e-6)

@@ -28,7 +28,6 @@ GATES = [(4, 4, 4), (None, 4, None), (None, None, 4), (2, None, 2)]
 SWITCHED = [("input", None), ("norm", None), ("none", 4), ("norm", 2), *(("none", gates) for gates in GATES)]
 PLAIN = ("none", None)
 AROUND = [(*case, base) for base in (False, True) for case in (PLAIN, *SWITCHED)]
-every_case = pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
 
 
 # a case has the even depths or the odd ones; the paper's own memory has all
@@ -73,7 +72,7 @@ def test_the_inner_gradient_is_that_of_the_loss_of_the_whole_memory(activation, 
 @pytest.mark.parametrize(("depth", "chunk_size", "bound"), [
     (3, 1, 0.3), (1, 5, None), (1, 5, 0.3), (3, 5, 0.3),
 ])  # fmt: skip
-@every_case
+@pytest.mark.parametrize(("kind", "groups", "base"), AROUND)
 def test_token_by_token_and_any_cut_is_the_recurrence(kind, groups, base, depth, chunk_size, bound):
     case = Case(13, depth, kind=kind, groups=groups, base=base)
     case.check(cuts=([3, 2, 3, 5], [1, 11, 1]), decoded=True, chunk_size=chunk_size, surprise_bound=bound)
@@ -214,7 +213,7 @@ def test_compiled_is_eager_and_so_is_every_gradient(depth, kind, groups, base, b
     ("online", {"base": True, "depth": 2}, "it supports 1 layer, not 2"),
     ("online", {"chunk_size": 4}, "it supports chunk_size 1, not 4"),
 ])  # fmt: skip
-def test_a_form_that_does_not_compute_it_says_so(backend, case, reason):
+def test_form_that_does_not_compute_an_option_is_refused(backend, case, reason):
     given = {"depth": 1, "chunk_size": 1} | case
     chunk_size = given.pop("chunk_size")
     with pytest.raises(ValueError, match=f"^backend: {backend} does not support this call: {reason}[^\n]*$"):

@@ -132,7 +132,7 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
     (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), cluster((64, 8), (64, 8)), 2),
     (Resources(gpus_per_worker=0.1), cluster((64, 1)), 10),
 ])  # fmt: skip
-def test_concurrency_is_what_fits(resources, machine, fit):
+def test_concurrency_is_the_number_of_runs_that_fit(resources, machine, fit):
     assert (concurrency(resources, machine), concurrency(resources, machine, requested=1)) == (fit, 1)
     with pytest.raises(UsageError, match=f"give 1 to {fit}|at most 1"):
         concurrency(resources, machine, requested=fit + 1)

@@ -188,7 +188,7 @@ def ablation():
 
 
 class TestAblation:
-    def test_each_row_takes_away_what_it_says(self, ablation):
+    def test_each_row_takes_away_the_part_of_its_name(self, ablation):
         cells = expand(ablation, "workstation", seeds=[0])
         models = {cell.row: flatten(cell.config.model.model_dump()) for cell in cells}
         lmm = models["LMM"]

@@ -33,7 +33,7 @@ from titans_platform.study.status import CellStatus, cell_statuses, counted, cou
 from titans_platform.text import clock, count, number
 
 if TYPE_CHECKING:
-    from titans_platform.data.parts import Progress
+    from titans_platform.data.parts import PrepareProgress
     from titans_platform.runs.spec import RunSpec
     from titans_platform.study.grid import StudyRun
 
@@ -82,7 +82,7 @@ def _bars(console: Console, *columns: ProgressColumn) -> Bars:
 
 
 @contextmanager
-def preparing(console: Console) -> Iterator[Progress]:
+def preparing(console: Console) -> Iterator[PrepareProgress]:
     """Show a bar for each source in preparation; the callable takes a source and its progress."""
     numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
     columns = TextColumn("preparing {task.description}"), BarColumn(), numbers

@@ -43,7 +43,7 @@ from titans_platform.errors import TitansError, UsageError
 from titans_platform.files import write_bytes, write_json
 from titans_platform.provenance import cores, die_with_parent
 
-Progress = Callable[[str, int, int, "float | None"], None]
+PrepareProgress = Callable[[str, int, int, "float | None"], None]
 """Progress callback: source label, documents and tokens so far, fraction done (None if unknown)."""
 
 
@@ -81,7 +81,7 @@ def text_source(data: DataConfig, i: int, store: Path) -> TextSource:
     return SOURCES[source.kind](source, f"data.sources.{i}", cache)
 
 
-def make_part(job: PartJob, progress: Progress | None = None) -> Manifest:
+def make_part(job: PartJob, progress: PrepareProgress | None = None) -> Manifest:
     """Tokenise one part, or the whole source, in the store. Raises UsageError."""
     data, source = job.data, job.data.sources[job.source]
     held_out = {"validation_fraction": source.held_out}
@@ -108,7 +108,7 @@ def make_part(job: PartJob, progress: Progress | None = None) -> Manifest:
     return manifest
 
 
-def make_source(job: PartJob, run: Runner, progress: Progress | None) -> None:
+def make_source(job: PartJob, run: Runner, progress: PrepareProgress | None) -> None:
     """Tokenise the missing parts of a source. Raises UsageError, TitansError."""
     job = replace(job, plan=_plan(job), limit=job.data.sources[job.source].max_tokens)
     if not job.plan.parts:
@@ -210,7 +210,7 @@ def _replacing(folder: Path) -> Iterator[Path]:
 
 
 def _write(
-    folder: Path, encoded: Iterator[Encoded], vocab_size: int, label: str, progress: Progress | None
+    folder: Path, encoded: Iterator[Encoded], vocab_size: int, label: str, progress: PrepareProgress | None
 ) -> Manifest:
     """Write the shards of both splits and the hashes of the items. Returns the manifest."""
     train, validation = (SplitWriter(folder, split, vocab_size) for split in ("train", "validation"))

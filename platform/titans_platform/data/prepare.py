@@ -22,7 +22,7 @@ from titans_platform.config import DataConfig, RunConfig, digest
 from titans_platform.data.encode import task_identity
 from titans_platform.data.parts import (
     PartJob,
-    Progress,
+    PrepareProgress,
     Runner,
     default_runner,
     kept_tokenizer,
@@ -109,7 +109,7 @@ class PreparedData:
 
 
 def prepare(
-    data: DataConfig, root: Path, *, progress: Progress | None = None, repair: bool = False,
+    data: DataConfig, root: Path, *, progress: PrepareProgress | None = None, repair: bool = False,
     run: Runner | None = None,
 ) -> PreparedData:  # fmt: skip
     """Tokenise the sources that are not prepared yet and open all of them. Idempotent.

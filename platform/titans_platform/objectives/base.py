@@ -15,7 +15,7 @@ from titans_core.config import Frozen
 from titans_kernels import Registry
 from titans_platform.config import DataConfig, ObjectiveConfig, RunConfig
 from titans_platform.data import Tokenizer
-from titans_platform.data.parts import Progress as Report
+from titans_platform.data.parts import PrepareProgress
 from titans_platform.errors import UsageError, within
 from titans_platform.loading import validate
 from titans_platform.tasks import build_task, eval_version, row_length
@@ -65,7 +65,7 @@ class Objective(ABC, Generic[D]):
         self.cfg, self.options = cfg, options
 
     @abstractmethod
-    def prepare(self, root: Path, report: Report | None = None) -> D:
+    def prepare(self, root: Path, report: PrepareProgress | None = None) -> D:
         """Prepare the data under the storage root unless they exist, and open them.
 
         Raises UsageError if a source is missing or cannot be read.

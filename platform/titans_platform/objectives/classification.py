@@ -30,7 +30,7 @@ from titans_platform.data.sources import HubSource
 from titans_platform.data.stream import shuffled
 from titans_platform.errors import UsageError
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Objective, Report, check_vocabulary, reject_data
+from titans_platform.objectives.base import Objective, PrepareProgress, check_vocabulary, reject_data
 from titans_platform.objectives.files import ItemStream, load_copy, read_table, save_copy
 from titans_platform.tasks import Context, Measurement, Task
 
@@ -245,7 +245,7 @@ class Classification(Objective[LabelledData]):
     data_kind = "labelled"
     validation_task = "class_loss"
 
-    def prepare(self, root: Path, report: Report | None = None) -> LabelledData:
+    def prepare(self, root: Path, report: PrepareProgress | None = None) -> LabelledData:
         """Read the sequences again and save a copy."""
         split = self._read(root)
         save_items(split, self._copy(root))

@@ -23,7 +23,7 @@ from titans_platform.data.sources import FilesSource
 from titans_platform.data.tokenizer import names_hub
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.perplexity import Perplexity
-from titans_platform.objectives.base import Objective, Report, build_small, check_vocabulary
+from titans_platform.objectives.base import Objective, PrepareProgress, build_small, check_vocabulary
 from titans_platform.tasks import build_generated, build_task
 from titans_platform.training.loop import CrossEntropy
 
@@ -34,7 +34,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
     validation_task = "loss"
     carries = True
 
-    def prepare(self, root: Path, report: Report | None = None) -> PreparedData:
+    def prepare(self, root: Path, report: PrepareProgress | None = None) -> PreparedData:
         """Tokenise the sources of ``data`` that have not been tokenised."""
         check_vocabulary(self.cfg, self.tokenizer())
         return prepare(self.cfg.data, root, progress=report)

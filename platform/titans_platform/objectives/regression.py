@@ -26,7 +26,7 @@ from titans_platform.config import Fraction, RunConfig, digest
 from titans_platform.errors import UsageError, nearest, within
 from titans_platform.evals.scoring import measure_distributed
 from titans_platform.loading import validate
-from titans_platform.objectives.base import Objective, Report, reject_data
+from titans_platform.objectives.base import Objective, PrepareProgress, reject_data
 from titans_platform.objectives.files import (
     DATASETS,
     ItemStream,
@@ -209,7 +209,7 @@ class Regression(Objective[SeriesData]):
     loss_unit = "MSE"
     validation_task = "mse"
 
-    def prepare(self, root: Path, report: Report | None = None) -> SeriesData:
+    def prepare(self, root: Path, report: PrepareProgress | None = None) -> SeriesData:
         """Read the series again and save a copy."""
         table = self._read()
         save_series(table, self._copy(root))

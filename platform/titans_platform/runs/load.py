@@ -14,7 +14,7 @@ from titans_core import Model
 from titans_kernels import accelerate
 from titans_platform.config import VOCABULARIES, RunConfig
 from titans_platform.data import NotPrepared, Tokenizer, load_tokenizer
-from titans_platform.data.parts import Progress
+from titans_platform.data.parts import PrepareProgress
 from titans_platform.errors import UsageError, within
 from titans_platform.files import read_json
 from titans_platform.loading import config_from
@@ -108,7 +108,7 @@ def check_start(cfg: RunConfig) -> None:
 
 def prepared_spec(
     cfg: RunConfig, root: Path, resources: Resources, resume_from: str | None = None,
-    progress: Progress | None = None,
+    progress: PrepareProgress | None = None,
 ) -> RunSpec | None:  # fmt: skip
     """Return the spec of a run outside a study, which starts from the shorter run ``resume_from``.
 

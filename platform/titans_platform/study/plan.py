@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titans_platform.config import RunConfig, digest
-from titans_platform.data.parts import Progress
+from titans_platform.data.parts import PrepareProgress
 from titans_platform.errors import UsageError, within
 from titans_platform.files import read_json
 from titans_platform.objectives import Data, build_objective, run_name
@@ -96,7 +96,7 @@ def check_without_data(study: StudyRun) -> None:
     _check_rows(unnamed, lambda config: build_objective(config).check_sources())
 
 
-def prepare(study: StudyRun, progress: Progress | None = None) -> StudyRun:
+def prepare(study: StudyRun, progress: PrepareProgress | None = None) -> StudyRun:
     """Prepare the data, name the cells, run a worker's checks on each row, and write the study's record.
 
     The study's lock must be held. ``progress`` is called with a source and how far it is; None: the data are
