@@ -35,7 +35,7 @@ from titans_kernels import Extension, Rule, find_rule, neural_memory
 from titans_platform.config import RunConfig, digest
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.scoring import measure_distributed
-from titans_platform.objectives.base import Objective, Report, reject_data
+from titans_platform.objectives.base import Objective, PrepareProgress, reject_data
 from titans_platform.objectives.files import ItemStream
 from titans_platform.tasks import Context, Measurement, Task
 
@@ -240,7 +240,7 @@ class Drift(Objective[DriftData]):
     loss_unit = "squared error"
     validation_task = "drift"
 
-    def prepare(self, root: Path, report: Report | None = None) -> DriftData:
+    def prepare(self, root: Path, report: PrepareProgress | None = None) -> DriftData:
         """Rows are generated as they are needed."""
         return self.open(root)
 
