@@ -1,6 +1,7 @@
 """The kernels on a GPU: at real sizes, on poisoned memory, under a memory checker, in DDP and FSDP2.
 
-`make test-gpu` runs the tests marked gpu. The unmarked ones show on a CPU that these tests can fail.
+`make test-gpu` runs the tests marked gpu, those of up to 72 GB last. The unmarked ones show on a CPU that
+these tests can fail.
 """
 
 import json
@@ -69,38 +70,6 @@ def test_every_shape_but_one_has_kernels_for_every_type():
     assert left == {("l2-d64-h256-c128", torch.float32)}
 
 
-@on_gpu
-@pytest.mark.usefixtures("poisoned")
-@pytest.mark.parametrize(("name", "dtype"), FITTING, ids=str)
-def test_kernels_are_right_at_real_sizes(name, dtype):
-    served(SHAPES[name], dtype)
-    for judge in judges(SHAPES[name], dtype, torch.device("cuda")):
-        assert judge.inputs.tokens[0].isfinite().all()
-        (verdict,) = TRITON.verify([judge])
-        assert verdict.green, f"{judge.inputs.shape}: {verdict}"
-
-
-@on_gpu
-@pytest.mark.usefixtures("poisoned")
-def test_states_of_single_tokens_are_right_at_real_sizes():
-    forms_used(forget=True)
-    for judge in judges(SHAPES["l1-d128-online"], torch.float32, torch.device("cuda")):
-        (verdict,) = ONLINE.verify([judge])
-        assert verdict.green, f"{judge.inputs.shape}: {verdict}"
-    assert "delta_states: triton" in forms_used()
-
-
-@on_gpu
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["l1-d128", "l2-d64-h64", "l2-d64-h256"])
-def test_result_does_not_move(name, dtype):
-    served(SHAPES[name], dtype)
-    judge = judges(SHAPES[name], dtype, torch.device("cuda"))[0]
-    first, *more = (TRITON.verify([judge])[0] for _ in range(5))
-    for again in more:
-        assert again.errors == pytest.approx(first.errors, rel=0.1), "the error changes: a race?"
-
-
 @pytest.mark.usefixtures("poisoned")
 def test_poison_shows_what_was_not_written():
     judge = judges(SHAPES["l2-d64-h64"].reduced(), torch.float32, torch.device("cpu"))[0]
@@ -119,23 +88,6 @@ def test_poison_shows_what_was_not_written():
 def bench(*line: str, under: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess[str]:
     command = [*under, sys.executable, "-m", "titans_kernels.bench", *line]
     return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
-
-
-@on_gpu
-@pytest.mark.parametrize("name", SHAPES)
-def test_no_access_is_out_of_bounds(name):
-    if shutil.which("compute-sanitizer") is None:
-        pytest.skip("compute-sanitizer is not on the PATH")
-    backend = "triton" if name in CHUNKED else "online"
-    if name in CHUNKED:
-        served(SHAPES[name], torch.bfloat16)
-    checker = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
-    line = ("--check", "--small", "--backend", backend, "--shape", name)
-    # each tensor an allocation of its own, or what lies behind one is memory of PyTorch's cache
-    done = bench(*line, under=checker, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    if "Device not supported" in done.stdout + done.stderr:
-        pytest.skip("compute-sanitizer does not take this device")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 
 
 @on_gpu
@@ -286,6 +238,55 @@ def test_in_a_graph_it_gives_the_same_again_and_again():
         torch.compiler.cudagraph_mark_step_begin()
         assert torch.equal(graphed(borders), call.expected)
     assert torch.equal(call(borders), call.expected)
+
+
+@on_gpu
+@pytest.mark.parametrize("name", SHAPES)
+def test_no_access_is_out_of_bounds(name):
+    if shutil.which("compute-sanitizer") is None:
+        pytest.skip("compute-sanitizer is not on the PATH")
+    backend = "triton" if name in CHUNKED else "online"
+    if name in CHUNKED:
+        served(SHAPES[name], torch.bfloat16)
+    checker = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
+    line = ("--check", "--small", "--backend", backend, "--shape", name)
+    # each tensor an allocation of its own, or what lies behind one is memory of PyTorch's cache
+    done = bench(*line, under=checker, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+    if "Device not supported" in done.stdout + done.stderr:
+        pytest.skip("compute-sanitizer does not take this device")
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+
+
+@on_gpu
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize(("name", "dtype"), FITTING, ids=str)
+def test_kernels_are_right_at_real_sizes(name, dtype):
+    served(SHAPES[name], dtype)
+    for judge in judges(SHAPES[name], dtype, torch.device("cuda")):
+        assert judge.inputs.tokens[0].isfinite().all()
+        (verdict,) = TRITON.verify([judge])
+        assert verdict.green, f"{judge.inputs.shape}: {verdict}"
+
+
+@on_gpu
+@pytest.mark.usefixtures("poisoned")
+def test_states_of_single_tokens_are_right_at_real_sizes():
+    forms_used(forget=True)
+    for judge in judges(SHAPES["l1-d128-online"], torch.float32, torch.device("cuda")):
+        (verdict,) = ONLINE.verify([judge])
+        assert verdict.green, f"{judge.inputs.shape}: {verdict}"
+    assert "delta_states: triton" in forms_used()
+
+
+@on_gpu
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ["l1-d128", "l2-d64-h64", "l2-d64-h256"])
+def test_result_does_not_move(name, dtype):
+    served(SHAPES[name], dtype)
+    judge = judges(SHAPES[name], dtype, torch.device("cuda"))[0]
+    first, *more = (TRITON.verify([judge])[0] for _ in range(5))
+    for again in more:
+        assert again.errors == pytest.approx(first.errors, rel=0.1), "the error changes: a race?"
 
 
 @pytest.mark.slow
