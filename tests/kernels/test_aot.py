@@ -160,7 +160,7 @@ def test_products_are_on_tensor_cores(reports):
 
 
 def test_write_budget_takes_few_instructions(reports):
-    """In PTX, whose loops are not unrolled: of ``forward`` 722 when each token took products with all keys."""
+    """In PTX, whose loops stay loops: `forward` had 722 when each token took products with all keys."""
     most = {"budget.forward": 580, "budget.backward": 610, "budget.keys_backward": 1260}
     rows = [row for row in reports if row["kernel"] in most]
     assert [row for row in rows if row["instructions"] > most[row["kernel"]]] == []
