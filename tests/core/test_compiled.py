@@ -30,10 +30,10 @@ def result(m: LanguageModel, x: torch.Tensor, **given: object) -> list[torch.Ten
     return [logits.detach(), *grads]
 
 
-# MAC has what is in LMM, MAG and MAL, GLA's decays are HGRN2's, and Mamba-2's are RetNet's; a setting or a
-# stack of blocks that compile adds a nightly case
+# MAC is compiled by the segment, below; MAG has what is in LMM and MAL, GLA's decays are HGRN2's, and
+# Mamba-2's are RetNet's; a setting or a stack of blocks that compile adds a nightly case
 NIGHTLY = {
-    *("lmm", "mag", "mal", "hgrn2", "retnet", "deltanet", "gated_deltanet", "ttt_mlp"),
+    *("lmm", "mac", "mal", "hgrn2", "retnet", "deltanet", "gated_deltanet", "ttt_mlp"),
     *("based", "gated_deltanet_h2", "samba"),
 }
 nightly = lambda variants, some=VARIANTS: [  # noqa: E731
