@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import json
 import os
@@ -48,6 +49,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         cluster, slow = item.get_closest_marker("cluster"), item.get_closest_marker("slow")
         weight[item.path] = max(weight[item.path], 2 if cluster else 1 if slow else 0)
     items.sort(key=lambda item: -weight[item.path])
+    gc.freeze()  # a run collects garbage first: half a second with all that is imported
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()  # libraries report as leaked what is left at the end
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +66,10 @@ def own_modules() -> Iterator[None]:
     yield
     sys.path[:] = path
     temporary, kept = Path(tempfile.gettempdir()), (Path(__file__).parents[1], Path(sys.prefix))
-    for name in set(sys.modules) - before:
+    if len(added := set(sys.modules) - before) > 100:
+        gc.collect()
+        gc.freeze()
+    for name in added:
         module = sys.modules[name]
         places = [Path(p) for p in (getattr(module, "__file__", None), *getattr(module, "__path__", [])) if p]
         if any(p.is_relative_to(temporary) and not any(map(p.is_relative_to, kept)) for p in places):

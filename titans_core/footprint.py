@@ -192,8 +192,11 @@ def _attention_flops(q: Any, k: Any, v: Any, *args: Any, **_: Any) -> int:
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of a value in a graph, 0 if it is no tensor."""
-    return value.numel() * value.element_size() if isinstance(value, Tensor) else 0
+    """Return the bytes of a value in a graph, 0 if it is no tensor; symbolic sizes are those of the trace."""
+    if not isinstance(value, Tensor):
+        return 0
+    count = value.numel()
+    return (count.node.hint if isinstance(count, torch.SymInt) else count) * value.itemsize
 
 
 def _documents(rows: int, length: int, count: int) -> Documents:

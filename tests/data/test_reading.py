@@ -18,6 +18,7 @@ from titans_platform.data import encode, load_tokenizer, prepare
 from titans_platform.data.sources import FilesSource, HubSource
 from titans_platform.data.tokenizer import train_tokenizer, write_tokenizer
 from titans_platform.evals.lm_harness import HarnessModel
+from titans_platform.loading import load_config
 from titans_platform.text import plain
 
 HTML = "<p>now <s>50</s> 40 euro</p> <pad> <|endoftext|> end"
@@ -194,7 +195,7 @@ def test_long_text_is_tokenised_piece_by_piece(fields, tmp_path, monkeypatch):
     "texts/a.TXT", "texts/a.ndjson", "texts/a.json", "texts/a.txt.bz2", "texts/h[1].txt", "texts", "texts/*",
     "**/*.txt", "file://{here}/texts/h[1].txt",
 ])  # fmt: skip
-def test_init_takes_what_train_reads(name, tmp_path, monkeypatch, answer):
+def test_init_takes_what_train_reads(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("texts").mkdir()
     for i, file in enumerate(["a.TXT", "a.ndjson", "a.json", "h[1].txt", "a.txt.bz2"]):
@@ -202,4 +203,4 @@ def test_init_takes_what_train_reads(name, tmp_path, monkeypatch, answer):
         content = (json.dumps({"text": text}) if "json" in file else text).encode()
         Path("texts", file).write_bytes(bz2.compress(content) if "bz2" in file else content)
     assert cli.run(["init", "run.yaml", "--preset", "smoke", "--data", name.format(here=tmp_path)]) == 0
-    assert answer("train", "run.yaml", "--root", "root", "--dry-run")["parameters"]
+    assert prepare(load_config("run.yaml").data, tmp_path / "root").sources[0].manifest.documents

@@ -1,10 +1,8 @@
 """The paper's tables in docs/results.md and README equal the cells in experiments/paper."""
 
-import csv
-import statistics
-from collections import defaultdict
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
 from experiments.tables import check_table, section, table
@@ -25,32 +23,19 @@ def test_table_equals_its_cells(cells, heading):
 
 def test_ablation_in_results_and_readme_equals_its_cells():
     """README repeats rows; the verdicts are recomputed by experiments/paper/test_ablation.py."""
-    first = ablation_cells("ablation-workstation.csv")
-    second = ablation_cells("ablation-workstation-second.csv")
+    first, second = (pd.read_csv(CELLS / f"ablation-workstation{part}.csv") for part in ("", "-second"))
     whole = table(section(RESULTS, "The ablation's table").partition("minus LMM")[0])
     readme = table(section(TOP / "README.md", "Results"))
     rows = {row for row in readme if row and "--" not in row}
-    assert rows <= set(first)
     assert len(rows) > 8
-    for row, columns in first.items():
-        assert whole[row][:6:2] == means(columns), row
-        if row in rows:
-            # README has all ten seeds of a row
-            both = {column: [*seeds, *second[row][column]] for column, seeds in columns.items()}
-            assert readme[row][:6:2] == means(both), row
+    assert {row: whole[row][:6:2] for row in first["row"]} == means(first)
+    ten_seeds = means(pd.concat([first, second]))
+    assert {row: readme[row][:6:2] for row in rows} == {row: ten_seeds[row] for row in rows}
 
 
-def ablation_cells(name: str) -> dict[str, dict[str, list[float]]]:
-    values: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
-    with (CELLS / name).open() as file:
-        for line in csv.DictReader(file):
-            for column in ("lm_ppl", "reasoning_acc (%)", "long_context_acc (%)"):
-                values[line["row"]][column].append(float(line[column]))
-    return values
-
-
-def means(columns: dict[str, list[float]]) -> list[str]:
-    return [
-        f"{statistics.mean(column):.{places}f}±{statistics.stdev(column):.{places}f}"
-        for column, places in zip(columns.values(), (2, 1, 1), strict=True)
-    ]
+def means(cells: pd.DataFrame) -> dict[str, list[str]]:
+    columns = {"lm_ppl": 2, "reasoning_acc (%)": 1, "long_context_acc (%)": 1}
+    return {
+        row: [f"{cell[name].mean():.{n}f}±{cell[name].std():.{n}f}" for name, n in columns.items()]
+        for row, cell in cells.groupby("row")
+    }

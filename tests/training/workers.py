@@ -1,4 +1,4 @@
-"""One worker of a process group on CPUs, as a program: `python workers.py FOLDER RANK WORLD_SIZE`.
+"""The workers of a process group on CPUs, as a program: `python workers.py FOLDER WORLD_SIZE`.
 
 Writes its results to FOLDER/worker-RANK.json. The test that starts it also imports it, to get the numbers of
 a run without a process group.
@@ -212,7 +212,14 @@ def fail_alone(rank: int) -> str:
 
 
 def main() -> None:
-    folder, rank, world_size = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    folder, world_size = Path(sys.argv[1]), int(sys.argv[2])
+    for rank in range(world_size):
+        if not os.fork():  # what is imported is imported once
+            work(folder, rank, world_size)
+    sys.exit(any(os.wait()[1] for _ in range(world_size)))
+
+
+def work(folder: Path, rank: int, world_size: int) -> None:
     store = f"file://{folder / 'store'}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     with deterministic(0, threads=1):
