@@ -53,9 +53,9 @@ def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):
     assert chat.turn_text(tokenizer, "Hi", True) == chat.turn_text(tokenizer, "Hi", False) == "Hi"
     tokenizer.chat_template = "{% for m in messages %}<{{m.role}}>{{m.content}}</>\n{% endfor %}<assistant>"
     turns = ("user", "Hi"), ("assistant", "Ho"), ("user", "No")
-    rounds = [{"role": role, "content": text} for role, text in turns]
+    talk = [{"role": role, "content": text} for role, text in turns]
     turns = chat.turn_text(tokenizer, "Hi", True), chat.turn_text(tokenizer, "No", False)
-    assert "Ho".join(turns) == tokenizer.apply_chat_template(rounds, tokenize=False, add_generation_prompt=True)
+    assert "Ho".join(turns) == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
     assert "".join(chat.decoded(tokenizer, "né€😀".encode())) == "né€😀"
 
 
