@@ -162,7 +162,7 @@ def is_locked(path: Path) -> bool:
 
 @contextmanager
 def file_lock(path: Path, timeout: float = 0.0) -> Iterator[bool]:
-    """Try for up to ``timeout`` seconds to take a file lock; yields whether it was taken.
+    """Try for up to ``timeout`` seconds, -1 for ever, to take a file lock; yields whether it was taken.
 
     Raises UsageError: no folder can have its name. StorageError, NotWritable: it cannot be written.
     """

@@ -31,14 +31,13 @@ os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
 os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
 
 import mlflow
-from filelock import FileLock
 from mlflow import MlflowClient
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.utils.mlflow_tags import MLFLOW_PARENT_RUN_ID, MLFLOW_SOURCE_NAME, MLFLOW_SOURCE_TYPE
 
 from titans_platform.config import digest
 from titans_platform.errors import NotWritable, UsageError, one_line
-from titans_platform.files import write_error
+from titans_platform.files import file_lock, write_error
 
 # alembic logs every migration, mlflow every table
 for _name in ("mlflow", "alembic"):
@@ -84,7 +83,7 @@ def open_store(where: Path | str) -> TrackingStore:
         path = Path(unquote(uri.removeprefix("sqlite:///")))
         _check_sqlite(path)
         # concurrent first writers on a new file break the migration
-        with FileLock(f"{path}.lock"):
+        with file_lock(Path(f"{path}.lock"), timeout=-1):
             _start_from_template(path)
             try:
                 return _connect(uri, f"{path.parent.resolve().as_uri()}/artifacts")
@@ -109,13 +108,13 @@ def adopt(root: Path) -> None:
     _check_sqlite(path)
     new_uri = f"{root.resolve().as_uri()}/artifacts"
     try:
-        with FileLock(f"{path}.lock"), closing(sqlite3.connect(path, timeout=30)) as connection, connection:
+        with file_lock(Path(f"{path}.lock"), -1), closing(sqlite3.connect(path, timeout=30)) as db, db:
             of = "SELECT artifact_location FROM experiments WHERE name = ?"
-            for (old_uri,) in connection.execute(of, (EXPERIMENT,)).fetchall():
+            for (old_uri,) in db.execute(of, (EXPERIMENT,)).fetchall():
                 for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
                     moved = f"{column} = ? || substr({column}, ?)"
                     update = f"UPDATE {table} SET {moved} WHERE substr({column}, 1, ?) = ?"
-                    connection.execute(update, (new_uri, len(old_uri) + 1, len(old_uri), old_uri))
+                    db.execute(update, (new_uri, len(old_uri) + 1, len(old_uri), old_uri))
     except sqlite3.Error as error:
         raise _refused(path, "cannot be changed", "is it a store of MLflow?", error) from None
 

@@ -67,9 +67,9 @@ def test_rows_longer_than_their_text_are_refused(words, rows, bytes_, tiny_yaml,
     (tmp_path / "text.txt").write_text("some words " * words)
     source = f"data.sources=[{{kind: files, path: {tmp_path}/text.txt}}]"
     given = ["--dry-run", "--set", source, "--set", f"data.sequence_length={rows}"]
-    said = refused("train", tiny_yaml, "--root", tmp_path / "runs", *given)
+    error = refused("train", tiny_yaml, "--root", tmp_path / "runs", *given)
     limit = f"is more than the at most {bytes_} tokens of data.sources.0"
-    assert said.startswith(f"error: data.sequence_length: {rows:,} {limit}")
+    assert error.startswith(f"error: data.sequence_length: {rows:,} {limit}")
 
 
 def test_timing_a_step_is_bounded(tiny_run, monkeypatch):

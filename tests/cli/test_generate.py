@@ -70,8 +70,8 @@ def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monke
     assert generate(capsys, cell, "--read", "-", *line)[0] == expected
     memory = tmp_path / "a.memory"
     generate(capsys, cell, "--prompt", "a", "--max-new-tokens", 0, "--memory-out", memory)
-    said = refused("generate", sorted(cell.glob("checkpoints/step-*"))[0], "--memory-in", memory)
-    assert said.startswith(f"error: --memory-in {memory}: written by another model")
+    error = refused("generate", sorted(cell.glob("checkpoints/step-*"))[0], "--memory-in", memory)
+    assert error.startswith(f"error: --memory-in {memory}: written by another model")
 
 
 @pytest.mark.parametrize(("words", "says"), [

@@ -106,8 +106,8 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys, refused):
     assert '"NCCL_DEBUG": "WARN"' in out
     assert '"TITANS_HOME": "/mnt/titans"' in out
     assert '"TITANS_MLFLOW": "http://head.invalid:5000"' in out
-    said = refused(*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run")
-    assert "no file none.model here to ship with the job" in said
+    error = refused(*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run")
+    assert "no file none.model here to ship with the job" in error
     # the Hub's is downloaded there
     assert run([*line, "--set", "data.tokenizer=some-lab/model", "--cluster", path, "--dry-run"]) == 0
     assert "data.tokenizer=some-lab/model" in capsys.readouterr().out
@@ -127,8 +127,8 @@ def test_study_travels_with_studies_it_is_like_and_classes_beside_it(tmp_path, m
     assert set(job.files) == {"sweeps/mine.yaml", "near.yaml", "sweeps/base.yaml"}
     (tmp_path / "sweeps" / "mine.yaml").write_text("name: mine\nlike: ../near.yaml\n")
     monkeypatch.chdir(tmp_path / "sweeps")
-    said = r"like: \.\./near\.yaml: a path with \.\. cannot be shipped with a job"
-    with pytest.raises(UsageError, match=said):
+    error = r"like: \.\./near\.yaml: a path with \.\. cannot be shipped with a job"
+    with pytest.raises(UsageError, match=error):
         packaging.study_job(load_cluster("lab"), "mine.yaml", "smoke", Path("/mnt"), [], [])
 
 

@@ -84,7 +84,7 @@ def test_parts_of_a_row_and_a_recorded_pass_compile_too():
         torch.testing.assert_close(torch.cat(outputs, 1), layer(x)[0], rtol=1e-5, atol=1e-5)
     m, x = model("lmm"), tokens(2, 32)
     torch._dynamo.reset()
-    compiled, summaries = torch.compile(m, fullgraph=True, backend="aot_eager"), []
+    compiled, summaries = torch.compile(m, fullgraph=True, backend="eager"), []
     for form in (m, compiled):
         with record(m) as seen:
             form(x)
@@ -130,7 +130,7 @@ def test_packed_documents_are_laid_out_once_for_all_layers(monkeypatch, variant,
     assert len(made) == len(set(made))
 
 
-@pytest.mark.parametrize("variant", nightly(["lmm", "mac", "mag", "mal", "transformer"], {"lmm", "mal"}))
+@pytest.mark.parametrize("variant", ["mac", "transformer", *nightly(["lmm", "mag", "mal"])])
 def test_batches_of_changing_documents_take_two_graphs_at_most(variant):
     m, counter = model(variant, window=16), CompileCounterWithBackend("eager")
     torch._dynamo.reset()

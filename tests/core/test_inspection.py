@@ -26,12 +26,12 @@ def one_memory(length: int = 21, **switches):
     with watch(memory) as seen, torch.no_grad():
         memory(x)
     (trace,) = seen.traces(4)
-    caches, said = [memory.start(1)], []
+    caches, inputs = [memory.start(1)], []
     with torch.no_grad():
         for t in range(length):
-            said.append(memory._project_tokens(x[:, t : t + 1], caches[-1].conv_state))
+            inputs.append(memory._project_tokens(x[:, t : t + 1], caches[-1].conv_state))
             caches.append(memory(x[:, t : t + 1], caches[-1])[1])
-    return memory, trace, said, caches
+    return memory, trace, inputs, caches
 
 
 def error(memory: NeuralMemory, writes, cache) -> Tensor:
@@ -44,8 +44,8 @@ KINDS += [{"forget_to": "initial"}, {"forget_to": "initial", "depth": 1}, {"writ
 
 @pytest.mark.parametrize("switches", [*KINDS, {"rule": "experiments.tnt.tnt:ReadStart"}], ids=str)
 def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
-    memory, trace, said, caches = one_memory(**switches)
-    writes = [w for _, w, _ in said]
+    memory, trace, inputs, caches = one_memory(**switches)
+    writes = [w for _, w, _ in inputs]
     for name, states in (("surprise", caches), ("written", caches[1:]), ("final", caches[-1:] * 21)):
         expected = [error(memory, w, cache) for w, cache in zip(writes, states, strict=False)]
         torch.testing.assert_close(getattr(trace, name), torch.stack(expected), rtol=1e-9, atol=1e-9)
@@ -64,13 +64,13 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
 @pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)
 def test_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
     """A linear memory's content is the sum over tokens of their share times the gradient's error."""
-    memory, _, said, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
+    memory, _, inputs, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
     with watch(memory) as seen, torch.no_grad():
         memory(torch.randn(1, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
     (trace,) = seen.traces(7)
     last = caches[-1].memory
     torch.testing.assert_close(trace.coefficient, last.c[0].T, rtol=1e-9, atol=1e-12)
-    q, k = said[-1][0][0, 0], torch.cat([w.k[0] for _, w, _ in said])
+    q, k = inputs[-1][0][0, 0], torch.cat([w.k[0] for _, w, _ in inputs])
     cosine = F.cosine_similarity(q, k, -1)  # [T, H]
     expected, order = cosine.sort(0, descending=True)
     torch.testing.assert_close(trace.own.similarity[-1], expected.T)

@@ -32,8 +32,8 @@ def test_prepare_then_info(config_file, tmp_path, capsys, answer):
 
 def test_bad_config_and_info_before_prepare_are_one_line_and_exit_2(config_file, tmp_path, refused):
     wrong = "--set", "data.sources.0.path=nowhere", "--root", tmp_path / "r"
-    said = "error: data.sources.0.path: no file, folder or match for nowhere"
-    assert refused("data", "prepare", config_file, *wrong) == said
+    error = "error: data.sources.0.path: no file, folder or match for nowhere"
+    assert refused("data", "prepare", config_file, *wrong) == error
     assert "run titans data prepare" in refused("data", "info", config_file, "--root", tmp_path / "runs")
 
 

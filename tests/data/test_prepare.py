@@ -139,8 +139,8 @@ def test_root_that_cannot_be_written_and_too_little_text_are_one_line(texts, tmp
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match=r"--root: .*file"):
         prepare(config(texts), tmp_path / "file")
-    said = r"^/dev/full: cannot be written: No space left on device; free space"
-    with pytest.raises(TitansError, match=said):
+    error = r"^/dev/full: cannot be written: No space left on device; free space"
+    with pytest.raises(TitansError, match=error):
         write_table(Path("/dev/full"), {"token": np.arange(100_000)})
     path = tmp_path / "short.txt"
     path.write_text("short")

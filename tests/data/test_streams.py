@@ -124,6 +124,6 @@ def test_refusals(tmp_path):
     mixed = prepared(tmp_path, documents(tmp_path / "t.jsonl", *DOCUMENTS, weight=0.95), needles(weight=0.05))
     with pytest.raises(UsageError, match=r"data\.sources\.1\.weight: 0\.05 gives the source none of the 4"):
         streams_of(mixed, 4)
-    said = r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"
-    with pytest.raises(ValueError, match=said):
+    error = r"sources\.0\.item_length: items of 64 tokens do not fit in rows of 8"
+    with pytest.raises(ValueError, match=error):
         prepared(tmp_path, needles(), rows="shuffled")

@@ -131,8 +131,8 @@ def test_hub_repository_is_its_tokenizer_json_and_missing_files_name_it(tmp_path
         raise OSError(f"{repository} has no {name}\nand no network")
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", offline)
-    said = r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
-    with pytest.raises(UsageError, match=said):
+    error = r"^data\.tokenizer: a-lab/gpt .* \(a-lab/gpt has no tokenizer\.json and"
+    with pytest.raises(UsageError, match=error):
         load_tokenizer("a-lab/gpt")
     with pytest.raises(UsageError) as error:
         load_tokenizer("tokenizers/llama2-32k.model")
@@ -169,5 +169,5 @@ def test_too_few_ids_are_refused_before_the_data_are_asked_for(tmp_path, monkeyp
     monkeypatch.setattr(sources.HubSource, "__init__", lambda *_: pytest.fail("the data were asked for"))
     data = {"tokenizer": HUB, "sources": [{"kind": "hub", "dataset": "some/corpus"}]}
     (tmp_path / "run.yaml").write_text(json.dumps({"model": {"vocab_size": 31_999}, "data": data}))
-    said = refused("data", "prepare", tmp_path / "run.yaml", "--root", tmp_path / "root")
-    assert f"model.vocab_size: 31999 is less than the 32000 of tokenizer {HUB}" in said
+    error = refused("data", "prepare", tmp_path / "run.yaml", "--root", tmp_path / "root")
+    assert f"model.vocab_size: 31999 is less than the 32000 of tokenizer {HUB}" in error

@@ -29,9 +29,9 @@ class Oracle(nn.Module):
         logits = torch.zeros(*tokens.shape, BYTE.vocab_size)
         for b, row in enumerate(tokens.tolist()):
             for t in range(len(row)):
-                said = self.solve(BYTE.decode(row[: t + 1]))
-                if said:
-                    logits[b, t, ord(said)] = 20.0
+                written = self.solve(BYTE.decode(row[: t + 1]))
+                if written:
+                    logits[b, t, ord(written)] = 20.0
         return SimpleNamespace(logits=logits)
 
 

@@ -37,13 +37,13 @@ def test_compact_needles_are_there_once_and_queried(kind):
 @pytest.mark.parametrize("kind", ["passkey", "number", "uuid"])
 def test_ruler_needles_are_there_once_and_asked_for(kind):
     value = r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-\w{12}" if kind == "uuid" else r"\d{7}"
-    said = rf"One of the special magic (?:number|uuid)s for ([\w-]+) is: ({value})\."
+    pattern = rf"One of the special magic (?:number|uuid)s for ([\w-]+) is: ({value})\."
     for item in items("needle", 700, 50, kind=kind):
-        ((key, told),) = re.findall(said, item.text)
+        ((key, stated),) = re.findall(pattern, item.text)
         ((before, answer),) = questions(item)
-        assert answer == f" {told}"
+        assert answer == f" {stated}"
         assert before.endswith(f"for {key} mentioned in the provided text is")
-        assert item.text.count(told) == 2
+        assert item.text.count(stated) == 2
 
 
 @pytest.mark.parametrize("style", ["compact", "ruler"])
@@ -88,8 +88,8 @@ COMPACT_FACT = re.compile(r"([A-M])([+-]?)([a-z])\.")
 def facts_of(text, style):
     if style == "prose":
         return [(person, ACTIONS[verb], target) for person, verb, target in FACT.findall(text)]
-    told = re.sub(r"\?[^.]*(\.|$)", "", text)
-    return [(p, {"": "move", "+": "get", "-": "drop"}[mark], t) for p, mark, t in COMPACT_FACT.findall(told)]
+    facts = re.sub(r"\?[^.]*(\.|$)", "", text)
+    return [(p, {"": "move", "+": "get", "-": "drop"}[mark], t) for p, mark, t in COMPACT_FACT.findall(facts)]
 
 
 def place(facts, person):

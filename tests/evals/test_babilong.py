@@ -25,15 +25,15 @@ def files(tmp_path_factory) -> dict[str, str]:
     """40 stories of two questions each, and a book."""
     folder, rng, lines = tmp_path_factory.mktemp("babi"), random.Random(0), []
     for _ in range(40):
-        told: dict[str, str] = {}
+        known: dict[str, str] = {}
         for number in range(1, 7):
             if number % 3:
                 person, place = rng.choice(PEOPLE), rng.choice(PLACES)
-                told[person] = place
+                known[person] = place
                 lines.append(f"{number} {person} went to the {place}.")
             else:
-                person = rng.choice(sorted(told))
-                lines.append(f"{number} Where is {person}? \t{told[person]}\t1")
+                person = rng.choice(sorted(known))
+                lines.append(f"{number} Where is {person}? \t{known[person]}\t1")
     (folder / "qa1_train.txt").write_text("\n".join(lines))
     (folder / "book.txt").write_text(BOOK)
     return {"path": str(folder / "qa1_train.txt"), "books": str(folder / "book.txt")}
@@ -51,7 +51,7 @@ def solved(before: str) -> str | None:
 
 @pytest.mark.parametrize("shots", [0, 3])
 def test_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
-    task, told = made(files, shots=shots), {split_question(item)[1:] for item in made(files)._questions()}
+    task, known = made(files, shots=shots), {split_question(item)[1:] for item in made(files)._questions()}
     stories = {tuple(split_question(item)[0]) for item in made(files)._questions()}
     for seed in range(30):
         item = task.item(random.Random(seed), 900, BYTE)
@@ -66,7 +66,7 @@ def test_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
         assert before.count("Question:") == shots + 1
         # what is left without the facts is the book
         assert FACT.sub("", text).partition("\nQuestion")[0].replace("  ", " ").strip()[:30] in BOOK * 2
-        assert (re.search(r"Question: (.*)\nAnswer:$", before)[1], answer.strip()) in told
+        assert (re.search(r"Question: (.*)\nAnswer:$", before)[1], answer.strip()) in known
 
 
 def test_earlier_questions_of_a_story_are_asked_where_they_can_be_answered(files):
@@ -108,8 +108,8 @@ def test_facts_decide_chance_is_a_guess_and_heuristics_have_their_scores(files):
     assert abs(share(lambda before: rng.choice(PLACES)) - 1 / 4) < 4 * (3 / 16 / 300) ** 0.5
     scores = task.floor(400, BYTE).scores
     assert 0.25 < (named := scores["any answer named in the story"]) < 0.75
-    told = share(lambda before: rng.choice(sorted({place for _, place in FACT.findall(before)})))
-    assert abs(told - named) < 4 * (1 / 4 / 300) ** 0.5
+    guessed = share(lambda before: rng.choice(sorted({place for _, place in FACT.findall(before)})))
+    assert abs(guessed - named) < 4 * (1 / 4 / 300) ** 0.5
     last = share(lambda before: FACT.findall(before)[-1][1])
     assert abs(last - scores["the answer named last"]) < 4 * (1 / 4 / 300) ** 0.5
 

@@ -52,7 +52,7 @@ class Likes(nn.Module):
 
 def parrot(text: str) -> Oracle:
     """Goes on with ``text`` after its start."""
-    return Oracle(lambda said: text.removeprefix(said)[:1] if text.startswith(said) else None).eval()
+    return Oracle(lambda before: text.removeprefix(before)[:1] if text.startswith(before) else None).eval()
 
 
 def one(task, options, **more):

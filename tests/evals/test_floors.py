@@ -62,7 +62,7 @@ class Coin(GeneratedTask):
     """Heads twice in three."""
 
     name = "coin"
-    said: ClassVar[tuple[tuple[str, Heuristic], ...]] = ()
+    guesses: ClassVar[tuple[tuple[str, Heuristic], ...]] = ()
 
     @property
     def chance(self):
@@ -70,7 +70,7 @@ class Coin(GeneratedTask):
 
     @property
     def heuristics(self):
-        return {"always tails": lambda before: ["tails"], **dict(self.said)}
+        return {"always tails": lambda before: ["tails"], **dict(self.guesses)}
 
     def item(self, rng, length, tokenizer):
         return Item((("?", False), (rng.choice(["heads", "heads", "tails"]), True)))
@@ -79,7 +79,7 @@ class Coin(GeneratedTask):
 class Heads(Coin):
     """Its heuristics beat chance."""
 
-    said = (("always heads", lambda before: ["heads"]), ("either", lambda before: ["heads", "tails"]))
+    guesses = (("always heads", lambda before: ["heads"]), ("either", lambda before: ["heads", "tails"]))
 
 
 def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():

@@ -41,9 +41,9 @@ def solve_needle(text):
     asked = re.search(r"\?([A-Z]):(\w*)$", text)
     if not asked:
         return None
-    key, said = asked.groups()
+    key, prefix = asked.groups()
     value = re.search(rf"{key}:(\w+);", text)
-    return value.group(1)[len(said)] if value and len(said) < len(value.group(1)) else None
+    return value.group(1)[len(prefix)] if value and len(prefix) < len(value.group(1)) else None
 
 
 def solve_recall(text):
@@ -85,7 +85,7 @@ def test_answer_with_a_wrong_token_is_wrong_and_standard_errors_are_binomial():
     result = evaluate(Oracle(half), prepared(), config("needle", COMPACT, items=5), 48)
     assert result["columns"]["col"] == 0.0
     calls = iter(range(10**6))
-    sometimes = lambda text: (said := solve_recall(text)) and (said if next(calls) % 3 else None)  # noqa: E731
+    sometimes = lambda text: (answer := solve_recall(text)) and (answer if next(calls) % 3 else None)  # noqa: E731
     recall = config("recall", {"pairs": 1, "queries": 1}, items=30)
     result = evaluate(Oracle(sometimes), prepared(), recall, 24)
     (measured,) = result["tasks"].values()

@@ -84,10 +84,10 @@ def test_adapted_model_writes_in_a_pipeline_with_a_chat_template(adapted):
     tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     model = transformers.AutoModelForCausalLM.from_pretrained(adapted / "out")
     pipeline = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
-    said = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog."}]
+    messages = [{"role": "user", "content": "The quick brown fox jumps over the lazy dog."}]
     options = {"max_new_tokens": 4, "do_sample": False}
-    written = pipeline(said, **options)[0]["generated_text"][-1]["content"]
-    ids = tokenizer.apply_chat_template(said, return_tensors="pt", return_dict=True)["input_ids"]
+    written = pipeline(messages, **options)[0]["generated_text"][-1]["content"]
+    ids = tokenizer.apply_chat_template(messages, return_tensors="pt", return_dict=True)["input_ids"]
     new = model.generate(ids, **options)[0, ids.shape[1] :]
     assert tokenizer.decode(new, skip_special_tokens=True) == written
 

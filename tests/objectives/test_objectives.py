@@ -138,5 +138,5 @@ def test_objective_of_ones_own_file(run_yaml, refused):
     # at the same weights Huber's error is below half the squared one
     squared = execute(spec_for(load_config(run_yaml, sets[2:]), root))
     assert 0 < result.final_train_loss < 0.6 * squared.final_train_loss
-    said = refused("train", "run.yaml", "--set", "objective.kind=own_objective:HuberOptions")
-    assert "is not a subclass of titans_platform.objectives.base.Objective" in said
+    error = refused("train", "run.yaml", "--set", "objective.kind=own_objective:HuberOptions")
+    assert "is not a subclass of titans_platform.objectives.base.Objective" in error

@@ -13,18 +13,18 @@ from titans_platform.errors import Interrupted, UsageError
 from titans_platform.runs.reporter import Logger, Reporter
 from titans_platform.runs.spec import RunSpec
 
-told: list[tuple] = []
+calls: list[tuple] = []
 
 
 class Recorder(Logger):
     def start(self, step):
-        told.append(("start", self.spec.name, step))
+        calls.append(("start", self.spec.name, step))
 
     def log(self, step, metrics):
-        told.append((step, dict(metrics)))
+        calls.append((step, dict(metrics)))
 
     def close(self):
-        told.append(("close",))
+        calls.append(("close",))
 
 
 class Broken(Recorder):
@@ -58,14 +58,14 @@ def events(folder) -> Iterator[Event]:
 
 
 def test_own_logger_hears_of_every_step_and_a_failing_one_is_left_out(spec, caplog):
-    told.clear()
+    calls.clear()
     trained(spec(f"{__name__}:Recorder"), range(1, 4))
     values = [(step, {"loss": float(step), "lr": 0.1, "tokens_per_second": 9.0}) for step in (1, 2, 3)]
-    assert told == [("start", "run", 0), *values, ("close",)]
-    told.clear()
+    assert calls == [("start", "run", 0), *values, ("close",)]
+    calls.clear()
     trained(spec(f"{__name__}:Broken", f"{__name__}:Recorder"), range(1, 4))
     assert [line.message for line in caplog.records] == ["log.loggers: Broken: no space left"]
-    assert [step for step, *_ in told] == ["start", "start", 1, 2, 3, "close"]
+    assert [step for step, *_ in calls] == ["start", "start", 1, 2, 3, "close"]
 
 
 def test_tensorboard_replaces_what_came_after_the_checkpoint(spec):

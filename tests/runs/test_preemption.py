@@ -126,16 +126,16 @@ def test_signal_waits_for_a_step_for_a_while_and_past_training_not_at_all(tmp_pa
 @pytest.mark.usefixtures("ray_cluster")
 @pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
 def test_worker_that_is_killed_or_told_to_end_changes_no_number(tiny_run, tmp_path, sent):
-    """A worker that is told to end writes a checkpoint first; one that is killed is started again."""
-    told = sent == signal.SIGTERM
-    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290 if told else 5})
+    """A worker that gets SIGTERM writes a checkpoint first; one that is killed is started again."""
+    ends = sent == signal.SIGTERM
+    cfg = changed(tiny_run, optim={"steps": 300}, checkpoint={"every": 290 if ends else 5})
     prepare(cfg.data, tmp_path)
     straight = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="straight"))
     folder, struck = RunFolder(tmp_path, "struck"), []
     kept = lambda: [path.name for path in saved(folder.path / "checkpoints")]  # noqa: E731
 
     def strike() -> None:
-        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid() and (told or kept()))
+        until(lambda: steps_of(folder) > 5 and folder.progress()["pid"] != os.getpid() and (ends or kept()))
         struck.append(folder.progress()["pid"])
         os.kill(struck[0], sent)
         until(kept)
@@ -146,20 +146,20 @@ def test_worker_that_is_killed_or_told_to_end_changes_no_number(tiny_run, tmp_pa
     result = execute(spec_for(cfg, tmp_path, Resources(workers=2), name="struck"))
     striker.join(10)
     assert struck[1] < 290
-    assert told or folder.progress()["pid"] != struck[0]
+    assert ends or folder.progress()["pid"] != struck[0]
     for key in ("final_train_loss", "columns", "telemetry"):
         assert getattr(result, key) == getattr(straight, key)
 
 
 class Together:
-    """A stand-in for Saver; ``told`` is what the other ranks report."""
+    """A stand-in for Saver; ``reported`` is what the other ranks report."""
 
-    def __init__(self, told: int = 0):
-        self.told, self.asked, self.saves = told, [], []
+    def __init__(self, reported: int = 0):
+        self.reported, self.polled, self.saves = reported, [], []
 
     def max_over_ranks(self, own: int) -> int:
-        self.asked.append(own)
-        return max(own, self.told)
+        self.polled.append(own)
+        return max(own, self.reported)
 
     def save(self, before_commit) -> None:
         self.saves.append(before_commit)
@@ -170,14 +170,14 @@ class Together:
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_all_workers_ask_ray_at_the_step_at_which_the_first_says_so(tmp_path, monkeypatch, rank):
-    asked = []
+    polled = []
     monkeypatch.setattr(preemption, "rank", lambda: rank)
     monkeypatch.setattr(preemption, "ASK_EVERY", 0.0)
-    monkeypatch.setattr("ray.train.get_preemption_info", lambda: asked.append(rank))
+    monkeypatch.setattr("ray.train.get_preemption_info", lambda: polled.append(rank))
     guard = preemption.PreemptionGuard(RunFolder(tmp_path, "run"), several=True)
     # the first worker decides when to ask; the others never ask on their own
     alone = Together()
     guard.poll(alone, None)
-    assert (alone.asked, asked) == ([1 - rank], [0] * (1 - rank))
-    guard.poll(Together(told=1), None)
-    assert (asked, alone.saves) == ([rank] * (2 - rank), [])
+    assert (alone.polled, polled) == ([1 - rank], [0] * (1 - rank))
+    guard.poll(Together(reported=1), None)
+    assert (polled, alone.saves) == ([rank] * (2 - rank), [])

@@ -88,12 +88,12 @@ print(pages_asked_for())
 
 
 @GLIBC
-@pytest.mark.parametrize(("told", "kept"), [
+@pytest.mark.parametrize(("variables", "kept"), [
     ({}, True), ({"MALLOC_MMAP_THRESHOLD_": "131072", "MALLOC_TOP_PAD_": "0"}, False),
     ({"GLIBC_TUNABLES": "glibc.malloc.mmap_threshold=131072"}, False),
 ])  # fmt: skip
-def test_run_in_its_own_process_keeps_its_large_blocks_unless_told_otherwise(told, kept):
-    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | told
+def test_run_in_its_own_process_keeps_its_large_blocks_unless_its_environment_forbids(variables, kept):
+    env = {key: os.environ[key] for key in os.environ.keys() - ray_session.ALLOCATOR.keys()} | variables
     pages = subprocess.check_output([sys.executable, "-c", QUIETED], env=env, cwd=Path(__file__).parents[2])
     assert (int(pages) < 20_000) == kept
 

@@ -61,7 +61,7 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys, answer):
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (("run", "tinny"), "did you mean tiny"), (("run", "tiny", "--scale", "smal"), "did you mean small"),
     (("run", "tiny", "--scale", "small", "--rows", "LMN"), "did you mean LMM"),
     (("run", "tiny", "--scale", "small", "--set", "optim.stepz=3"), "did you mean steps"),
@@ -73,18 +73,18 @@ def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys, answer):
     (("status", "tiny", "--scale", "small"), "start with titans sweep run"),
     (("report", "tiny", "--scale", "small"), "start with titans sweep run"),
 ])  # fmt: skip
-def test_bad_input_is_one_line_and_writes_nothing(tiny, refused, arguments, said):
-    assert said in refused("sweep", *arguments)
+def test_bad_input_is_one_line_and_writes_nothing(tiny, refused, arguments, message):
+    assert message in refused("sweep", *arguments)
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(("change", "said"), [
+@pytest.mark.parametrize(("change", "message"), [
     ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
     ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
     ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
 ])  # fmt: skip
-def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, refused, change, said):
-    assert said in refused("sweep", "run", "tiny", "--scale", "small", "--set", change)
+def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, refused, change, message):
+    assert message in refused("sweep", "run", "tiny", "--scale", "small", "--set", change)
     assert not (tiny / "runs" / "cells").exists()
     assert not (tiny / "runs" / "mlflow.db").exists()
 
@@ -153,7 +153,7 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
     assert [path.name for path in tiny.iterdir()] == ["sweeps"]
 
 
-@pytest.mark.parametrize(("arguments", "said"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (("--dry-run", "--for", "1xH100"), "resources: a run takes 2 CPU and 2 GPU on 2 workers"),
     (("--dry-run", "--for", "8xH10"), "--for: 'H10' is not a known GPU; did you mean H100?"),
     (("--dry-run", "--for", "H100"), "--for: 'H100' is no number of GPUs of a kind; give e.g. 8xH100"),
@@ -162,10 +162,10 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
     (("--dry-run", "--set", "data.sequence_length=16384", "--set", "optim.global_batch_size=32768"),
      "16384 is too large; give 2048, or set optim.recompute: true"),
 ])  # fmt: skip
-def test_what_the_gpus_cannot_hold_is_refused_in_one_line(tiny, refused, monkeypatch, arguments, said):
+def test_what_the_gpus_cannot_hold_is_refused_in_one_line(tiny, refused, monkeypatch, arguments, message):
     # bytes a token of a block, in place of a trace of seconds
     monkeypatch.setattr(check, "saved_bytes_per_token", lambda config, *shape, **options: 28 * config.d_model)
-    assert said in refused("sweep", "run", "tiny", "--scale", "gpu", *arguments)
+    assert message in refused("sweep", "run", "tiny", "--scale", "gpu", *arguments)
 
 
 @pytest.mark.slow

@@ -71,18 +71,18 @@ def test_a_name_may_contain_commas_and_a_line_selects_all_of_its_rows(asked, cho
     assert chosen_rows(asked, rows, "tiny") == chosen
 
 
-@pytest.mark.parametrize(("axes", "said"), [
+@pytest.mark.parametrize(("axes", "message"), [
     ({"depth": {"field": "model.memory.depth"}}, "give either a field with values"),
     ({"depth": {"field": "model.memory.depth", "values": [0]}}, "model.memory.depth"),
     ({"depth": {"field": "model.memory.dept", "values": [1]}}, "did you mean depth"),
     ({"a": {"field": "seed", "values": [1], "label": "a"}}, "needs {}"),
     ({"lenght": GRID["axes"]["length"]}, "axis (scale long) 'length'"), ({}, "rows: a study needs rows"),
 ])  # fmt: skip
-def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, said):
-    scales = GRID["scales"] if "long" in said else {"small": {}}
+def test_an_invalid_axis_is_a_one_line_error(tmp_path, axes, message):
+    scales = GRID["scales"] if "long" in message else {"small": {}}
     with pytest.raises(UsageError) as error:
         expand(load_study(write(tmp_path, axes=axes, scales=scales)), "small")
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

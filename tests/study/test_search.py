@@ -86,7 +86,7 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
     assert status["search"]["set"] == set_line(after.best.params)
 
 
-@pytest.mark.parametrize(("space", "said"), [
+@pytest.mark.parametrize(("space", "message"), [
     ({"optim.lr": {"low": 1e-3}}, "needs low and high"),
     ({"optim.lr": {"low": 2.0, "high": 1.0}}, "should be below"),
     ({"optim.steps": {"choices": [1, 2]}}, "cannot be searched"),
@@ -94,11 +94,11 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
     ({"optim.lrr": {"low": 1e-3, "high": 1e-2}}, "did you mean lr?"),
     ({"model.d_model": {"choices": [16, 15]}}, "search.space at model.d_model=15"),
 ])  # fmt: skip
-def test_corners_of_a_search_space_are_checked(hunt, space, said):
+def test_corners_of_a_search_space_are_checked(hunt, space, message):
     (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "space": space}}))
     with pytest.raises(UsageError) as error:
         check_space(StudyRun(load_study("hunt.yaml"), "small", hunt, "c0ffee").with_search())
-    assert said in str(error.value)
+    assert message in str(error.value)
     assert "\n" not in str(error.value)
 
 

@@ -136,13 +136,13 @@ def test_study_like_another_has_only_the_differences(tmp_path):
     assert [(cell.row, cell.seed, cell.config.optim.lr, cell.config.optim.steps) for cell in cells][:3] == [
         ("LMM at 0.1", 9, 0.1, 6), ("LMM at 0.2", 9, 0.2, 6), ("Linear Memory at 0.1", 9, 0.1, 5),
     ]  # fmt: skip
-    for wrong, said in (
+    for wrong, message in (
         ({"like": 3}, "like: 3 should be the name of a study"),
         ({"like": str(other)}, "like: rates.yaml is like this study"),
         ({"scales": {"small": {"rows": {"LMN": {}}}}}, "did you mean LMM"),
     ):
         other.write_text(yaml.safe_dump({**laid, **wrong}))
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             load_study(str(other))
 
 

@@ -30,8 +30,8 @@ def together(folder: Path, count: int) -> list[dict[str, Any]]:
     command = [sys.executable, str(workers.__file__), str(folder), str(count)]
     process = subprocess.Popen(command, stderr=PIPE, text=True, start_new_session=True)
     try:
-        _, said = process.communicate(timeout=300)
-        assert process.returncode == 0, said
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 0, error
     finally:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)

@@ -76,10 +76,10 @@ def turn_text(tokenizer: Any, text: str, first: bool) -> str:
     """Return what a turn adds to the text of a chat, from the end of the reply before, by its template."""
     if not tokenizer.chat_template:
         return text
-    said = [{"role": "user", "content": text}]
+    messages = [{"role": "user", "content": text}]
     if not first:
-        said = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}, *said]
-    whole = tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)
+        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": REPLY}, *messages]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     return whole if first else whole.partition(REPLY)[2]
 
 

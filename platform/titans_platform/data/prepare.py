@@ -15,7 +15,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 from numpy.typing import NDArray
 
 from titans_platform.config import DataConfig, RunConfig, digest
@@ -40,7 +39,7 @@ from titans_platform.data.shards import (
 from titans_platform.data.stream import Batch, RowStream, Streams, validation_batches
 from titans_platform.data.tokenizer import Tokenizer, load_tokenizer
 from titans_platform.errors import UsageError
-from titans_platform.files import write_bytes, write_json
+from titans_platform.files import file_lock, write_bytes, write_json
 
 log = logging.getLogger(__name__)
 
@@ -135,7 +134,7 @@ def prepare(
     for i in range(len(data.sources)):
         name = _name_of_source(data, i, tokenizer, store)
         if not _is_whole(store / name, repair):
-            with FileLock(store / "index" / f"{name}.lock"):
+            with file_lock(store / "index" / f"{name}.lock", timeout=-1):
                 if not _is_whole(store / name, repair):
                     make_source(PartJob(data, i, store, name, kept), run or default_runner(), progress)
                     if _name_of_source(data, i, tokenizer, store) != name:

@@ -138,7 +138,7 @@ def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
     trials = folder / TRIALS
     path = trials / f"{name}.json"
     # two trials that start together must not get the same number
-    with file_lock(trials / ".lock", timeout=30):
+    with file_lock(trials / ".lock", timeout=-1):
         if (known := read_json(path)) is not None:
             return int(known["number"])
         number = len(list(trials.glob("*.json")))
