@@ -407,6 +407,7 @@ def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
 def holm(ps: Sequence[float]) -> list[float]:
     """P values adjusted by Holm's step-down method (Scand. J. Statist. 6, 1979)."""
+    # scipy, which MLflow brings, has Benjamini-Hochberg only; statsmodels would be a dependency for six lines
     adjusted, largest = [0.0] * len(ps), 0.0
     for rank, i in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
         largest = max(largest, min(1.0, (len(ps) - rank) * ps[i]))
