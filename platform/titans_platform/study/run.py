@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from titans_platform.errors import Interrupted, TitansError
-from titans_platform.objectives import build_objective, run_name
+from titans_platform.objectives import run_name
 from titans_platform.provenance import die_with_parent
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import CHECKPOINTS, Busy
@@ -82,10 +82,9 @@ def run_search(study: StudyRun) -> StudyRun:
     asha = ASHAScheduler(
         time_attr="steps", metric="value", mode=mode, grace_period=first, max_t=last, reduction_factor=factor
     )
-    data = build_objective(study.cells[0].config).open(study.root).fingerprint
     sampler = tune_sampler(state.search, mode, [trial.params for trial in state.trials])
     how = {"search_alg": sampler, "scheduler": asha, "num_samples": state.search.trials}
-    _run_trials(study, _run_trial, {"study": study, "fingerprint": data}, **how)
+    _run_trials(study, _run_trial, {"study": study}, **how)
     ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
@@ -149,7 +148,7 @@ def _run_trial(space: dict[str, Any]) -> None:
     from ray import tune
 
     die_with_parent()
-    study, data, search = space["study"], space["fingerprint"], space["study"].search.search
+    study, data, search = space["study"], space["study"].cells[0].data, space["study"].search.search
     params = {key: space[key] for key in search.space}
     config = located(study.trial_config(params), study.root)
     name = run_name(config, data, study.scale.resources.hashed_workers)
