@@ -22,24 +22,24 @@ def model(tmp_path_factory):
 
 
 def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, capsys):
-    def answered(*words):
+    def command(*words):
         assert run(["chat", model, "--max-new-tokens", "6", *words]) == 0
         out, err = capsys.readouterr()
         return out, err.strip().splitlines()[-1:]
 
-    answered("--session", "anna", "--say", "My name is Anna.")
-    second = answered("--session", "anna", "--say", "And yours?")
+    command("--session", "anna", "--say", "My name is Anna.")
+    second = command("--session", "anna", "--say", "And yours?")
     assert "anna, turn 2: " in second[1][0]
-    assert answered("--session", "anna", "--fork", "bert")[1] == [second[1][0].replace("anna", "bert")]
-    assert "anna, turn 1: 23 tokens" in answered("--session", "anna", "--rollback", "1")[1][0]
-    assert answered("--session", "anna", "--say", "And yours?") == second
-    answered("--session", "bert", "--rollback", "1")
-    assert answered("--session", "bert", "--say", "And yours?")[0] == second[0]
-    turns, states = zip(*(line.split(":") for line in answered("--list")[0].splitlines()), strict=True)
+    assert command("--session", "anna", "--fork", "bert")[1] == [second[1][0].replace("anna", "bert")]
+    assert "anna, turn 1: 23 tokens" in command("--session", "anna", "--rollback", "1")[1][0]
+    assert command("--session", "anna", "--say", "And yours?") == second
+    command("--session", "bert", "--rollback", "1")
+    assert command("--session", "bert", "--say", "And yours?")[0] == second[0]
+    turns, states = zip(*(line.split(":") for line in command("--list")[0].splitlines()), strict=True)
     assert turns == ("anna, turn 1", "anna, turn 2", "bert, turn 1", "bert, turn 2")
     assert states[:2] == states[2:]
-    answered("--session", "bert", "--delete")
-    assert "bert" not in answered("--list")[0]
+    command("--session", "bert", "--delete")
+    assert "bert" not in command("--list")[0]
     for words, message in (
         (["--session", "none", "--delete"], "no session none; there are anna"),
         (["--session", "anna", "--rollback", "3"], "turn: 3, but session anna has 2"),
@@ -53,9 +53,10 @@ def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):
     assert chat.turn_text(tokenizer, "Hi", True) == chat.turn_text(tokenizer, "Hi", False) == "Hi"
     tokenizer.chat_template = "{% for m in messages %}<{{m.role}}>{{m.content}}</>\n{% endfor %}<assistant>"
     turns = ("user", "Hi"), ("assistant", "Ho"), ("user", "No")
-    talk = [{"role": role, "content": text} for role, text in turns]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    whole = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
     turns = chat.turn_text(tokenizer, "Hi", True), chat.turn_text(tokenizer, "No", False)
-    assert "Ho".join(turns) == tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=True)
+    assert "Ho".join(turns) == whole
     assert "".join(chat.decoded(tokenizer, "né€😀".encode())) == "né€😀"
 
 

@@ -2,6 +2,7 @@
 
 from typing import get_args
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -72,9 +73,12 @@ def tokens(rows: int, length: int, seed: int = 1) -> Tensor:
 
 CASES = [(v, "default") for v in VARIANTS]
 CASES += [("lmm", s) for s in SWITCHES if s != "default"]
-# what its segments meet; the rest is within the memory
+# what MAC's segments meet; the other switches are within the memory
 BY_SEGMENT = "online no_conv gates_per_chunk gated later_version budget_per_chunk forget_to_initial smallest"
-CASES += [("mac", s) for s in BY_SEGMENT.split()]
+CASES += [
+    pytest.param("mac", s, marks=() if s in BY_SEGMENT.split() else pytest.mark.nightly)
+    for s in SWITCHES if s != "default"
+]  # fmt: skip
 SWITCHES["full_window"] = {"window": None}
 CASES += [(v, s) for v in ("mag", "mal", "transformer") for s in ("smallest", "full_window")]
 SWITCHES |= {gating: {"options": {"gating": gating}} for gating in get_args(Gating)}

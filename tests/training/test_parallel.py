@@ -28,13 +28,13 @@ HALF = workers.STEPS // 2
 
 def together(folder: Path, count: int) -> list[dict[str, Any]]:
     command = [sys.executable, str(workers.__file__), str(folder), str(count)]
-    process = subprocess.Popen(command, stderr=PIPE, text=True, start_new_session=True)
-    try:
-        _, error = process.communicate(timeout=300)
-        assert process.returncode == 0, error
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+    with subprocess.Popen(command, stderr=PIPE, text=True, start_new_session=True) as process:
+        try:
+            _, error = process.communicate(timeout=300)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 0, error
     return [json.loads((folder / f"worker-{rank}.json").read_text()) for rank in range(count)]
 
 
@@ -154,12 +154,14 @@ def test_three_workers_that_share_each_row_have_the_numbers_of_one(three):
 
 # the compiler looks at .grad of a block's input and hides what torch says of that, unless it is an error
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("options", [
-    {"recompute": True}, {"micro_batch_size": None}, {"recompute": "selective", "compile": True},
+@pytest.mark.parametrize(("options", "backend"), [
+    ({"recompute": True}, ""), ({"micro_batch_size": None}, ""),
+    ({"recompute": "selective", "compile": True}, "eager"),
+    pytest.param({"recompute": "selective", "compile": True}, "aot_eager", marks=pytest.mark.nightly),
 ], ids=str)  # fmt: skip
-def test_same_state_is_carried_however_a_step_is_computed(carried, options, monkeypatch):
-    # the compiler's front end; its back end takes a minute
-    compiled = partialmethod(nn.Module.compile, backend="eager")
+def test_same_state_is_carried_however_a_step_is_computed(carried, options, backend, monkeypatch):
+    # the compiler's front end; code of its back end takes a minute to make
+    compiled = partialmethod(nn.Module.compile, backend=backend)
     monkeypatch.setattr("titans_core.blocks.Block.compile", compiled)
     forms_used(forget=True)
     with deterministic(0, threads=1):

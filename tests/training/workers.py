@@ -7,6 +7,7 @@ a run without a process group.
 import json
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -216,7 +217,8 @@ def main() -> None:
     for rank in range(world_size):
         if not os.fork():  # what is imported is imported once
             work(folder, rank, world_size)
-    sys.exit(any(os.wait()[1] for _ in range(world_size)))
+    if any(os.wait()[1] for _ in range(world_size)):
+        os.killpg(0, signal.SIGKILL)  # the others wait for the one that failed
 
 
 def work(folder: Path, rank: int, world_size: int) -> None:

@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -356,8 +356,10 @@ def compare(table: Table) -> list[Comparison]:
 
     Reference rows are compared where the study expects a direction.
     """
-    baseline, comparisons = [row for row in table.rows if not row.row.reference][:1], []
-    for (key, column), first in product(table.columns.items(), baseline):
+    if not (first := next((row for row in table.rows if not row.row.reference), None)):
+        return []
+    comparisons = []
+    for key, column in table.columns.items():
         sign, base = 1 if column.higher_is_better else -1, by_seed(first, key, column.factor)
         for row in table.rows:
             expected = row.row.expected.get(key)

@@ -148,7 +148,8 @@ def _run_trial(space: dict[str, Any]) -> None:
     from ray import tune
 
     die_with_parent()
-    study, data, search = space["study"], space["study"].cells[0].data, space["study"].search.search
+    study = space["study"]
+    search, data = study.search.search, study.cells[0].data
     params = {key: space[key] for key in search.space}
     config = located(study.trial_config(params), study.root)
     name = run_name(config, data, study.scale.resources.hashed_workers)
