@@ -32,6 +32,8 @@ def measured(cells: Path) -> dict[str, list[list[float]]]:
         for line in csv.DictReader(file):
             row = re.sub(r" on .*| ETT.*", "", line["row"])
             for column in list(line)[list(line).index("tokens") + 1 :]:
+                if " stderr" in column:  # over items, where the table has the spread over seeds
+                    continue
                 seeds = rows[row].setdefault(column, defaultdict(list))
                 if line[column] not in ("", "nan"):  # nan: the row does not have the column
                     seeds[line["seed"]].append(float(line[column]))

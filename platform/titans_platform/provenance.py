@@ -51,8 +51,7 @@ def gpu_named(name: str) -> Gpu | None:
 
 def cores(cgroups: Path = Path("/sys/fs/cgroup")) -> int:
     """Return the CPUs this process may use: by its affinity and the quota of its container."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    quotas = [own]
+    quotas = [len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1]
     for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):  # versions 2 and 1
         with suppress(OSError, ValueError):  # ValueError: "max", no limit
             quota, period = map(int, " ".join((cgroups / file).read_text() for file in files).split())

@@ -92,6 +92,7 @@ def test_means_links_and_csv_of_a_whole_table(full):
     assert (by_cell["LMM1"]["mlflow_run_id"], float(by_cell["LMM1"]["lm_ppl"])) == ("run-LMM1", 5.2)
     # in the unit of the table
     assert float(by_cell["LMM1"]["reasoning_acc (%)"]) == pytest.approx(54.0)
+    assert float(by_cell["LMM1"]["reasoning_acc stderr (%)"]) == pytest.approx(1.0)
     assert json.dumps(as_record(full))
 
 

@@ -114,6 +114,12 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
         return [cell.name for cell in plan.todo]
 
     assert (todo(), todo(rerun_stale=True)) == (["abe"], ["abc", "abe"])
+    begun, study = cells[2].folder(tmp_path), replace(study_of(tmp_path, *cells), machine=Machine(cpus=2))
+    begun.update(commit="one", progress={"step": 1258})
+    (begun.path / "checkpoints" / "step-00001200").mkdir(parents=True)
+    assert [place(replace(study, commit=commit))[1] for commit in ("one", "two")] == [
+        "", "LMM seed 2 starts over: its 1,258 steps of commit one are deleted; that commit can resume them"
+    ]  # fmt: skip
 
 
 def cluster(*nodes: tuple[float, float]) -> Machine:

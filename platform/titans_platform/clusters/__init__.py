@@ -33,7 +33,6 @@ def load_cluster(name: str) -> Cluster:
         rule = "up to 40 of a-z, 0-9 and -, a letter first"
         raise UsageError(f"{path.name}: a cluster is named after its file; rename it to {rule}")
     mapping = read_yaml(path)
-    kind = KINDS.find(str(mapping.get("kind")), f"{path.name}.kind")
-    cluster = validate(kind, mapping, path.name)
+    cluster = validate(KINDS.find(str(mapping.get("kind")), f"{path.name}.kind"), mapping, path.name)
     cluster._name = path.stem
     return cluster

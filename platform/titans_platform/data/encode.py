@@ -113,8 +113,7 @@ def _split_by_position(document: Document, fraction: float) -> Placed:
     text = document.text
     start = round(len(text) * (1 - fraction))
     # at most half of the held-out text later
-    end = (start + len(text)) // 2 + 1
-    borders = (text.find(character, start, end) for character in "\n ")
+    borders = (text.find(character, start, (start + len(text)) // 2 + 1) for character in "\n ")
     cut = next((border for border in borders if border >= 0), start)
     if text[:cut].strip() and text[cut:].strip():
         yield document._replace(text=text[:cut], share=1 - fraction), False

@@ -169,8 +169,7 @@ def run_name(cfg: RunConfig, data_fingerprint: str, workers: int | str = 1) -> s
 
     Options of the objective at their defaults are left out, so that adding an option renames no run.
     """
-    objective = build_objective(cfg)
-    options = objective.options.model_dump(mode="json", exclude_defaults=True)
+    options = build_objective(cfg).options.model_dump(mode="json", exclude_defaults=True)
     named = cfg.model_copy(update={"objective": ObjectiveConfig(kind=cfg.objective.kind, options=options)})
     return named.fingerprint(data_fingerprint, eval_version(cfg.eval), workers)
 

@@ -195,8 +195,7 @@ class SeriesData:
 
     def cut(self, starts: NDArray[np.int64], length: int) -> Windows:
         """Windows of ``length`` steps that start at ``starts``, with their targets."""
-        index = torch.from_numpy(starts)[:, None] + torch.arange(length + self.horizon)
-        whole = self.values_NC[index]
+        whole = self.values_NC[torch.from_numpy(starts)[:, None] + torch.arange(length + self.horizon)]
         return Windows(whole[:, :length], whole[:, length:])
 
 

@@ -151,8 +151,7 @@ def write_report(report: StudyReport, folder: Path) -> dict[str, Path]:
     for name, content in texts.items():
         write_text(folder / name, content)
     files = [path for picture in report.pictures for path in save(picture, folder / FIGURES)]
-    named = {f"{FIGURES}/{path.name}": path for path in files}
-    return {name: folder / name for name in texts} | named
+    return {name: folder / name for name in texts} | {f"{FIGURES}/{path.name}": path for path in files}
 
 
 def log_report(store: TrackingStore, report: StudyReport, paths: dict[str, Path]) -> str:
@@ -217,7 +216,8 @@ def tables(report: StudyReport) -> dict[str, str]:
     """CSV files by name, in the columns' units.
 
     ``table.csv``: a line for each row and column: mean, sd, seeds done, the paper's number. ``cells.csv``: a
-    line for each finished cell. ``verdict.csv``: a line for each row and column against the first row.
+    line for each finished cell, with the standard error over items of a column that is one task.
+    ``verdict.csv``: a line for each row and column against the first row.
     """
     from pandas import DataFrame
 
@@ -235,6 +235,9 @@ def tables(report: StudyReport) -> dict[str, str]:
             for key, column in columns.items():
                 value = result.columns.get(key)
                 line[column.titled(key)] = None if value is None else column.factor * value
+                match [task.stderr for name, task in result.tasks.items() if name.startswith(f"{key}/")]:
+                    case [float(stderr)]:  # a column of one task
+                        line[column.titled(f"{key} stderr")] = column.factor * stderr
             cells.append(line)
     for each in report.comparisons:
         ours, (low, high) = each.ours, each.ours.interval or (None, None)

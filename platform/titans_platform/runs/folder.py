@@ -21,6 +21,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field, ValidationError
 
+from titans_platform import text
 from titans_platform.errors import TitansError
 from titans_platform.files import file_lock, is_locked, read_json, write_bytes, write_json
 
@@ -260,6 +261,13 @@ class RunFolder:
     def commit(self) -> str | None:
         """Return the commit that began the run, or None before it has begun."""
         return self.record().get("commit")
+
+    def other_commit(self, commit: str) -> str | None:
+        """Say which steps of another commit an attempt of ``commit`` deletes; None if there are none."""
+        before, step = self.commit(), self.record().get("progress", {}).get("step")
+        if before in (None, commit) or not step or not any((self.path / CHECKPOINTS).glob("*")):
+            return None
+        return f"its {step:,} steps of commit {text.commit(before)} are deleted; that commit can resume them"
 
     def begin(self, commit: str) -> None:
         """Prepare for an attempt.

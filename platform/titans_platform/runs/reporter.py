@@ -217,12 +217,8 @@ def end_orphans(store: TrackingStore, parent: str, root: Path) -> None:
     """End the MLflow runs below ``parent`` whose processes died."""
     for name, run_id in store.running(parent).items():
         folder = RunFolder(root, name)
-        state = folder.state()
-        if result := folder.result():
-            log_result(store.run(run_id), result, folder.ended())
-        elif state != "running":
-            ends = {"failed": "FAILED"} | ({"interrupted": "FINISHED"} if folder.was_stopped() else {})
-            store.run(run_id).close(ends.get(state, "KILLED"), folder.ended())
+        if folder.state() != "running":
+            _end(folder)[0](store.run(run_id))
 
 
 def connected(folder: RunFolder) -> RunLog:
@@ -259,11 +255,15 @@ def send_left(root: Path) -> list[str]:
 
 
 def _send_rest(folder: RunFolder) -> str | None:
-    journal = Journal(folder, lambda: connected(folder))
+    return Journal(folder, lambda: connected(folder)).close(*_end(folder))
+
+
+def _end(folder: RunFolder) -> tuple[Callable[[RunLog], None], str]:
+    """How the MLflow run of a folder ends in which nothing runs, and its status."""
     if result := folder.result():
-        return journal.close(lambda run: log_result(run, result, folder.ended()), "FINISHED")
+        return lambda run: log_result(run, result, folder.ended()), "FINISHED"
     status = "FAILED" if folder.failure() else "FINISHED" if folder.was_stopped() else "KILLED"
-    return journal.close(lambda run: run.close(status, folder.ended()), status)
+    return lambda run: run.close(status, folder.ended()), status
 
 
 def _due(step: int, steps: int, times: int) -> bool:
