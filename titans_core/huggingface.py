@@ -153,11 +153,11 @@ class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
             raise ValueError("output_attentions: a Titans model returns no attention weights; leave it out")
         if not isinstance(past_key_values, RaggedState | None):
             kind = type(past_key_values).__name__
-            raise ValueError(f"past_key_values: a {kind}, not the state that an earlier call returned")
+            raise ValueError(f"past_key_values: a {kind}; give output.past_key_values of a call")
         x_BTD = self._embed(input_ids, inputs_embeds)
         B, T = x_BTD.shape[:2]
         if past_key_values is not None and (rows := len(past_key_values.positions())) != B:
-            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}")
+            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}; give these rows' own")
         check_labels(labels, B, T)
         read_BT = unmasked(attention_mask, past_key_values, B, T)
         document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, B, T, x_BTD.device)

@@ -137,11 +137,11 @@ class Adapted(RefusesUnknown):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give one of them")
         if not isinstance(past, RaggedState | None):
-            raise ValueError(f"past_key_values: a {type(past).__name__}, not the state of an earlier call")
+            raise ValueError(f"past_key_values: a {type(past).__name__}; give output.past_key_values of a call")
         x_BTD = own.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x_BTD.shape[:2]
         if past is not None and (rows := len(past.positions())) != B:
-            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}")
+            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}; give these rows' own")
         check_labels(labels, B, T)
         read_BT = unmasked(attention_mask, past, B, T)
         order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)

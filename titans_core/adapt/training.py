@@ -133,11 +133,12 @@ class _Divergence(torch.autograd.Function):
 
 
 def add_lora(model: Any, rank: int) -> nn.ModuleDict:
-    """Add changes of a rank to the projections of every attention, which begin at zero.
+    """Add LoRA to the projections of every attention: W x + B A x of rank ``rank``, B zero at first.
+
+    All other weights of the model are frozen.
 
     Returns:
-        The parts that are trained, in float32, by their layer; they stay in the model. All weights of the
-        model are frozen.
+        The A and B of each layer, in float32; they stay in the model.
 
     Raises:
         ValueError: peft is not installed.
