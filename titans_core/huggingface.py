@@ -153,7 +153,7 @@ class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
             raise ValueError("output_attentions: a Titans model returns no attention weights; leave it out")
         if not isinstance(past_key_values, RaggedState | None):
             kind = type(past_key_values).__name__
-            raise ValueError(f"past_key_values: a {kind}; give output.past_key_values of a call")
+            raise ValueError(f"past_key_values: a {kind}; give a call's output.past_key_values")
         x_BTD = self._embed(input_ids, inputs_embeds)
         B, T = x_BTD.shape[:2]
         if past_key_values is not None and (rows := len(past_key_values.positions())) != B:

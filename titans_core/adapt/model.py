@@ -137,7 +137,9 @@ class Adapted(RefusesUnknown):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give one of them")
         if not isinstance(past, RaggedState | None):
-            raise ValueError(f"past_key_values: a {type(past).__name__}; give output.past_key_values of a call")
+            raise ValueError(
+                f"past_key_values: a {type(past).__name__}; give a call's output.past_key_values"
+            )
         x_BTD = own.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x_BTD.shape[:2]
         if past is not None and (rows := len(past.positions())) != B:
