@@ -1,6 +1,7 @@
 """Draw the loss against the history that a state has read: `python -m experiments.far_text.figure`.
 
-Reads cells.csv, and the floor from the page's table; writes history.png.
+Reads cells.csv, and the floor from the page's table; writes history.png. Intervals of 95% are over documents,
+by Student's t and the standard error of each cell; cells without one have a point alone.
 """
 
 from __future__ import annotations
@@ -13,41 +14,66 @@ import matplotlib
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
+from matplotlib.axes import Axes
+from scipy.stats import t
 
 from experiments.tables import section, table
 
 FOLDER = Path(__file__).parent
-READ = {"256": "read_256 (nats)", "1K": "read_1k (nats)", "4K": "read_4k (nats)", "all": "read_all (nats)"}
+READ = {"256": "read_256", "1K": "read_1k", "4K": "read_4k", "all": "read_all"}
 COLOURS = {"Window": "#c98b3f", "LMM": "#9dbad5", "MAG": "#1f4e73", "Gated delta rule": "#8cc29a"}
 TOKENS_A_STEP = 8 * 512
+DOCUMENTS = 12
+"""Held-out files that are read."""
+APART = 0.09
+"""Seeds and rows beside each other, in steps of the axis."""
 
 
 def main() -> None:
-    """Draw a panel for each number of steps: mean over seeds, each seed as a point, floors where counted."""
+    """Draw for each number of steps the losses, and what the whole file gains over 1K tokens of it."""
     with (FOLDER / "cells.csv").open(encoding="utf-8") as file:
         cells = [(*cell["row"].rsplit(" ", 2)[:2], cell) for cell in csv.DictReader(file)]
     steps = sorted({int(number) for _, number, _ in cells})
     rows = table(section(FOLDER / "README.md", "In short, so far"))
-    size = (3.8 * len(steps), 3.4)
-    figure, panels = pyplot.subplots(1, len(steps), figsize=size, sharey=True, squeeze=False)
-    for panel, count in zip(panels[0], steps, strict=True):
-        for row, colour in COLOURS.items():
+    shape = {"figsize": (3.8 * len(steps), 5.6), "height_ratios": [3, 2]}
+    figure, panels = pyplot.subplots(2, len(steps), sharey="row", squeeze=False, **shape)
+    for losses, gains, count in zip(*panels, steps, strict=True):
+        for i, (row, colour) in enumerate(COLOURS.items()):
             own = [cell for name, number, cell in cells if name == row and int(number) == count]
-            seeds = [[float(cell[column]) for column in READ.values()] for cell in own]
-            panel.plot(list(READ), [fmean(x) for x in zip(*seeds, strict=True)], color=colour, label=row)
-            for losses in seeds:
-                panel.plot(list(READ), losses, "o", color=colour, markersize=3)
+            seeds = [[value(cell, column) for column in READ.values()] for cell in own]
+            losses.plot(list(READ), [fmean(x) for x in zip(*seeds, strict=True)], color=colour, label=row)
+            for j, cell in enumerate(own):
+                for at, column in enumerate(READ.values()):
+                    point(losses, at, cell, column, colour)
+                point(gains, i + APART * (j - (len(own) - 1) / 2), cell, "far_gain", colour)
         tokens = f"{count * TOKENS_A_STEP / 1e6:.2f}M tokens"
         for name in rows:
             if name.startswith("floor") and name.endswith(tokens):
-                floor = [float(value) for value in rows[name][: len(READ)]]
-                panel.plot(list(READ), floor, "--", color="#7f7f7f", label="5-grams with a cache")
-        panel.set_title(tokens, fontsize=10)
-        panel.set_xlabel("tokens that the state has read")
+                floor = [float(loss) for loss in rows[name][: len(READ)]]
+                losses.plot(list(READ), floor, "--", color="#7f7f7f", label="5-grams with a cache")
+        losses.set_title(tokens, fontsize=10)
+        losses.set_xlabel("tokens that the state has read")
+        gains.axhline(0, color="#7f7f7f", linewidth=0.8)
+        gains.set_xticks(
+            range(len(COLOURS)), [name.replace(" delta ", "\ndelta ") for name in COLOURS], fontsize=8
+        )
     panels[0][0].set_ylabel("nats a token beyond 4,096")
+    panels[1][0].set_ylabel("nats gained,\nall for 1K")
     panels[0][-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     figure.tight_layout()
     figure.savefig(FOLDER / "history.png", dpi=110)
+
+
+def value(cell: dict[str, str], column: str) -> float:
+    """Return a column of a cell, in nats."""
+    return float(cell[f"{column} (nats)"])
+
+
+def point(axes: Axes, at: float, cell: dict[str, str], column: str, colour: str) -> None:
+    """Draw a cell's value, with its interval over documents if the cell has a standard error."""
+    stderr = cell.get(f"{column} stderr (nats)")
+    half = t.ppf(0.975, DOCUMENTS - 1) * float(stderr) if stderr else None
+    axes.errorbar(at, value(cell, column), half, fmt="o", color=colour, markersize=3, elinewidth=0.9)
 
 
 if __name__ == "__main__":

@@ -259,7 +259,7 @@ def _send_rest(folder: RunFolder) -> str | None:
 
 
 def _end(folder: RunFolder) -> tuple[Callable[[RunLog], None], str]:
-    """How the MLflow run of a folder ends in which nothing runs, and its status."""
+    """Last call on the MLflow run of a folder in which nothing runs, and the status it ends with."""
     if result := folder.result():
         return lambda run: log_result(run, result, folder.ended()), "FINISHED"
     status = "FAILED" if folder.failure() else "FINISHED" if folder.was_stopped() else "KILLED"
