@@ -1,5 +1,7 @@
 """Readings of a text, held to plain passes over it."""
 
+import json
+import lzma
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -7,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from experiments.far_text import measure
+from experiments.far_text import measure, novels
 from titans_core import LanguageModel
 from titans_core.interventions import Intervention, intervene
 from titans_core.presets import preset
@@ -64,3 +66,14 @@ def test_cache_of_a_reading_counts_only_what_it_read(short, texts):
 
 def test_last_seen_is_the_distance_to_the_same_token():
     assert measure.last_seen(np.array([5, 7, 5, 5, 7])).tolist() == [0, 0, 2, 1, 3]
+
+
+def test_novels_begin_a_document_and_count_every_token(tmp_path):
+    with lzma.open(tmp_path / "texts.jsonl.xz", "wt") as file:
+        file.writelines(json.dumps({"text": letter * 20}) + "\n" for letter in "abc")
+    tokenizer = SimpleNamespace(bos=256, encode=lambda text: list(text.encode()))
+    context: Any = SimpleNamespace(scorer=SimpleNamespace(tokenizer=tokenizer), length=8)
+    task = novels.Novels(novels.NovelsOptions(file=str(tmp_path / "texts.jsonl.xz")))
+    texts = task.texts(context)
+    assert [text.tokens.tolist() for text in texts] == [[256, *[ord(letter)] * 8] for letter in "abc"]
+    assert all(text.counts.all() and len(text.counts) == 8 for text in texts)
