@@ -78,6 +78,14 @@ def measured(folder: RunFolder, file: str) -> dict[str, Any]:
     return line
 
 
+def shown(line: dict[str, Any]) -> str:
+    """Format a line of novels.csv: each column with its standard error over texts."""
+    columns = [key.removesuffix(" stderr (nats)") for key in line if key.endswith(" stderr (nats)")]
+    pairs = {column: (line[f"{column} (nats)"], line[f"{column} stderr (nats)"]) for column in columns}
+    values = (f"{column} {value:.4f}±{stderr:.4f}" for column, (value, stderr) in pairs.items())
+    return f"{line['row']}, seed {line['seed']}: {', '.join(values)}"
+
+
 def main() -> None:
     """Evaluate each run; print and write the table."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -88,9 +96,7 @@ def main() -> None:
     lines = []
     for run in args.runs:
         lines.append(measured(find_run(run, root), args.texts))
-        print(
-            *(f"{key} {value:.4f}" if isinstance(value, float) else value for key, value in lines[-1].items())
-        )
+        print(shown(lines[-1]))
     with (Path(__file__).parent / "novels.csv").open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(lines[0]))
         writer.writeheader()
