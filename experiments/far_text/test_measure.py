@@ -1,7 +1,9 @@
 """Readings of a text, held to plain passes over it."""
 
+import csv
 import json
 import lzma
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 
 from experiments.far_text import measure, novels
+from experiments.tables import section, table
 from titans_core import LanguageModel
 from titans_core.interventions import Intervention, intervene
 from titans_core.presets import preset
@@ -77,3 +80,26 @@ def test_novels_begin_a_document_and_count_every_token(tmp_path):
     texts = task.texts(context)
     assert [text.tokens.tolist() for text in texts] == [[256, *[ord(letter)] * 8] for letter in "abc"]
     assert all(text.counts.all() and len(text.counts) == 8 for text in texts)
+
+
+def test_table_of_novels_equals_its_file():
+    folder = Path(__file__).parent
+    shown = table(section(folder / "README.md", "On novels"))
+    keys = (
+        "read_256",
+        "read_1k",
+        "read_4k",
+        "read_all",
+        "far_gain",
+        "far_tokens",
+        "far_tokens_256",
+        "memory_off",
+    )
+    with (folder / "novels.csv").open(encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert len(lines) == 4
+    for line in lines:
+        for cell, key in zip(shown[line["row"].removesuffix(" 1024 steps")], keys, strict=True):
+            value, stderr = line[f"{key} (nats)"], line[f"{key} stderr (nats)"]
+            places = 4 if key == "far_gain" else 3
+            assert cell == (f"{float(value):.{places}f}±{float(stderr):.{places}f}" if value else "—")
