@@ -11,6 +11,7 @@ import argparse
 import csv
 import json
 import lzma
+import math
 import os
 from functools import partial
 from itertools import islice
@@ -72,6 +73,8 @@ def measured(folder: RunFolder, file: str) -> dict[str, Any]:
     tasks = evaluate(model, data, config, cfg.data.sequence_length, ngrams=ngrams)["tasks"]
     line = {"row": result.row, "cell": folder.name, "seed": result.seed, "commit": result.commit}
     for name, task in tasks.items():
+        if math.isnan(task["value"]):
+            continue
         column = name.partition("/")[0]
         line |= {f"{column} (nats)": task["value"], f"{column} stderr (nats)": task["stderr"]}
         line |= {f"{column} floor (nats)": task["floor"]} if task["floor"] else {}
@@ -97,8 +100,10 @@ def main() -> None:
     for run in args.runs:
         lines.append(measured(find_run(run, root), args.texts))
         print(shown(lines[-1]))
+    # a model without memory lacks a column
+    columns = dict.fromkeys(column for line in lines for column in line)
     with (Path(__file__).parent / "novels.csv").open("w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(lines[0]))
+        writer = csv.DictWriter(file, list(columns), restval="", lineterminator="\n")
         writer.writeheader()
         writer.writerows(lines)
 

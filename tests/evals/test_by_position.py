@@ -102,8 +102,7 @@ def test_carrying_more_gains_more_and_errors_follow_texts_or_parts():
     result = ByPosition(48, np.ones((1, 48 * 5), bool), {})
     assert result.buckets() == [(1, 6), (7, 12), (13, 24), (25, 48), (49, 96), (97, 192), (193, 240)]
     assert ByPosition(2, np.ones((1, 6), bool), {}).buckets() == [(1, 1), (2, 2), (3, 4), (5, 6)]
-    rng = np.random.default_rng(0)
-    fresh, carried = rng.normal(size=(2, 4, 64))
+    fresh, carried = np.random.default_rng(0).normal(size=(2, 4, 64))
     result = ByPosition(32, np.ones((4, 64), bool), {"fresh": fresh, "carried": carried})
     means = (fresh - carried)[:, 32:].mean(1)
     assert result.gain() == pytest.approx((means.mean(), statistics.stdev(means) / 2))

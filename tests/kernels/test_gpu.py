@@ -251,9 +251,8 @@ def test_no_access_is_out_of_bounds(name):
     line = ("--check", "--small", "--backend", backend, "--shape", name)
     # each tensor an allocation of its own, or what lies behind one is memory of PyTorch's cache
     done = bench(*line, under=checker, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
-    if (
-        "Device not supported" in done.stdout + done.stderr
-    ):  # the checker's own message, before it runs anything
+    # the checker's own message, before it runs anything
+    if "Device not supported" in done.stdout + done.stderr:
         pytest.skip("compute-sanitizer does not take this device")
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
 

@@ -97,8 +97,7 @@ def test_run_of_other_code_is_not_resumed_and_a_damaged_checkpoint_passed_over(r
     point = first.folder.path / "checkpoints" / "step-00000008"
     file = next(point.glob("*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
-    start = resumed(spec_of(run_of(30), root), run_of(8)).start
-    assert start.step == 7
+    assert resumed(spec_of(run_of(30), root), run_of(8)).start.step == 7
 
 
 def test_curve_in_mlflow_is_whole(root):

@@ -114,12 +114,19 @@ def test_a_plan_holds_what_is_missing_or_asked_again(tmp_path):
         return [cell.name for cell in plan.todo]
 
     assert (todo(), todo(rerun_stale=True)) == (["abe"], ["abc", "abe"])
-    begun, study = cells[2].folder(tmp_path), replace(study_of(tmp_path, *cells), machine=Machine(cpus=2))
-    begun.update(commit="one", progress={"step": 1258})
-    (begun.path / "checkpoints" / "step-00001200").mkdir(parents=True)
-    assert [place(replace(study, commit=commit))[1] for commit in ("one", "two")] == [
-        "", "LMM seed 2 starts over: its 1,258 steps of commit one are deleted; that commit can resume them"
-    ]  # fmt: skip
+
+
+def test_interrupted_cells_of_another_commit_are_listed_as_restarts(tmp_path):
+    cells = [Cell("LMM", seed, RunConfig(seed=seed), name) for seed, name in enumerate(("abc", "abd", "abe"))]
+    done, running, _ = folders = [cell.folder(tmp_path) for cell in cells]
+    for folder in folders:
+        folder.update(commit="one", progress={"step": 1258})
+        (folder.path / "checkpoints" / "step-00001200").mkdir(parents=True)
+    write_json(done.path / "result.json", result("one"))
+    study = replace(study_of(tmp_path, *cells, commit="two"), rerun_stale=True)
+    with running.hold():
+        lines = [replace(study, commit=commit).restarts for commit in ("one", "two")]
+    assert lines == [[], ["LMM seed 2 restarts from step 0; to keep its 1,258 steps, check out commit one"]]
 
 
 def cluster(*nodes: tuple[float, float]) -> Machine:

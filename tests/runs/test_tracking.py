@@ -33,8 +33,7 @@ def history(store: TrackingStore, run_id: str, name: str) -> list[tuple[int, flo
 @pytest.mark.slow
 def test_store_is_made_without_a_cache_and_found_again(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    first = open_store(tmp_path / "runs")
-    run_id = first.cell_run("abc", "lmm seed 0")
+    run_id = open_store(tmp_path / "runs").cell_run("abc", "lmm seed 0")
     assert open_store(tmp_path / "runs").cell_run("abc", "another name") == run_id
     # prints nothing, and writes nothing to the working directory
     assert capfd.readouterr() == ("", "")

@@ -71,8 +71,7 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
     assert len(cells) == 4 + sum(trial.state == "done" for trial in before.trials)
     # the same again runs nothing; one trial lost and two more wanted runs three
     assert cli.run(LINE) == 0
-    line = set_line(before.best.params)
-    assert line in capsys.readouterr().out.replace("\n", " ")
+    assert set_line(before.best.params) in capsys.readouterr().out.replace("\n", " ")
     lost = next(trial for trial in before.trials if trial != before.best)
     shutil.rmtree(hunt / "runs" / "cells" / lost.cell)
     (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "trials": 8}}))

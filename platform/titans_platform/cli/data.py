@@ -84,8 +84,7 @@ def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_
     """
     from titans_platform.data import open_prepared
 
-    loaded = _text_objective(config, overrides).cfg.data
-    _show(open_prepared(loaded, root, verify=verify), as_json)
+    _show(open_prepared(_text_objective(config, overrides).cfg.data, root, verify=verify), as_json)
 
 
 @data.command(short_help="Train a tokenizer on a corpus.")

@@ -242,8 +242,8 @@ def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
     else:
         if spec.start:
             say(console, f"resuming from {spec.start}, which trained the same steps")
-        if lost := spec.folder.other_commit(spec.commit):
-            say(console, f"starting over: {lost}")
+        if reason := spec.folder.why_restarted(spec.commit):
+            say(console, f"run {spec.name} {reason}")
         tags = {"titans.commit": spec.commit, "titans.data": spec.data}
         tracking = Tracking(open_store(root).uri, name, tags=tags)
         spec = replace(spec, labels={"row": name}, tracking=tracking)

@@ -215,8 +215,8 @@ def run(
     with joined(study.root):
         study, warning = place(study, rerun_stale, concurrency)
         check_without_data(study)
-        if warning:
-            live.say(console, warning)
+        for line in filter(None, [*study.restarts, warning]):
+            live.say(console, line)
         if study.todo:
             # refused before time is spent on data
             check_store(study.root)
@@ -276,7 +276,7 @@ def _dry_run(
         "concurrency": study.concurrency, "resources": study.scale.resources.model_dump(), "search": trials,
         "machine": study.machine and asdict(study.machine), "mfu": MFU, "costs": rows, "price": price,
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
-        "refused": str(refusal) if refusal else None,
+        "restarts": study.restarts, "refused": str(refusal) if refusal else None,
     }  # fmt: skip
     echo_json(record) if as_json else _print_plan(record, console)
     if refusal:
@@ -325,8 +325,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         f"{record['to_run']} of {len(record['cells'])} cells to run, {record['concurrency']} at once, "
         f"each on {each} with {resources['cpus_per_worker']} CPU and {resources['gpus_per_worker']:g} GPU."
     )
-    if record["warning"]:
-        lines.append(record["warning"])
+    lines += filter(None, [*record["restarts"], record["warning"]])
     if not record["refused"]:
         guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
         lines.append(f"Time: about {guess} (from {record['estimate_basis']}).")

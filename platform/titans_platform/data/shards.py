@@ -88,8 +88,7 @@ class Manifest(Frozen):
     @property
     def files(self) -> tuple[ShardInfo, ...]:
         """All files of the source except the manifest."""
-        items = () if self.items is None else (self.items,)
-        return self.train.shards + self.validation.shards + items
+        return (*self.train.shards, *self.validation.shards, *filter(None, [self.items]))
 
 
 class SplitWriter:

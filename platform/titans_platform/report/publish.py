@@ -352,8 +352,7 @@ def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
     grids = _fitting(report, list(report.table.columns), width)
     says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
     of = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"
-    finished = f"{report.table.run.study.name}, {of}: {says}"
-    return Group("", finished, *grids)
+    return Group("", f"{report.table.run.study.name}, {of}: {says}", *grids)
 
 
 def _further(section: Section) -> RenderableType:

@@ -214,7 +214,8 @@ class Worker:
         if trainer.device.type == "cuda" and (flops := training_flops(cfg)):
             trainer.flops_per_token = flops / cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")
-        with saver, profiled(trace) if self.spec.profile else nullcontext(lambda: None) as stepped:
+        watched = profiled(trace) if self.spec.profile else nullcontext(lambda: None)
+        with saver, watched as stepped:
             trainer.run(self._hooks(saver, trainer, stepped), rung[0] if rung else None)
         return trainer
 

@@ -262,12 +262,13 @@ class RunFolder:
         """Return the commit that began the run, or None before it has begun."""
         return self.record().get("commit")
 
-    def other_commit(self, commit: str) -> str | None:
-        """Say which steps of another commit an attempt of ``commit`` deletes; None if there are none."""
+    def why_restarted(self, commit: str) -> str | None:
+        """Return why `begin` deletes the checkpoints of an interrupted run; None if it keeps them."""
         before, step = self.commit(), self.record().get("progress", {}).get("step")
-        if before in (None, commit) or not step or not any((self.path / CHECKPOINTS).glob("*")):
+        begun = step and self.state() in ("interrupted", "failed") and (self.path / CHECKPOINTS).exists()
+        if before in (None, commit) or not begun:
             return None
-        return f"its {step:,} steps of commit {text.commit(before)} are deleted; that commit can resume them"
+        return f"restarts from step 0; to keep its {step:,} steps, check out commit {text.commit(before)}"
 
     def begin(self, commit: str) -> None:
         """Prepare for an attempt.

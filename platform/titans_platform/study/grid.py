@@ -136,6 +136,12 @@ class StudyRun:
         return [cell for cell, result in self.results if result is None or cell in again]
 
     @property
+    def restarts(self) -> list[str]:
+        """A line for each interrupted cell that restarts from step 0 instead of resuming."""
+        reasons = ((cell, cell.folder(self.root).why_restarted(self.commit)) for cell in self.todo)
+        return [f"{cell.row} seed {cell.seed} {reason}" for cell, reason in reasons if reason]
+
+    @property
     def searching(self) -> bool:
         """True if the search must be run or resumed before the cells."""
         return self.search is not None and not self.search.over

@@ -155,18 +155,16 @@ def place(study: StudyRun, rerun_stale: bool = False, requested: int | None = No
     """Set the study's concurrency on its machine, by default this one or the cluster of the job.
 
     ``requested`` cells run concurrently, by default as many as fit; fewer, with a warning, if the peak memory
-    of finished cells shows that these would not fit. A warning too: cells that start over. Raises UsageError,
-    for a cluster ClusterError, if not even one cell fits, or fewer than requested.
+    of finished cells shows that these would not fit. Raises UsageError, for a cluster ClusterError, if not
+    even one cell fits, or fewer than requested.
     """
     machine = study.machine or available(study.scale.resources)
     fit, memory = concurrency(study.scale.resources, machine, requested), machine_memory()
     placed = replace(study, machine=machine, concurrency=fit, rerun_stale=rerun_stale)
-    begun = ((c, c.folder(study.root).other_commit(study.commit)) for c in placed.todo)
-    over = [f"{cell.row} seed {cell.seed} starts over: {reason}" for cell, reason in begun if reason]
     peaks = [result.peak_rss_bytes or 0 for _, result in placed.results if result]
     cell = max(peaks, default=0) * study.scale.resources.max_workers
     if machine.nodes or fit * cell <= memory:
-        return placed, "\n".join(over)
+        return placed, ""
     fewer = max(1, memory // cell)
     text = (
         f"{fit} cells at once need {fit * cell / GIB:.1f} GiB of memory "
@@ -174,7 +172,7 @@ def place(study: StudyRun, rerun_stale: bool = False, requested: int | None = No
     )
     if requested:
         raise UsageError(f"--concurrency {requested}: {text}; give {fewer}")
-    return replace(placed, concurrency=fewer), "\n".join([*over, f"{text}; {fewer} at a time"])
+    return replace(placed, concurrency=fewer), f"{text}; {fewer} at a time"
 
 
 def estimate(study: StudyRun) -> tuple[float | None, str]:

@@ -53,9 +53,8 @@ def cell_statuses(cells: Sequence[Cell], root: Path) -> list[CellStatus]:
     for cell in cells:
         folder = cell.folder(root)
         state = folder.state()
-        failure = folder.failure() if state == "failed" else None
         progress = folder.progress() if state in ("running", "interrupted") else None
-        reason = str((failure or {}).get("reason", ""))
+        reason = str((folder.failure() or {}).get("reason", "")) if state == "failed" else ""
         statuses.append(CellStatus(cell.name, cell.row, cell.seed, state, progress or {}, reason))
     return statuses
 
