@@ -79,10 +79,11 @@ def complete(mapping: Mapping[str, Any], fit: bool = True) -> dict[str, Any]:
     """
     mapping = _without_empty(RunConfig, mapping)
     model, data = (mapping.get(part, {}) for part in ("model", "data"))
-    if not isinstance(model, Mapping) or not isinstance(data, Mapping):
-        return dict(mapping)  # rejected by `validate`
+    if not isinstance(model, Mapping):
+        return dict(mapping)  # rejected by `validate`, which rejects `data` after the preset
     model = dict(model)
-    if (ids := VOCABULARIES.get(str(data.get("tokenizer", "byte")))) is not None:
+    tokenizer = data.get("tokenizer", "byte") if isinstance(data, Mapping) else "byte"
+    if (ids := VOCABULARIES.get(str(tokenizer))) is not None:
         model.setdefault("vocab_size", ids)
     if "preset" in model:
         model = _write_out_preset(str(model.pop("preset")), model, fit)
@@ -245,7 +246,7 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
         return f"{field}.{message}" if field else message
-    message = error["msg"].replace("Input should be", "should be")
+    message = re.sub("^(Input|Tuple) should", "should", error["msg"]).partition(" after validation")[0]
     return f"{field or 'config'}: {message}, got {json.dumps(value, default=str)[:60]}"
 
 
@@ -264,8 +265,7 @@ def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | No
 
 
 def _valid_keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    section = _model_at(model, loc)
-    return list(section.model_fields) if section else []
+    return list(getattr(_model_at(model, loc), "model_fields", []))
 
 
 def _plain(annotation: Any) -> Any:
