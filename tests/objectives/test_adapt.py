@@ -68,7 +68,6 @@ def test_memories_are_trained_and_everything_else_is_the_source_s(adapted):
     own, given = weights(adapted, "out"), weights(adapted, "source")
     assert all(torch.equal(own[name], given[name]) for name in given)
     new = own.keys() - given.keys()
-    assert new
     assert all(".memory." in name for name in new)
     assert any(own[name].abs().max() > 0 for name in new if name.endswith("mix.weight"))
     cells = [json.loads(path.read_text()) for path in (adapted / "runs" / "cells").glob("*/result.json")]
@@ -120,8 +119,7 @@ def test_commands_and_code_of_the_page_run(source, place, tmp_path, monkeypatch,
     assert "anna, turn" not in listed.splitlines()[-1]
     (code,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     exec(code, {})
-    shown = [line.split()[0] for line in capsys.readouterr().out.splitlines() if line.strip()]
-    assert {"anna", "bert"} <= set(shown)
+    assert {"anna", "bert"} <= set(re.findall(r"^ *(\S+)", capsys.readouterr().out, re.MULTILINE))
 
 
 def test_second_call_runs_nothing_and_a_dry_run_plans(adapted, capsys, monkeypatch):
@@ -144,6 +142,8 @@ def test_run_file_beside_the_two_is_a_further_run(adapted, capsys):
     shutil.copytree(adapted / "out", adapted / "more")
     more = yaml.safe_load((adapted / "out" / "tune.yaml").read_text()) | {"seed": 1}
     (adapted / "more" / "tune-2.yaml").write_text(yaml.safe_dump(more))
+    assert adapt(adapted, "more", "--dry-run", "--json") == 0
+    assert json.loads(capsys.readouterr().out).keys() == {"transfer", "tune", "tune-2"}
     assert adapt(adapted, "more") == 0
     assert capsys.readouterr().out.count("is finished; nothing to do") == 2
     after, before = weights(adapted, "more"), weights(adapted, "out")

@@ -91,29 +91,29 @@ def adapt(
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     if layers == "none" and not lora:
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
-    if kept is None:
-        kept = (read_json(out / "adapt.json") or {"kept": 192}).get("kept", 0)
+    made = read_json(out / "adapt.json")
+    kept = (made or {"kept": 192}).get("kept", 0) if kept is None else kept
     options = from_options(MemoryOptions, layers=_parse_layers(layers), kept=kept, **memory)
     source = str(Path(source).resolve()) if Path(source).exists() else source
     about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
     about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
     console = Console(stderr=as_json)
-    with TemporaryDirectory(prefix="titans-adapt-") if dry_run else nullcontext(out) as folder:
+    with nullcontext(out) if made or not dry_run else TemporaryDirectory(prefix="titans-adapt-") as folder:
         folder = Path(folder)
-        _convert(source, folder, options, about)
+        _convert(source, folder, options, about, change=not dry_run)
         if dry_run:
-            stages = _stages(folder, overrides).items()
-            planned = {stage: _plan(cfg, gpus, console) for stage, cfg in stages}
+            planned = {stage: _plan(cfg, gpus, console) for stage, cfg in _stages(folder, overrides).items()}
             return echo_json(planned) if as_json else None
         result = _train(folder, root, overrides, gpus, console)
     if as_json:
         echo_json(result)
 
 
-def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, Any]) -> None:
-    """Write the model with untrained memories, its tokenizer, and the run files; checks what is there.
+def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, Any], change: bool) -> None:
+    """Write the model with untrained memories, its tokenizer, and the run files.
 
-    Kept tokens have no weights: their number can be changed later. Run files have the number to train with.
+    A model that is there already is checked against the options, and with ``change`` gets their number of
+    kept tokens: these have no weights. Run files have the number to train with.
     """
     import transformers
 
@@ -130,8 +130,9 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
             show = _format_layers if name == "layers" else str
             differ = f"{option}: {show(about[name])}, but {out} was made with {show(before.get(name))}"
             raise UsageError(f"{differ}; give another folder, or edit rows, text or threads in its run files")
-        change_kept(out, options.kept)
-        write_text(made, json.dumps(about, indent=2))
+        if change:
+            change_kept(out, options.kept)
+            write_text(made, json.dumps(about, indent=2))
         return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")
