@@ -63,11 +63,11 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 
 @contextmanager
-def within(place: str, of: type[Exception] = UsageError, sep: str = ".") -> Iterator[None]:
+def within(place: str, kind: type[Exception] = UsageError, sep: str = ".") -> Iterator[None]:
     """Raise errors of the class ``of`` as UsageErrors that begin with ``place``, a field of the config."""
     try:
         yield
-    except of as error:
+    except kind as error:
         raise UsageError(f"{place}{sep}{error}") from None
 
 

@@ -150,12 +150,12 @@ def known_files(folder: str, pattern: str = "*.yaml") -> dict[str, Path]:
     return files
 
 
-def file_at(name: str, what: str) -> Path | None:
+def file_at(name: str, kind: str) -> Path | None:
     """Return the YAML file at the path ``name``; None if it is a plain name. Raises UsageError: no file."""
     if not name.endswith((".yaml", ".yml")) and os.sep not in name:
         return None
     if not Path(name).is_file():
-        raise UsageError(f"{what}: no file {name}")
+        raise UsageError(f"{kind}: no file {name}")
     return Path(name)
 
 

@@ -109,8 +109,8 @@ def adopt(root: Path) -> None:
     new_uri = f"{root.resolve().as_uri()}/artifacts"
     try:
         with file_lock(Path(f"{path}.lock"), -1), closing(sqlite3.connect(path, timeout=30)) as db, db:
-            of = "SELECT artifact_location FROM experiments WHERE name = ?"
-            for (old_uri,) in db.execute(of, (EXPERIMENT,)).fetchall():
+            query = "SELECT artifact_location FROM experiments WHERE name = ?"
+            for (old_uri,) in db.execute(query, (EXPERIMENT,)).fetchall():
                 for table, column in (("experiments", "artifact_location"), ("runs", "artifact_uri")):
                     moved = f"{column} = ? || substr({column}, ?)"
                     update = f"UPDATE {table} SET {moved} WHERE substr({column}, 1, ?) = ?"
@@ -235,9 +235,9 @@ class TrackingStore:
         ``params`` become columns to compare runs by; the whole ``config`` is put beside them as a file.
         """
         if (run_id := self.find(tag, cell)) is None:
-            own = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: cell}
-            own |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
-            run_id = self.client.create_run(self.experiment, tags=own, run_name=name).info.run_id
+            system_tags = {MLFLOW_SOURCE_NAME: "titans", MLFLOW_SOURCE_TYPE: "LOCAL", tag: cell}
+            system_tags |= {MLFLOW_PARENT_RUN_ID: parent} if parent else {}
+            run_id = self.client.create_run(self.experiment, tags=system_tags, run_name=name).info.run_id
             columns = [Param(name_of(k), str(v)[:_PARAM_LENGTH]) for k, v in (params or {}).items()]
             log_entries(self.client, run_id, params=columns)
             if config:

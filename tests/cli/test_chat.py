@@ -15,9 +15,9 @@ chat = pytest.importorskip("titans_core.adapt.chat")
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("chat")
-    about = {"data": None, "lora": 0, "length": 48, "rows": [1, 1], "threads": 1}
+    settings = {"data": None, "lora": 0, "length": 48, "rows": [1, 1], "threads": 1}
     source = write_source(folder / "source", initializer_range=0.2)
-    _convert(str(source), folder / "out", adapt.MemoryOptions(window=16, sinks=2), about, change=True)
+    _convert(str(source), folder / "out", adapt.MemoryOptions(window=16, sinks=2), settings)
     return str(folder / "out")
 
 

@@ -264,7 +264,7 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
     for words, source, message in (
         (["refused"], "neox", "neox is not a family that can get a memory; llama, qwen2, qwen3, gpt2 are"),
         (["refused"], "missing.gguf", "cannot be loaded by transformers"),
-        (["out", "--depth", "3"], "source", f"--depth: 3, but {adapted / 'out'} was made with 2; give"),
+        (["out", "--depth", "3"], "source", f"--depth: 3, but {adapted / 'out'} was converted with 2; give"),
         (["out", "--rows", "6", "9"], "source", "--rows: [6, 9], but "),
         (["out"], "neox", "SOURCE: "),
         (["source"], "source", "source: is not empty; give another folder"),

@@ -36,6 +36,8 @@ if TYPE_CHECKING:
 
 STAGES = {"transfer": 3e-3, "tune": 1e-3}
 """Objectives of the runs, in order, and their learning rates."""
+KEPT = 192
+"""Tokens that a layer of a new model keeps."""
 RUN_FILE = Path(__file__).with_name("adapt.yaml")
 LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 
@@ -51,7 +53,7 @@ LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
-@click.option("--kept", type=click.IntRange(0), help="Tokens that a layer keeps  [default: 192]")
+@click.option("--kept", type=click.IntRange(0), help=f"Tokens that a layer keeps  [default: {KEPT}]")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
 @click.option(
@@ -83,7 +85,7 @@ def adapt(
     """
     import torch
 
-    from titans_core.adapt import MemoryOptions
+    from titans_core.adapt import MemoryOptions, change_kept
 
     if gpus and not torch.cuda.is_available():
         raise UsageError("--gpus: this machine has no GPU that torch can use; leave it out")
@@ -91,16 +93,24 @@ def adapt(
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     if layers == "none" and not lora:
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
-    made = read_json(out / "adapt.json")
-    kept = (made or {"kept": 192}).get("kept", 0) if kept is None else kept
+    existing = read_json(out / "adapt.json")
+    if kept is None:
+        kept = KEPT if existing is None else existing.get("kept", 0)
     options = from_options(MemoryOptions, layers=_parse_layers(layers), kept=kept, **memory)
     source = str(Path(source).resolve()) if Path(source).exists() else source
-    about = options.model_dump(mode="json") | {"source": source, "data": data and str(Path(data).resolve())}
-    about |= {"lora": lora, "length": length, "rows": list(rows), "threads": threads}
+    settings = options.model_dump(mode="json") | {"source": source, "lora": lora, "length": length}
+    settings |= {"data": data and str(Path(data).resolve()), "rows": list(rows), "threads": threads}
     console = Console(stderr=as_json)
-    with nullcontext(out) if made or not dry_run else TemporaryDirectory(prefix="titans-adapt-") as folder:
+    if existing is not None:
+        _check_settings(out, settings, MemoryOptions().model_dump(mode="json") | existing)
+        if not dry_run:
+            change_kept(out, options.kept)
+            write_text(out / "adapt.json", json.dumps(settings, indent=2))
+    temporary = dry_run and existing is None
+    with TemporaryDirectory(prefix="titans-adapt-") if temporary else nullcontext(out) as folder:
         folder = Path(folder)
-        _convert(source, folder, options, about, change=not dry_run)
+        if existing is None:
+            _convert(source, folder, options, settings)
         if dry_run:
             planned = {stage: _plan(cfg, gpus, console) for stage, cfg in _stages(folder, overrides).items()}
             return echo_json(planned) if as_json else None
@@ -109,31 +119,29 @@ def adapt(
         echo_json(result)
 
 
-def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, Any], change: bool) -> None:
-    """Write the model with untrained memories, its tokenizer, and the run files.
+def _check_settings(out: Path, settings: dict[str, Any], existing: dict[str, Any]) -> None:
+    """Raise UsageError if the model in OUT was converted with other settings.
 
-    A model that is there already is checked against the options, and with ``change`` gets their number of
-    kept tokens: these have no weights. Run files have the number to train with.
+    The number of kept tokens may differ: these have no weights, and run files have the number to train with.
     """
+    for name in (name for name in settings if name != "kept" and existing.get(name) != settings[name]):
+        option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
+        show = _format_layers if name == "layers" else str
+        cause = f"{show(settings[name])}, but {out} was converted with {show(existing.get(name))}"
+        remedy = "give another folder, or edit rows, text or threads in its run files"
+        raise UsageError(f"{option}: {cause}; {remedy}")
+
+
+def _convert(source: str, out: Path, options: MemoryOptions, settings: dict[str, Any]) -> None:
+    """Write the model with untrained memories, its tokenizer, and the run files."""
     import transformers
 
-    from titans_core.adapt import change_kept, convert
+    from titans_core.adapt import convert
     from titans_platform.data.tokenizer import load_tokenizer
 
     path, gguf = Path(source).expanduser(), {}
     if path.suffix == ".gguf":
         source, gguf = str(path.parent), {"gguf_file": path.name}
-    if (made := out / "adapt.json").is_file():
-        before = type(options)().model_dump(mode="json") | json.loads(made.read_text(encoding="utf-8"))
-        for name in (name for name in about if name != "kept" and before.get(name) != about[name]):
-            option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
-            show = _format_layers if name == "layers" else str
-            differ = f"{option}: {show(about[name])}, but {out} was made with {show(before.get(name))}"
-            raise UsageError(f"{differ}; give another folder, or edit rows, text or threads in its run files")
-        if change:
-            change_kept(out, options.kept)
-            write_text(made, json.dumps(about, indent=2))
-        return
     if out.is_dir() and any(out.iterdir()):
         raise UsageError(f"{out}: is not empty; give another folder")
     try:
@@ -145,7 +153,7 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
         adapted = convert(model, options)
     config, weights = adapted.config, adapted.source_hash()
     # with changes of its weights OUT is another model, and the runs start from this one
-    base = out / "base" if about["lora"] else out
+    base = out / "base" if settings["lora"] else out
     for folder in {base, out}:
         adapted.save_pretrained(folder)
     tokenizer.save_pretrained(out)
@@ -154,13 +162,13 @@ def _convert(source: str, out: Path, options: MemoryOptions, about: dict[str, An
     # the platform counts special tokens that a tokenizer lacks, such as padding
     vocabulary = max(config.vocab_size, load_tokenizer(str(out / "tokenizer.json")).vocab_size)
     paths = {"base": str(base.resolve()), "tokenizer": str((out / "tokenizer.json").resolve())}
-    values = {"about": about, "kept": options.kept, "config": config, "weights": weights} | paths
-    rows = dict(zip(STAGES, about["rows"], strict=True))
-    for stage in _first_stages(about):
+    values = {"settings": settings, "kept": options.kept, "config": config, "weights": weights} | paths
+    rows = dict(zip(STAGES, settings["rows"], strict=True))
+    for stage in _first_stages(settings):
         run = {"stage": stage, "steps": rows[stage], "lr": STAGES[stage], "vocabulary": vocabulary}
         (out / f"{stage}.yaml").write_text(render(RUN_FILE, **run, **values), encoding="utf-8")
     # last: a folder without it is not whole
-    write_text(made, json.dumps(about, indent=2))
+    write_text(out / "adapt.json", json.dumps(settings, indent=2))
 
 
 def _parse_layers(text: str) -> list[int | str] | None:
@@ -170,12 +178,13 @@ def _parse_layers(text: str) -> list[int | str] | None:
 
 def _format_layers(layers: list[int] | None) -> str:
     """Return layers as `--layers` takes them."""
-    return next((name for name, of in LAYERS.items() if of == layers), "") or ",".join(map(str, layers or ()))
+    names = {str(value): name for name, value in LAYERS.items()}
+    return names.get(str(layers)) or ",".join(map(str, layers or ()))
 
 
-def _first_stages(about: dict[str, Any]) -> list[str]:
+def _first_stages(settings: dict[str, Any]) -> list[str]:
     """Return the stages of a new model; without memories there is no transfer, which trains nothing else."""
-    return ["tune"] if about.get("layers") == [] else [*STAGES]
+    return ["tune"] if settings.get("layers") == [] else [*STAGES]
 
 
 def _stages(folder: Path, overrides: tuple[str, ...]) -> dict[str, RunConfig]:
@@ -204,9 +213,9 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
         trainer = Trainer(model, cfg.optim, stream, device, objective, sequence_length=length)
         if gpus:  # which compiles the kernels
             trainer.step()
-        began = time.perf_counter()
+        start = time.perf_counter()
         trainer.step()
-        seconds = (time.perf_counter() - began) * cfg.optim.steps
+        seconds = (time.perf_counter() - start) * cfg.optim.steps
     peak = torch.cuda.max_memory_allocated() if gpus else peak_rss()
     planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
@@ -239,8 +248,9 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
         before = str(spec.folder.path)
         runs[stage] = result.record()
         export(objective, find_checkpoint(before, root), out)
-        about = json.loads((out / "adapt.json").read_text(encoding="utf-8"))
-        write_text(out / "adapt.json", json.dumps(about | {"run": str(spec.folder.path.resolve())}, indent=2))
+        settings = json.loads((out / "adapt.json").read_text(encoding="utf-8"))
+        settings["run"] = str(spec.folder.path.resolve())
+        write_text(out / "adapt.json", json.dumps(settings, indent=2))
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
             f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True, highlight=False,
@@ -282,8 +292,8 @@ def chat(
 
     sampling = from_options(Sampling, temperature=temperature, seed=seed)
     with within(f"{folder}: ", ValueError, ""):
-        talk = Chat(folder)
-        sessions = talk.sessions
+        chatbot = Chat(folder)
+        sessions = chatbot.sessions
         if fork is not None:
             sessions.fork(session, fork)
         elif rollback is not None:
@@ -292,10 +302,10 @@ def chat(
             sessions.delete(session)
         elif not listed:
             for line in sys.stdin if say is None else [say]:
-                for piece in talk.say(session, line.rstrip("\n"), max_new_tokens, sampling):
+                for piece in chatbot.say(session, line.rstrip("\n"), max_new_tokens, sampling):
                     click.echo(piece, nl=False)
                 click.echo()
         for name in sessions.names() if listed else [fork or session]:
             for turn in sessions.turns(name)[0 if listed else -1 :]:
-                about = f"{name}, turn {turn.number}: {turn.tokens:,} tokens, memory {turn.hash}"
-                click.echo(about, err=not listed)
+                line = f"{name}, turn {turn.number}: {turn.tokens:,} tokens, memory {turn.hash}"
+                click.echo(line, err=not listed)

@@ -49,10 +49,10 @@ def list_clusters(as_json: bool) -> None:
         try:
             chosen = load_cluster(str(path))
             kind, state = chosen.kind, "up" if chosen.recorded() else "-"
-            about = " ".join(chosen.description.split())
+            description = " ".join(chosen.description.split())
         except UsageError as error:
-            kind, state, about = "?", "invalid", str(error)
-        rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": about})
+            kind, state, description = "?", "invalid", str(error)
+        rows.append({"name": name, "kind": kind, "state": state, "path": path, "description": description})
     if as_json:
         return echo_json(rows)
     for row in rows:

@@ -152,5 +152,5 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])
     Console().print(table)
-    about = f"fingerprint {prepared.fingerprint}, tokenizer {prepared.tokenizer.fingerprint}"
-    click.echo(f"{about} with {ids:,} ids, rows of {length:,} tokens")
+    fingerprints = f"fingerprint {prepared.fingerprint}, tokenizer {prepared.tokenizer.fingerprint}"
+    click.echo(f"{fingerprints} with {ids:,} ids, rows of {length:,} tokens")

@@ -83,14 +83,14 @@ def evaluate(
     cfg = read_config(point, overrides)
     if by_position:
         if rows is not None and rows < 2:
-            few = f"{rows} is too few: state is carried from the second row on"
-            raise UsageError(f"--rows: {few}; give 2 or more")
+            cause = f"{rows} is too few: state is carried from the second row on"
+            raise UsageError(f"--rows: {cause}; give 2 or more")
         return _by_position(point, cfg, rows, file, other_data, root, as_json, console)
     if rows is not None or file is not None:
         raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
     with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
-        data = _own(objective, point, root, other_data)
+        data = _run_data(objective, point, root, other_data)
         device = "cuda" if torch.cuda.is_available() else "cpu"
         row, precision = cfg.data.sequence_length, cfg.optim.precision
         measured = evals.evaluate(
@@ -129,8 +129,8 @@ def _by_position(
         if not isinstance(model, LanguageModel):
             kind = cfg.objective.kind
             raise UsageError(f"--by-position: objective {kind} does not read text; next_token does")
-        own: Any = None if file else _own(objective, point, root, other_data)
-        with _read(cfg, file, console) if file else nullcontext(own) as data:
+        validation: Any = None if file else _run_data(objective, point, root, other_data)
+        with _read(cfg, file, console) if file else nullcontext(validation) as data:
             rows = rows or max(2, min(ROWS, by_position.longest_text(data) // row))
             texts = by_position.long_texts(data, rows, cfg.eval.perplexity_tokens, field, remedy)
             scorer = Scorer(model.to(device), data.tokenizer, device, cfg.eval.batch_tokens)
@@ -146,16 +146,16 @@ def _by_position(
         return echo_json({"cell": folder.name, "step": step, **numbers, "figures": paths})
     console.print(position_table(numbers))
     mean, stderr = numbers["gain"], numbers["stderr"]
-    whose = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
-    whose += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
-    brings = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({whose})"
-    console.print(f"what memory brings: {brings}", highlight=False)
+    sample = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
+    sample += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
+    gain = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({sample})"
+    console.print(f"what memory brings: {gain}", highlight=False)
     if losses.length > cfg.trained_context:
         console.print(beyond_training(losses.length, cfg.trained_context), highlight=False)
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
 
 
-def _own(objective: Objective[Any], point: Path, root: Path, other_data: bool) -> Any:
+def _run_data(objective: Objective[Any], point: Path, root: Path, other_data: bool) -> Any:
     """Return the data that a checkpoint's run was trained on. Raises UsageError.
 
     With ``other_data``, its sources as they are now.
@@ -203,7 +203,7 @@ def position_table(numbers: dict[str, Any]) -> Table:
     best = "best window" + (f"\n({plural(window, 'row')})" if window else "")
     table = text.table("position", "carried", "fresh", best, "gain ± s.e. (nats)", left=0)
     for each in numbers["positions"]:
-        losses = [each.get(way) for way in ("carried", "fresh", "window")]
+        losses = [each.get(mode) for mode in ("carried", "fresh", "window")]
         ppl = ["-" if loss is None else f"{math.exp(loss):,.2f}" for loss in losses]
         gain = f"{each['gain']:+.3f} ± {each['stderr']:.3f}" if each["first"] > numbers["row"] else "-"
         table.add_row(f"{each['first']:,}-{each['last']:,}", *ppl, gain)
@@ -212,17 +212,17 @@ def position_table(numbers: dict[str, Any]) -> Table:
 
 def as_numbers(result: ByPosition) -> dict[str, Any]:
     """Return the table as a JSON value; losses in nats."""
-    ways = {way.partition("-")[0]: way for way in result.shown}
+    modes = {mode.partition("-")[0]: mode for mode in result.shown}
     buckets = []
     for first, last in result.buckets():
-        losses = {name: result.loss(way, first, last)[0] for name, way in ways.items()}
+        losses = {name: result.loss(mode, first, last)[0] for name, mode in modes.items()}
         gain, stderr = result.gain(first, last)
         buckets.append({"first": first, "last": last, **losses, "gain": gain, "stderr": stderr})
     gain, stderr = result.gain()
     return {
         "gain": gain, "stderr": stderr, "texts": result.texts, "tokens": result.length, "row": result.row,
         "best_window": result.best_window and int(result.best_window.partition("-")[2]),
-        "loss": {name: result.loss(way)[0] for name, way in ways.items()}, "positions": buckets,
+        "loss": {name: result.loss(mode)[0] for name, mode in modes.items()}, "positions": buckets,
     }  # fmt: skip
 
 

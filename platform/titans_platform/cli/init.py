@@ -90,22 +90,22 @@ def _check_text(config: RunConfig) -> None:
 
 
 def _section(config: BaseModel, settings: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield the fields of a model as YAML: ``given`` ones set, the others as comments."""
+    """Yield the fields of a model as YAML: the ones in ``settings`` set, the others as comments."""
     for key in (key for key in settings if key not in type(config).model_fields):
         yield f"{indent}{key}: {_yaml(settings[key])}"
     for field in fields_of(type(config)):
         value = getattr(config, field.name)
-        if field.about:
-            yield from ("", *_comment(field.about, f"{indent}# ", WIDTH - len(indent)))
+        if field.description:
+            yield from ("", *_comment(field.description, f"{indent}# ", WIDTH - len(indent)))
         if field.model and field.many and field.name in settings:
             yield f"{indent}{field.name}:"
             for key in (entries := settings[field.name]):
                 named = isinstance(entries, Mapping)
                 yield f"{indent}  {key}: {_yaml(entries[key])}" if named else f"{indent}  - {_yaml(key)}"
             yield f"{indent}    # an entry may also have:"
-            for own in (own for own in fields_of(field.model) if own.default is not None):
-                yield f"{indent}    #   {own.name}: {own.default}"
-                yield from _comment(own.about, f"{indent}    #       ", WIDTH - 14)
+            for option in (option for option in fields_of(field.model) if option.default is not None):
+                yield f"{indent}    #   {option.name}: {option.default}"
+                yield from _comment(option.description, f"{indent}    #       ", WIDTH - 14)
         elif field.model and not field.many:
             yield f"{indent}{field.name}:"
             yield from _section(value, settings.get(field.name, {}), indent + "  ")
@@ -117,8 +117,8 @@ def _section(config: BaseModel, settings: Mapping[str, Any], indent: str = "") -
             yield f"{indent}{mark}{field.name}: {shown}"
 
 
-def _comment(about: str, start: str, width: int) -> Iterator[str]:
-    return (start + line for line in textwrap.wrap(about.replace("`", ""), width))
+def _comment(description: str, start: str, width: int) -> Iterator[str]:
+    return (start + line for line in textwrap.wrap(description.replace("`", ""), width))
 
 
 class ConfigField(NamedTuple):
@@ -127,7 +127,7 @@ class ConfigField(NamedTuple):
     name: str
     default: str | None
     """As YAML; None if the field is required."""
-    about: str
+    description: str
     model: type[BaseModel] | None
     """The nested model of a section, or of a list of sections."""
     many: bool
@@ -137,14 +137,14 @@ def fields_of(model: type[BaseModel]) -> list[ConfigField]:
     """Return the fields of a model, in order."""
     fields = []
     for name, info in model.model_fields.items():
-        below, many = _model_in(info.annotation)
+        nested, many = _model_in(info.annotation)
         default = None if info.is_required() else _yaml(info.get_default(call_default_factory=True))
-        about = info.description or ""
-        if below and not about:
-            about = (below.__doc__ or "").partition("\n\n")[0]
+        description = info.description or ""
+        if nested and not description:
+            description = (nested.__doc__ or "").partition("\n\n")[0]
         # docstrings quote code as reStructuredText does
-        about = " ".join(about.split()).replace("``", "`")
-        fields.append(ConfigField(name, default, about, below, many))
+        description = " ".join(description.split()).replace("``", "`")
+        fields.append(ConfigField(name, default, description, nested, many))
     return fields
 
 

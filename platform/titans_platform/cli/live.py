@@ -135,8 +135,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
     name = TextColumn("{task.description}", table_column=TableColumn(max_width=24, **narrow))
     state_text = TextColumn("{task.fields[state]}", table_column=TableColumn(**narrow))
     with _bars(console, name, BarColumn(8), state_text, TimeRemainingColumn()) as bars:
-        title = f"{study.study.name} at {study.scale_name}"
-        whole = bars.add_task(title, total=len(study.cells), state="")
+        whole = bars.add_task(f"{study.study.name} at {study.scale_name}", total=len(study.cells), state="")
 
         def update() -> None:
             statuses = cell_statuses(study.cells, study.root)
@@ -160,8 +159,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
                 console.print(so_far(build_report(build_table(study)), seeds, console.width))
             finished = seeds
             lines = [" ".join(running_line(item)) for item in statuses if item.state == "running"]
-            left = clock(bars.tasks[0].time_remaining)
-            plain(lambda: " | ".join([f"{state}; {left} left", *lines]))
+            plain(lambda: " | ".join([f"{state}; {clock(bars.tasks[0].time_remaining)} left", *lines]))
 
         with repeating(update, 1.0):
             yield
@@ -186,24 +184,24 @@ def ended_line(item: CellStatus, result: Result | None, columns: Mapping[str, Co
 
 def running_line(item: CellStatus) -> list[str]:
     """Row, seed, and where known step, loss, speed and time left of a running cell."""
-    p, who = item.progress, [item.row, f"seed {item.seed}"]
+    p, labels = item.progress, [item.row, f"seed {item.seed}"]
     if not p:
-        return [*who, "starting"]
+        return [*labels, "starting"]
     if str(p.get("phase") or "").startswith("eval") or p.get("step") == p.get("steps"):
-        return [*who, "evaluating"]
+        return [*labels, "evaluating"]
     if p.get("phase") == "compile":
-        return [*who, "compiling"]
+        return [*labels, "compiling"]
     loss = [f"loss {float(p['loss']):.3f}"] if p.get("loss") is not None else []
     speed = [f"{count(int(p['tokens_per_second']))} tok/s"] if p.get("tokens_per_second") else []
-    return [*who, f"{p.get('step', 0)}/{p.get('steps', '?')}", *loss, *speed, clock(p.get("eta_seconds"))]
+    return [*labels, f"{p.get('step', 0)}/{p.get('steps', '?')}", *loss, *speed, clock(p.get("eta_seconds"))]
 
 
 @contextmanager
 def run_display(progress: Callable[[], dict[str, Any] | None], console: Console) -> Iterator[None]:
     """Show a bar for one run, fed by its progress."""
-    about, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
+    name, state_text = TextColumn("{task.description}"), TextColumn("{task.fields[shown]}")
     plain, began = PlainLines(console), time.time()
-    with _bars(console, about, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn()) as bars:
+    with _bars(console, name, BarColumn(), MofNCompleteColumn(), state_text, TimeElapsedColumn()) as bars:
         bar = bars.add_task("starting", total=None, shown="")
 
         def update() -> None:

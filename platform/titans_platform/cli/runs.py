@@ -48,13 +48,13 @@ def list_runs(state: str | None, study: str | None, root: Path, as_json: bool) -
     """
     matching = [run for run in _runs(root) if state in (None, run["state"])]
     if study is not None:
-        begins = f"{study}-"
-        matching = [run for run in matching if any(f"{of}-".startswith(begins) for of in run["studies"])]
+        prefix = f"{study}-"
+        matching = [run for run in matching if any(f"{name}-".startswith(prefix) for name in run["studies"])]
     if as_json:
         return echo_json(matching)
     for run in matching:
-        about = f"{run['variant']:<16} {run['steps']:>7,} {_mb(run['bytes']):>11}  {' '.join(run['studies'])}"
-        click.echo(f"{run['name']}  {run['state']:<11} {about}".rstrip())
+        line = "{name}  {state:<11} {variant:<16} {steps:>7,} {size:>11}  {labels}"
+        click.echo(line.format(**run, size=_mb(run["bytes"]), labels=" ".join(run["studies"])).rstrip())
     size = _mb(sum(run["bytes"] for run in matching))
     click.echo(f"{len(matching)} runs, {size} under {root / 'cells'}", err=True)
 

@@ -111,10 +111,10 @@ def list_studies(root: Path, as_json: bool) -> None:
     click.echo("The paper's tables and figures:")
     for item in items:
         click.echo("\n".join(item.lines()))
-    own = [each for each in studies if each[1].name == EXPERIMENT]
-    for heading, shown in (("Studies", [each for each in studies if each not in own]), ("experiments/", own)):
-        click.echo(f"\n{heading}:" if shown else "", nl=bool(shown))
-        for study, path in shown:
+    for heading, experiment in (("Studies", False), ("experiments/", True)):
+        listed = [(study, path) for study, path in studies if (path.name == EXPERIMENT) is experiment]
+        click.echo(f"\n{heading}:" if listed else "", nl=bool(listed))
+        for study, path in listed:
             click.echo(f"{study.name}: {study.description}")
             rows = len(study.rows_at(next(iter(study.scales))))
             click.echo(f"  scales {', '.join(study.scales)}; {rows} rows; {path}")
@@ -148,8 +148,8 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     for row in file.rows_of(scale):
         console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
         for key, expected in row.expected.items():
-            way = "better" if expected.better else "worse"
-            console.print(f"    {key} should be {way}. {expected.because}", markup=False)
+            direction = "better" if expected.better else "worse"
+            console.print(f"    {key} should be {direction}. {expected.because}", markup=False)
     for name, axis in file.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():

@@ -153,7 +153,7 @@ class Cluster(Frozen, ABC):
     def status(self) -> dict[str, Any]:
         """Return its `state`, and what is known of its `nodes` and `jobs`."""
         with self.connected() as jobs:
-            return {"state": "up", "where": self.where(), **jobs.about()}
+            return {"state": "up", "where": self.where(), **jobs.describe()}
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class Jobs(ABC):
         """Connect for the duration of the block."""
         yield self
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Status of the cluster: its jobs, and for some kinds its nodes."""
         return {"jobs": [asdict(job) for job in self.list()]}
 

@@ -148,7 +148,7 @@ class Nodes(Cluster):
             while True:
                 # the dashboard serves some endpoints before this one
                 with suppress(ClusterError):
-                    if sum(node["alive"] for node in self.jobs().about()["nodes"]) >= count:
+                    if sum(node["alive"] for node in self.jobs().describe()["nodes"]) >= count:
                         return
                 for number, process in enumerate(self.require_up()["processes"]):
                     if find(process) is None:

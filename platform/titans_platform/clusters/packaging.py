@@ -173,9 +173,9 @@ def put_code(folder: Path) -> None:
     if (tree := checkout()) is not None:
         with tempfile.TemporaryDirectory() as built:
             command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", built]
-            done = subprocess.run(command, cwd=tree, capture_output=True, text=True)
-            if done.returncode:
-                cause = (done.stderr.strip() or "hatchling failed").splitlines()[-1]
+            completed = subprocess.run(command, cwd=tree, capture_output=True, text=True)
+            if completed.returncode:
+                cause = (completed.stderr.strip() or "hatchling failed").splitlines()[-1]
                 fix = "pip install -e '.[dev]' brings hatchling"
                 raise UsageError(f"the project's wheel cannot be built: {cause}; {fix}")
             for wheel in Path(built).glob("*.whl"):

@@ -161,12 +161,12 @@ class RayJobs(Jobs):
         line = f"ray job stop --address {shlex.quote(self.address)} {shlex.quote(job_id)}"
         return [Step(line, lambda: self.client.stop_job(job_id))]
 
-    def about(self) -> dict[str, Any]:
+    def describe(self) -> dict[str, Any]:
         """Version, nodes and jobs."""
         version = self._get("/api/version")["ray_version"]
         nodes = self._get("/api/v0/nodes")["data"]["result"]["result"]
         described = sorted((_node(node) for node in nodes), key=lambda node: (not node["head"], node["id"]))
-        return {"ray_version": version, "nodes": described, **super().about()}
+        return {"ray_version": version, "nodes": described, **super().describe()}
 
     def _get(self, path: str) -> Any:
         try:
@@ -234,8 +234,7 @@ def _node(node: Mapping[str, Any]) -> dict[str, Any]:
 def _runtime_env(job: Job, folder: str) -> dict[str, Any]:
     env: dict[str, Any] = {"working_dir": folder, "env_vars": dict(job.env)}
     if job.pip:
-        locked = "-c ${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + CONSTRAINTS
-        env["pip"] = [locked, *packaging.requirements()]
+        env["pip"] = ["-c ${RAY_RUNTIME_ENV_CREATE_WORKING_DIR}/" + CONSTRAINTS, *packaging.requirements()]
     return env
 
 

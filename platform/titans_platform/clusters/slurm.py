@@ -94,8 +94,8 @@ class SlurmJobs(Jobs):
             raise UsageError(f"{self.cluster}.yaml.token.env: nodes read the token as a file; give `file`")
         token, ended = configured.path if configured else at / "token", shlex.quote(str(at / "exit"))
         code, wheel = at / "code", f"<{packaging.DISTRIBUTION} wheel>"
-        own = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{code}:{at / 'files'}"}
-        exports = {**job.env, **token_variables(token), **own}
+        variables = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{code}:{at / 'files'}"}
+        exports = {**job.env, **token_variables(token), **variables}
         script = render(JOB, spec=self.spec, at=at, exports=exports)
         unpack = f"python -m zipfile --extract {wheel} {shlex.quote(str(code))}"
         return [

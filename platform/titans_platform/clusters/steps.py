@@ -79,8 +79,8 @@ def token_variables(path: Path | str) -> dict[str, str]:
 
 def clean_environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return our environment without the variables in _UNSET, with ``more``, in which `$PATH` is expanded."""
-    ours = {key: value for key, value in os.environ.items() if key not in _UNSET}
-    return ours | {key: os.path.expandvars(value) for key, value in (more or {}).items()}
+    inherited = {key: value for key, value in os.environ.items() if key not in _UNSET}
+    return inherited | {key: os.path.expandvars(value) for key, value in (more or {}).items()}
 
 
 def free_ports(count: int) -> list[int]:
@@ -169,14 +169,14 @@ def _output(argv: Sequence[str], stdin: str) -> str:
     """Run a command and return its stdout. Raises ClusterError."""
     options: dict[str, Any] = {"env": clean_environment(), "input": stdin or None}
     try:
-        done = subprocess.run(argv, capture_output=True, text=True, **options)
+        completed = subprocess.run(argv, capture_output=True, text=True, **options)
     except FileNotFoundError:
         raise ClusterError(f"{argv[0]}: not installed here; install it, or use another machine") from None
-    if done.returncode:
-        printed = (done.stderr or done.stdout).strip().splitlines()
-        cause = printed[-1] if printed else f"exit code {done.returncode}"
+    if completed.returncode:
+        printed = (completed.stderr or completed.stdout).strip().splitlines()
+        cause = printed[-1] if printed else f"exit code {completed.returncode}"
         raise ClusterError(f"{shlex.join(argv[:3])}: {cause}")
-    return done.stdout
+    return completed.stdout
 
 
 def new_token(path: Path) -> Step:

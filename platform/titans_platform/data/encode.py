@@ -57,24 +57,24 @@ def encode_documents(
 
     ``several``: the documents are one part of a source whose parts share one split threshold.
     """
-    left = config.max_tokens
+    remaining = config.max_tokens
     documents = (document for document in documents if document.text.strip())
     fraction = config.validation_fraction
     placed = _by_hash(documents, fraction, seed) if several else split_documents(documents, fraction, seed)
     room = None
     for document, validation, first, ids in _tokenise(placed, tokenizer):
         if first:
-            room = None if left is None else math.ceil(left * document.share)
+            room = None if remaining is None else math.ceil(remaining * document.share)
             ids = np.concatenate([np.array([tokenizer.bos], np.uint32), ids])
         tokens = ids[:room]
         loss = np.arange(len(tokens)) >= first
         done = document.done
-        if config.max_tokens is not None and left is not None and room is not None:
-            left, room = left - len(tokens), room - len(tokens)
-            done = max(done or 0.0, 1 - left / config.max_tokens)
+        if config.max_tokens is not None and remaining is not None and room is not None:
+            remaining, room = remaining - len(tokens), room - len(tokens)
+            done = max(done or 0.0, 1 - remaining / config.max_tokens)
         if len(tokens):
             yield Encoded(tokens, loss, validation, None, done, first)
-        if left == 0:
+        if remaining == 0:
             return
 
 
@@ -145,13 +145,13 @@ def _tokenise(placed: Placed, tokenizer: Tokenizer) -> Iterator[tuple[Document, 
 
 def _groups(pieces: Iterable[Piece]) -> Iterator[list[Piece]]:
     """Yield lists of pieces of at least GROUP_CHARACTERS characters."""
-    group, held = [], 0
+    group, characters = [], 0
     for piece in pieces:
         group.append(piece)
-        held += len(piece[3])
-        if held >= GROUP_CHARACTERS:
+        characters += len(piece[3])
+        if characters >= GROUP_CHARACTERS:
             yield group
-            group, held = [], 0
+            group, characters = [], 0
     if group:
         yield group
 
@@ -190,10 +190,10 @@ def generate_items(
     names = [json.dumps([task.task, task.options], sort_keys=True) for task in config.tasks]
     cycle = interleave([task.weight for task in config.tasks])
     length, rows = data.item_tokens(config), config.rows or 0
-    for i, which in zip(range(rows), itertools.cycle(cycle), strict=False):
+    for i, task in zip(range(rows), itertools.cycle(cycle), strict=False):
         # from strings: the same on every machine, and independent of the other tasks of the source
-        with within(f"{field}.tasks.{which}"):
-            item = tasks[which].item(random.Random(f"{data.seed}/{names[which]}/{i}"), length, tokenizer)
+        with within(f"{field}.tasks.{task}"):
+            item = tasks[task].item(random.Random(f"{data.seed}/{names[task]}/{i}"), length, tokenizer)
         tokens, answers = encode_item(item, tokenizer, length)
         yield Encoded(np.asarray(tokens), np.asarray(answers, np.bool_), False, item.hash, (i + 1) / rows)
 

@@ -84,8 +84,7 @@ def text_source(data: DataConfig, i: int, store: Path) -> TextSource:
 def make_part(job: PartJob, progress: PrepareProgress | None = None) -> Manifest:
     """Tokenise one part, or the whole source, in the store. Raises UsageError."""
     data, source = job.data, job.data.sources[job.source]
-    held_out = {"validation_fraction": source.held_out}
-    config = source.model_copy(update=held_out | {"max_tokens": job.limit})
+    config = source.model_copy(update={"validation_fraction": source.held_out, "max_tokens": job.limit})
     tokenizer = kept_tokenizer(job.store, job.tokenizer)
     origin: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "revision": job.plan.revision}
     origin["source"] = source.model_dump(mode="json", exclude_defaults=True)
@@ -164,27 +163,27 @@ def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
 
 def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manifest]:
     """Return the parts of the source by folder; the last is cut again if it exceeds ``limit``."""
-    chosen, left = {}, job.limit
+    chosen, remaining = {}, job.limit
     for number in range(len(job.plan.parts)):
         part, manifest = replace(job, number=number), finished.get(number)
-        if left == 0 or manifest is None:
+        if remaining == 0 or manifest is None:
             shutil.rmtree(job.store / part.folder, ignore_errors=True)
             continue
-        if left is not None and manifest.tokens > left:
-            manifest = make_part(replace(part, limit=left))
+        if remaining is not None and manifest.tokens > remaining:
+            manifest = make_part(replace(part, limit=remaining))
         chosen[f"{number:05d}"] = manifest
-        left = None if left is None else left - manifest.tokens
+        remaining = None if remaining is None else remaining - manifest.tokens
     return chosen
 
 
 def _joined(parts: dict[str, Manifest]) -> Manifest:
     """Join the manifests of all parts."""
 
-    def split(which: str) -> SplitInfo:
-        infos = {name: getattr(manifest, which) for name, manifest in parts.items()}
+    def split(split_name: str) -> SplitInfo:
+        infos = {name: getattr(manifest, split_name) for name, manifest in parts.items()}
         sums = {key: sum(getattr(x, key) for x in infos.values()) for key in ("documents", "tokens")}
-        held = ((name, shard) for name, info in infos.items() for shard in info.shards)
-        shards = [shard.model_copy(update={"file": f"{name}/{shard.file}"}) for name, shard in held]
+        named_shards = ((name, shard) for name, info in infos.items() for shard in info.shards)
+        shards = [shard.model_copy(update={"file": f"{name}/{shard.file}"}) for name, shard in named_shards]
         largest = max(info.shard_tokens for info in infos.values())
         return SplitInfo(**sums, shard_tokens=largest, shards=tuple(shards))
 
@@ -197,8 +196,8 @@ def _joined(parts: dict[str, Manifest]) -> Manifest:
 def _replacing(folder: Path) -> Iterator[Path]:
     """Open a temporary folder that replaces ``folder`` on success; the caller holds the lock."""
     # left by a dead process, or by one still running on a lost node, which must not write into this one
-    for left in folder.parent.glob(f"{folder.name}.*partial"):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in folder.parent.glob(f"{folder.name}.*partial"):
+        shutil.rmtree(leftover, ignore_errors=True)
     partial = folder.with_name(f"{folder.name}.{secrets.token_hex(4)}.partial")
     partial.mkdir(parents=True)
     try:

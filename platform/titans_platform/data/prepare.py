@@ -68,8 +68,8 @@ class PreparedData:
         row = f"no row of {config.sequence_length} + 1"
         for i, source in enumerate(sources):
             if source.weight and not len(source.train):
-                few = f"{source.manifest.train.tokens} training tokens make {row}"
-                raise UsageError(f"data.sources.{i}: {few}; lower data.sequence_length or give it more text")
+                cause = f"data.sources.{i}: {source.manifest.train.tokens} training tokens make {row}"
+                raise UsageError(f"{cause}; lower data.sequence_length or give it more text")
 
     @property
     def fingerprint(self) -> str:
@@ -100,10 +100,10 @@ class PreparedData:
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""
         if not any(len(source.validation) for source in self.sources):
-            have = sum(source.manifest.validation.tokens for source in self.sources)
-            none = f"{have} validation tokens make no row of {self.config.sequence_length} + 1"
+            available = sum(source.manifest.validation.tokens for source in self.sources)
+            cause = f"{available} validation tokens make no row of {self.config.sequence_length} + 1"
             fix = "raise a text source's validation_fraction or documents, or lower data.sequence_length"
-            raise UsageError(f"data.sources: {none}; {fix}")
+            raise UsageError(f"data.sources: {cause}; {fix}")
         return validation_batches(self.sources, batch_size)
 
 

@@ -105,12 +105,12 @@ class SplitWriter:
 
     def add(self, tokens: NDArray[np.integer], loss: BoolArray, first: bool = True) -> None:
         """Append one document: its ids, bos first, and which of them count as targets."""
-        starts, done = (np.arange(len(tokens)) == 0) & first, 0
-        while done < len(tokens):
-            n = min(len(tokens) - done, self.shard_tokens - self._filled)
+        starts, offset = (np.arange(len(tokens)) == 0) & first, 0
+        while offset < len(tokens):
+            n = min(len(tokens) - offset, self.shard_tokens - self._filled)
             for buffer, values in zip(self._buffer, (tokens, starts, loss), strict=True):
-                buffer[self._filled : self._filled + n] = values[done : done + n]
-            done, self._filled = done + n, self._filled + n
+                buffer[self._filled : self._filled + n] = values[offset : offset + n]
+            offset, self._filled = offset + n, self._filled + n
             if self._filled == self.shard_tokens:
                 self._flush()
         self.documents += first
@@ -120,8 +120,8 @@ class SplitWriter:
         """Flush the last shard. Returns the split's entry for the manifest."""
         if self._filled:
             self._flush()
-        held = {"documents": self.documents, "tokens": self.tokens, "shard_tokens": self.shard_tokens}
-        return SplitInfo(**held, shards=tuple(self._shards))
+        totals = {"documents": self.documents, "tokens": self.tokens, "shard_tokens": self.shard_tokens}
+        return SplitInfo(**totals, shards=tuple(self._shards))
 
     def _flush(self) -> None:
         tokens, starts, loss = (values[: self._filled] for values in self._buffer)

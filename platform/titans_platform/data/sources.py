@@ -256,9 +256,9 @@ class RecordSource(TextSource):
         except Exception as error:  # decompression, Arrow, JSON, HTTP and file systems have no common base
             raise UsageError(f"{self.field}: {name} cannot be read: {one_line(error, 160)}") from error
 
-    def texts(self, what: str, records: Iterable[Any]) -> Iterator[str]:
+    def texts(self, name: str, records: Iterable[Any]) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
-        text_field, where, others, known = self.source.text_field, f"{self.field}.text_field", None, False
+        text_field, field, others, known = self.source.text_field, f"{self.field}.text_field", None, False
         for number, record in enumerate(records):
             text = record.get(text_field) if isinstance(record, dict) else record
             known |= not isinstance(record, dict) or text_field in record
@@ -267,10 +267,10 @@ class RecordSource(TextSource):
                 break
             text = text.decode("utf-8") if isinstance(text, bytes) else text
             if text is not None and not isinstance(text, str):
-                raise UsageError(f"{where}: {text_field} of {what} is not text")
+                raise UsageError(f"{field}: {text_field} of {name} is not text")
             yield plain(text or "")
         if others is not None and not known:
-            raise UsageError(f"{where}: {what} has no field {text_field}; it has {', '.join(others)}")
+            raise UsageError(f"{field}: {name} has no field {text_field}; it has {', '.join(others)}")
 
 
 class File(NamedTuple):
@@ -383,12 +383,12 @@ class FilesSource(RecordSource):
         few = len(files) < PART_DOCUMENTS and all(kind_of(Path(f.name)) in (".txt", ".py") for f in files)
         if few or sum(file.bytes for file in files) < 2 * PART_BYTES or (limit or PART_TOKENS) < PART_TOKENS:
             return WHOLE
-        parts, first, held = [], 0, 0
+        parts, first, size = [], 0, 0
         for end, file in enumerate(files, start=1):
-            held += file.bytes
-            if held >= PART_BYTES or end == len(files):
+            size += file.bytes
+            if size >= PART_BYTES or end == len(files):
                 parts.append([first, end])
-                first, held = end, 0
+                first, size = end, 0
         return SourcePlan(parts) if len(parts) > 1 else WHOLE
 
     def documents(self, part: Part | None = None, revision: str | None = None) -> Iterator[Document]:

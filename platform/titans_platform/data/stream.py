@@ -76,12 +76,12 @@ class Batch(NamedTuple):
     """bool [B, T]: predicting tokens[b, t+1] counts."""
 
 
-def gather(sources: Sequence[SourceRows], validation: bool, which: Integers, rows: Integers) -> Batch:
+def gather(sources: Sequence[SourceRows], validation: bool, source_ids: Integers, rows: Integers) -> Batch:
     """Collect the rows of a batch, each given by source and row number in that source."""
     shape = len(rows), sources[0].length + 1
     tokens = np.full(shape, sources[0].pad, np.int64)
     starts, loss = np.zeros(shape, np.bool_), np.zeros(shape, np.bool_)
-    for i, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
+    for i, (s, row) in enumerate(zip(source_ids.tolist(), rows.tolist(), strict=True)):
         source = sources[s]
         span = (source.validation if validation else source.train).row(row)
         inside = slice(len(span.tokens))  # the padding after a task item has no loss
@@ -111,8 +111,8 @@ class RowStream:
 
     def batch(self, step: int) -> Batch:
         """Return this worker's rows of the global batch of ``step`` (0-based)."""
-        which, rows = self.drawn(step)
-        return gather(self.sources, False, which[self.mine], rows[self.mine])
+        source_ids, rows = self.drawn(step)
+        return gather(self.sources, False, source_ids[self.mine], rows[self.mine])
 
     def sources_of(self, step: int) -> Integers:
         """[B] the source of each row of the global batch."""
@@ -124,13 +124,13 @@ class RowStream:
         # otherwise a worker, or a micro-batch, could see only one source
         samples = samples[shuffled(self.batch_size, f"{self.seed}/batch/{step}")]
         cycle, place = np.divmod(samples, len(self._cycle))
-        which = self._cycle[place]
-        drawn = cycle * self._per_cycle[which] + self._turn[place]
+        source_ids = self._cycle[place]
+        drawn = cycle * self._per_cycle[source_ids] + self._turn[place]
         rows = np.empty_like(drawn)
-        for s in np.unique(which).tolist():
-            of_source, order = which == s, self._orders[s]
+        for s in np.unique(source_ids).tolist():
+            of_source, order = source_ids == s, self._orders[s]
             rows[of_source] = order.at(drawn[of_source])
-        return which, rows
+        return source_ids, rows
 
 
 def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterator[Batch]:
@@ -140,11 +140,11 @@ def validation_batches(sources: Sequence[SourceRows], batch_size: int) -> Iterat
     """
     counts = np.array([len(source.validation) for source in sources])
     order, ends = shuffled(int(counts.sum()), "validation"), counts.cumsum()
-    which = np.searchsorted(ends, order, side="right")
-    rows = order - (ends - counts)[which]
+    source_ids = np.searchsorted(ends, order, side="right")
+    rows = order - (ends - counts)[source_ids]
     for first in range(0, len(rows), batch_size):
         part = slice(first, first + batch_size)
-        yield gather(sources, True, which[part], rows[part])
+        yield gather(sources, True, source_ids[part], rows[part])
 
 
 class StreamBatch(NamedTuple):
@@ -197,9 +197,9 @@ class RowTable:
 def document_starts(split: Split) -> Integers:
     """Offset of each document in the split; reads one bit per token."""
     starts = [np.zeros(1, np.int64)]
-    for number, (begin, held) in enumerate(zip(split.begins.tolist(), split.held.tolist(), strict=True)):
-        bits = np.unpackbits(split.shard(number).starts, count=held, bitorder="little")
-        starts.append(np.flatnonzero(bits) + begin)
+    for number, (offset, tokens) in enumerate(zip(split.begins.tolist(), split.held.tolist(), strict=True)):
+        bits = np.unpackbits(split.shard(number).starts, count=tokens, bitorder="little")
+        starts.append(np.flatnonzero(bits) + offset)
     return np.unique(np.concatenate(starts))
 
 
@@ -237,14 +237,14 @@ class Streams:
             streams = np.flatnonzero(self.source == i)
             count = groups * len(streams)
             if not count:
-                none = f"{source.weight:g} gives the source none of the {batch_size} streams"
-                raise UsageError(f"data.sources.{i}.weight: {none}; raise it, or optim.global_batch_size")
+                cause = f"{source.weight:g} gives the source none of the {batch_size} streams"
+                raise UsageError(f"data.sources.{i}.weight: {cause}; raise it, or optim.global_batch_size")
             table = self.tables[i] = RowTable.of(source, width)
             each = len(table) // count // table.unit * table.unit
             if not each:
-                few = f"{len(table)} rows of {width} tokens cannot be divided among {count} streams"
+                cause = f"{len(table)} rows of {width} tokens cannot be divided among {count} streams"
                 fix = "give it more text, or lower optim.global_batch_size or optim.stream_groups"
-                raise UsageError(f"data.sources.{i}: {few}; {fix}")
+                raise UsageError(f"data.sources.{i}: {cause}; {fix}")
             base = int(uniform(1, f"{cfg.seed}/{i}/streams")[0] * len(table)) // table.unit * table.unit
             self.begin[:, streams] = base + each * np.arange(count).reshape(groups, -1)
             # each stream reads a shard of its own
@@ -272,10 +272,10 @@ class Streams:
 
     def batch(self, step: int) -> StreamBatch:
         """Return this worker's rows of ``step`` (0-based)."""
-        which, rows, resets = (x[self.mine] for x in (self.source, self.rows(step), self.resets(step)))
+        source_ids, rows, resets = (x[self.mine] for x in (self.source, self.rows(step), self.resets(step)))
         tokens = np.full((len(rows), self.width + 1), self.sources[0].pad, np.int64)
         loss = np.zeros((len(rows), self.width), np.bool_)
-        for b, (s, row) in enumerate(zip(which.tolist(), rows.tolist(), strict=True)):
+        for b, (s, row) in enumerate(zip(source_ids.tolist(), rows.tolist(), strict=True)):
             table, split = self.tables[s], self.sources[s].train
             first, length = int(table.first[row]), int(table.length[row])
             span = split.read(first, first + length + 1)

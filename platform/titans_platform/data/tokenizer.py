@@ -273,9 +273,9 @@ def write_tokenizer(tokenizer: Tokenizer, folder: Path) -> Path:
     model.post_processor = TemplateProcessing(single=f"{start} $A", special_tokens=[(start, tokenizer.bos)])
     path = folder / "tokenizer.json"
     model.save(str(path))
-    about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    about |= {"bos_token": start, "eos_token": start, "pad_token": pad, "split_special_tokens": True}
-    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    settings |= {"bos_token": start, "eos_token": start, "pad_token": pad, "split_special_tokens": True}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     return path
 
 

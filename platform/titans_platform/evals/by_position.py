@@ -62,17 +62,17 @@ class ByPosition:
     @cached_property
     def best_window(self) -> str | None:
         """The window with the lowest loss beyond the first row; None without windows."""
-        windows = [way for way in self.losses if way.startswith(WINDOW)]
-        return min(windows, key=lambda way: self.loss(way)[0], default=None)
+        windows = [mode for mode in self.losses if mode.startswith(WINDOW)]
+        return min(windows, key=lambda mode: self.loss(mode)[0], default=None)
 
     @property
     def shown(self) -> list[str]:
         """The computed ones of carried, fresh and the best window."""
-        return [way for way in (CARRIED, FRESH, self.best_window) if way is not None and way in self.losses]
+        return [mode for mode in (CARRIED, FRESH, self.best_window or "") if mode in self.losses]
 
-    def loss(self, way: str, first: int = 0, last: int | None = None) -> tuple[float, float]:
+    def loss(self, mode: str, first: int = 0, last: int | None = None) -> tuple[float, float]:
         """Mean nats a token at positions ``first`` (0: beyond the first row) to ``last``, and its s.e."""
-        return self._mean(self.losses[way], first, last)
+        return self._mean(self.losses[mode], first, last)
 
     def gain(self, first: int = 0, last: int | None = None) -> tuple[float, float]:
         """Fresh minus carried loss, and the standard error of the paired difference."""
@@ -117,7 +117,7 @@ def ratio(sums_K: Floats, counts_K: Floats) -> tuple[float, float]:
 
 
 def read_by_position(
-    scorer: Scorer, texts: Sequence[LongText], row: int, ways: Sequence[str] = (CARRIED, FRESH),
+    scorer: Scorer, texts: Sequence[LongText], row: int, modes: Sequence[str] = (CARRIED, FRESH),
     windows: Sequence[int] = WINDOWS,
 ) -> ByPosition:  # fmt: skip
     """Losses of texts of equal length, computed in these ways and with these windows.
@@ -128,12 +128,12 @@ def read_by_position(
     """
     length = len(texts[0].counts)
     # the rows that each way reads before each row; None: all
-    before: dict[str, int | None] = {way: None if way == CARRIED else 0 for way in ways}
+    before: dict[str, int | None] = {mode: None if mode == CARRIED else 0 for mode in modes}
     before |= {f"{WINDOW}-{w}": w for w in dict.fromkeys(windows) if w < length // row - 1}
     at_once = scorer.parallel_rows(length)
     batches = [texts[i : i + at_once] for i in range(0, len(texts), at_once)]
     measured = measure_distributed(batches, _Reader(scorer, row, at_once, before))
-    losses = {way: np.concatenate([batch[way] for batch in measured]) for way in before}
+    losses = {mode: np.concatenate([batch[mode] for batch in measured]) for mode in before}
     return ByPosition(row, np.stack([text.counts for text in texts]), losses)
 
 
@@ -150,7 +150,7 @@ class _Reader:
 
     def __call__(self, texts: Sequence[LongText]) -> dict[str, Floats]:
         tokens_BL = torch.from_numpy(np.stack([text.tokens for text in texts])).to(self.scorer.device)
-        return {way: self._read(tokens_BL, rows).numpy() for way, rows in self.before.items()}
+        return {mode: self._read(tokens_BL, rows).numpy() for mode, rows in self.before.items()}
 
     def _read(self, tokens_BL: Tensor, before: int | None) -> Tensor:
         """[B, L] losses, each row on the state after the ``before`` rows before it."""
@@ -192,7 +192,7 @@ class LongText(NamedTuple):
 
 def longest_text(prepared: Any) -> int:
     """Tokens of the longest stretch of held-out text, without its last target."""
-    return max((held - 1 for _, held in _held_out(prepared)), default=0)
+    return max((tokens - 1 for _, tokens in _held_out(prepared)), default=0)
 
 
 def _held_out(prepared: Any) -> list[tuple[Any, int]]:
@@ -214,7 +214,7 @@ def long_texts(
     """
     row = prepared.config.sequence_length
     length, splits = rows * row, _held_out(prepared)
-    fit = np.array([max(0, held - 1) // length for _, held in splits], np.int64)
+    fit = np.array([max(0, tokens - 1) // length for _, tokens in splits], np.int64)
     if not fit.sum():
         longest = longest_text(prepared)
         less = f"ask for at most {longest // row} rows or " if longest >= 2 * row else ""
@@ -222,15 +222,15 @@ def long_texts(
             f"{field}: {rows} training rows of {row} tokens make {length:,} tokens, and the longest held-out "
             f"text has {max(0, longest):,}; {less}{remedy}"
         )
-    wanted = min(int(fit.sum()), max(2, budget // length))
-    drawn = np.searchsorted(fit.cumsum(), np.arange(wanted) * int(fit.sum()) // wanted, side="right")
+    count = min(int(fit.sum()), max(2, budget // length))
+    drawn = np.searchsorted(fit.cumsum(), np.arange(count) * int(fit.sum()) // count, side="right")
     texts = []
-    for (split, held), share in zip(splits, np.bincount(drawn, minlength=len(fit)), strict=True):
+    for (split, tokens), share in zip(splits, np.bincount(drawn, minlength=len(fit)), strict=True):
         for i in range(share):
-            each = (held - 1) // int(share)
-            first = i * each
+            stride = (tokens - 1) // int(share)
+            first = i * stride
             # the next document's start, if there is one within the room
-            first += int(split.read(first, first + min(each - length, SEARCH) + 1).starts.argmax())
+            first += int(split.read(first, first + min(stride - length, SEARCH) + 1).starts.argmax())
             span = split.read(first, first + length + 1)
             texts.append(LongText(span.tokens.astype(np.int64), np.array(span.loss[1:])))
     return texts

@@ -134,8 +134,8 @@ class LmEval(Task):
             named = ((key.partition(",")[0], x) for key, x in reversed(output["results"][name].items()))
             numbers = {key: float(x) for key, x in named if isinstance(x, int | float)}
             if metric not in numbers:
-                have = ", ".join(sorted(numbers))
-                raise UsageError(f"options.metric: {name} has no {metric}; it has {have}")
+                known = ", ".join(sorted(numbers))
+                raise UsageError(f"options.metric: {name} has no {metric}; it has {known}")
             values.append(numbers[metric])
             errors.append(numbers.get(f"{metric}_stderr", 0.0))
         documents = sum(count["effective"] for count in output["n-samples"].values())

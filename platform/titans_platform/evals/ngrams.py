@@ -57,11 +57,12 @@ class NGrams:
         history = np.zeros_like(tokens)
         for n in range(order):
             pairs = history * (vocab_size + 1) + tokens[:, n:]
-            keys, which = np.unique(pairs, return_inverse=True)
-            counts = np.bincount(which.ravel(), predicted[:, n:].ravel())
-            of = keys // (vocab_size + 1)
-            self._levels.append((keys, counts, np.bincount(of, counts), np.bincount(of, counts > 0)))
-            history = which.reshape(pairs.shape)[:, :-1]
+            keys, index = np.unique(pairs, return_inverse=True)
+            counts = np.bincount(index.ravel(), predicted[:, n:].ravel())
+            histories = keys // (vocab_size + 1)
+            totals, types = (np.bincount(histories, weights) for weights in (counts, counts > 0))
+            self._levels.append((keys, counts, totals, types))
+            history = index.reshape(pairs.shape)[:, :-1]
 
     def probabilities(self, tokens: NDArray[np.int64], order: int) -> NDArray[np.float64]:
         """Probability [R, W] of each token of rows [R, W + 1] but the first."""

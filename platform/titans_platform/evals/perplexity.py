@@ -71,8 +71,8 @@ def validation_batches(context: Context) -> Iterator[Any]:
     A budget of less than one pass is read in one of its own size.
     """
     budget, length = context.config.perplexity_tokens, context.length
-    rows, wanted = context.scorer.rows(length), math.ceil(budget / length)
-    for batch in islice(context.prepared.validation(min(rows, wanted)), None if wanted > rows else 1):
+    rows, needed = context.scorer.rows(length), math.ceil(budget / length)
+    for batch in islice(context.prepared.validation(min(rows, needed)), None if needed > rows else 1):
         yield batch
         budget -= int(batch.loss[:, :length].sum())
         if budget <= 0:
@@ -81,9 +81,9 @@ def validation_batches(context: Context) -> Iterator[Any]:
 
 def _rows(context: Context, batch: Any) -> list[tuple[float, int]]:
     """Return the negative log-likelihood (nats) of each row, and how many tokens of it count."""
-    length, have = context.length, batch.tokens.shape[1] - 1
-    if have < length:
-        raise UsageError(f"lengths: validation rows have {have} tokens, perplexity needs {length}")
+    length, available = context.length, batch.tokens.shape[1] - 1
+    if available < length:
+        raise UsageError(f"lengths: validation rows have {available} tokens, perplexity needs {length}")
     tokens, counts_BT = batch.tokens[:, : length + 1], batch.loss[:, :length]
     logits_BTV, rows = context.scorer.logits(tokens[:, :-1], batch.starts[:, :length]), []
     targets_BT = tokens[:, 1:].to(logits_BTV.device)

@@ -47,15 +47,15 @@ def measure_distributed(batches: Iterable[Batch], measure: Callable[[Batch], Res
         TitansError: another rank failed; an error of this rank is raised unchanged.
     """
     rank, workers = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    batches, own, total = iter(batches), [], 0
+    batches, local, total = iter(batches), [], 0
     error: Exception | None = None
     try:
         while group := list(islice(batches, workers)):
             total += len(group)
-            own.append(measure(group[min(rank, len(group) - 1)]))
+            local.append(measure(group[min(rank, len(group) - 1)]))
     except Exception as raised:
         error = raised
-    gathered = _gather(own, error)
+    gathered = _gather(local, error)
     return [gathered[i % workers][i // workers] for i in range(total)]
 
 
@@ -73,8 +73,8 @@ def _gather(outcome: Any, error: Exception | None) -> list[Any]:
     """Return every rank's ``outcome``. Raises on all ranks if one has an error, else others would hang."""
     outcomes: list[Any] = [(outcome, error and str(error))]
     if dist.is_initialized():
-        own, outcomes = outcomes[0], [None] * dist.get_world_size()
-        dist.all_gather_object(outcomes, own)
+        local, outcomes = outcomes[0], [None] * dist.get_world_size()
+        dist.all_gather_object(outcomes, local)
     if error:
         raise error
     for rank, (_, reason) in enumerate(outcomes):

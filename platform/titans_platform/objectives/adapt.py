@@ -83,8 +83,8 @@ class Adapting(NextToken):
         if layers != config.num_hidden_layers:
             raise UsageError(f"model.n_layers: {layers}, but {folder} has {config.num_hidden_layers}")
         adapted: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, local_files_only=True)
-        if (own := adapted.source_hash()) != (given := self.options.weights):
-            raise UsageError(f"objective.options.weights: {given}, but the model in {folder} has {own}")
+        if (actual := adapted.source_hash()) != (expected := self.options.weights):
+            raise UsageError(f"objective.options.weights: {expected}, but the model in {folder} has {actual}")
         adapted.renew_memories()
         return trained(adapted)
 

@@ -135,8 +135,8 @@ class Objective(ABC, Generic[D]):
                 with within(f"eval.columns.{column}.{i}"):
                     task = build_task(config)
                     if task.data_kind != self.data_kind:
-                        has = f"objective {kind} has {self.data_kind}"
-                        raise UsageError(f"task: {task.name} is measured on {task.data_kind}; {has}")
+                        expected = f"objective {kind} has {self.data_kind}"
+                        raise UsageError(f"task: {task.name} is measured on {task.data_kind}; {expected}")
                     for multiple in config.lengths:
                         task.check(self, row_length(multiple, self.cfg.data.sequence_length), data)
 

@@ -55,9 +55,9 @@ class Items(NamedTuple):
     sequences: list[str]
     labels: list[str]
 
-    def take(self, which: NDArray[np.bool_]) -> Items:
+    def take(self, mask: NDArray[np.bool_]) -> Items:
         """Return the items at which the mask ``which`` [N] is True."""
-        index = np.flatnonzero(which)
+        index = np.flatnonzero(mask)
         return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
 
 
@@ -108,7 +108,7 @@ class LabelledData:
 
     def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches of a worker."""
-        make = lambda step, which: self.batch("train", which, step >= self.pretrain_steps)  # noqa: E731
+        make = lambda step, indices: self.batch("train", indices, step >= self.pretrain_steps)  # noqa: E731
         return ItemStream(len(self.labels["train"]), cfg, rank, world_size, make)
 
     def batches(self, part: str, items: int, rows: int) -> Iterator[Labelled]:
@@ -117,11 +117,11 @@ class LabelledData:
         for i in range(0, len(order), rows):
             yield self.batch(part, order[i : i + rows])
 
-    def batch(self, part: str, which: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
+    def batch(self, part: str, indices: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
         """Return the items ``which`` of a split as one padded batch."""
-        rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in which]
+        rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in indices]
         tokens = pad_sequence([torch.from_numpy(row) for row in rows], True, self.tokenizer.pad)
-        labels, lengths = torch.from_numpy(self.labels[part][which]), torch.tensor([len(row) for row in rows])
+        labels, lengths = torch.from_numpy(self.labels[part][indices]), torch.tensor([*map(len, rows)])
         return Labelled(tokens, lengths, labels if labelled else torch.full_like(labels, UNLABELLED))
 
 
@@ -151,8 +151,7 @@ def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
 def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Items:
     """Load a split of a Hub dataset, or of a folder that `datasets` can load. Raises UsageError."""
     option = "objective.options.dataset"
-    source = HubSource(SourceConfig(kind="hub", dataset=name, split=split), option, cache)
-    with source.opened() as records:
+    with HubSource(SourceConfig(kind="hub", dataset=name, split=split), option, cache).opened() as records:
         pairs = [tuple(record.get(field) for field in fields) for record in records]
     return _checked(*map(list, zip(*pairs, strict=True)), where=f"{option}: {name} ({split})")
 
@@ -297,8 +296,8 @@ class Classification(Objective[LabelledData]):
         options, cfg = self.options, self.cfg
         reject_data(self.cfg, ("sources",), f"reads {OPTIONS}.path")
         if options.pretrain_steps >= (steps := cfg.optim.steps):
-            left = f"all {steps} of optim.steps; leave some for the classes"
-            raise UsageError(f"{OPTIONS}.pretrain_steps: {left}")
+            cause = f"all {steps} of optim.steps; leave some for the classes"
+            raise UsageError(f"{OPTIONS}.pretrain_steps: {cause}")
         check_vocabulary(self.cfg, self.tokenizer())
         if data is not None and (n := len(data.classes)) != options.classes:
             present = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
@@ -314,12 +313,12 @@ class Classification(Objective[LabelledData]):
         else:
             train, validation, test = (self._file(name) for name in ("path", "validation_path", "test_path"))
             assert train is not None
-        left = 1.0
+        remaining = 1.0
         if test is None:
             train, test = divide(train, options.test_fraction, seed)
-            left -= options.test_fraction
+            remaining -= options.test_fraction
         if validation is None:
-            train, validation = divide(train, options.validation_fraction / left, seed)
+            train, validation = divide(train, options.validation_fraction / remaining, seed)
         return dict(zip(PARTS, (train, validation, test), strict=True))
 
     def _file(self, option: str) -> Items | None:
@@ -364,8 +363,7 @@ class LabelledTask(Task):
     def measure(self, context: Context) -> Measurement:
         """Return the mean over `config.items` items of the split."""
         data: LabelledData = context.prepared
-        rows = context.scorer.rows(context.length)
-        batches = data.batches(self.options.part, context.config.items, rows)
+        batches = data.batches(self.options.part, context.config.items, context.scorer.rows(context.length))
         measured = measure_distributed(batches, partial(self._values, context, self.guess(data.shares)))
         values, guesses = (torch.cat(parts) for parts in zip(*measured, strict=True))
         stderr = values.std(correction=0).item() / math.sqrt(len(values))

@@ -161,8 +161,8 @@ class SeriesData:
             raise UsageError(f"data.sequence_length: {short}; lower it, or objective.options.horizon")
         if validation < horizon or 0 < test < horizon:
             name = "split" if split else "validation_fraction"
-            few = "test" if validation >= horizon else "validation"
-            short = f"{getattr(self.parts, few)} {few} steps make no horizon of {horizon}"
+            part = "test" if validation >= horizon else "validation"
+            short = f"{getattr(self.parts, part)} {part} steps make no horizon of {horizon}"
             raise UsageError(f"objective.options.{name}: {short}; raise it")
         train = table.values_NC[:training]
         # a constant channel has zero standard deviation
@@ -172,7 +172,7 @@ class SeriesData:
 
     def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches of a worker."""
-        make = lambda step, which: self.cut(which, self.length)  # noqa: E731
+        make = lambda step, indices: self.cut(indices, self.length)  # noqa: E731
         return ItemStream(self.windows, cfg, rank, world_size, make)
 
     def held_out(
@@ -228,9 +228,9 @@ class Regression(Objective[SeriesData]):
             kind = FORECASTERS.find(options.forecaster, FORECASTER)
         except ValueError as error:
             raise UsageError(str(error)) from None
-        own = validate(kind.Options, options.forecaster_options, at)
+        parsed = validate(kind.Options, options.forecaster_options, at)
         try:
-            return kind(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), own)
+            return kind(model, Window(self.cfg.data.sequence_length, options.horizon, options.width), parsed)
         except ValueError as error:
             # the message starts with the field
             known = str(error).partition(":")[0] in kind.Options.model_fields
@@ -327,8 +327,8 @@ class SeriesError(Task):
         batches = data.held_out(context.length, context.config.items, rows, part)
         measured = measure_distributed(batches, partial(self._errors, context))
         errors, guesses = (torch.cat(parts).double() for parts in zip(*measured, strict=True))
-        apart = min(len(errors), getattr(data.parts, part) // data.horizon)
-        stderr = errors.std(correction=0).item() / math.sqrt(apart)
+        independent = min(len(errors), getattr(data.parts, part) // data.horizon)
+        stderr = errors.std(correction=0).item() / math.sqrt(independent)
         return Measurement(errors.mean().item(), stderr, guesses.mean().item(), len(errors))
 
     def _errors(self, context: Context, batch: Windows) -> tuple[Tensor, Tensor]:

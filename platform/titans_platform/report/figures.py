@@ -70,8 +70,8 @@ def rows_side_by_side(data: FigureData) -> Iterator[Picture]:
         return
     panels = []
     for key, column in columns.items():
-        of = {"rows": data.rows, "key": key, "column": column, "chance": chance.get(key)}
-        panels.append(panel(column.heading, plot.dots, comparable=shared, **of))
+        options = {"rows": data.rows, "key": key, "column": column, "chance": chance.get(key)}
+        panels.append(panel(column.heading, plot.dots, comparable=shared, **options))
     caption = "Large dot and bar: mean and one standard deviation over seeds; small dots: single seeds; "
     caption += "dotted line: chance."
     if any(row.paper.get(key) is not None for row in data.rows for key in columns):
@@ -106,11 +106,11 @@ def heat_maps(data: FigureData) -> Iterator[Picture]:
 
 
 def heat_panel(
-    name: str, at: Mapping[Any, float | str], across: Dimension, down: Dimension, **of: Any
+    name: str, at: Mapping[Any, float | str], across: Dimension, down: Dimension, **options: Any
 ) -> Draw:
     """Return a panel of a heat map, with the mean or the text of each (x, y)."""
     tiles = [[at.get((x, y), "") for x in across.values] for y in down.values]
-    return panel(name, plot.heat, across.title, down.title, tiles=tiles, across=across, down=down, **of)
+    return panel(name, plot.heat, across.title, down.title, tiles=tiles, across=across, down=down, **options)
 
 
 def against_a_field(data: FigureData) -> Iterator[Picture]:
@@ -194,9 +194,9 @@ def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
     # each bucket at its centre on a logarithmic scale
     buckets = {math.sqrt(first * last): (first, last) for first, last in result.buckets()}
     lines = []
-    for way in result.shown:
-        label, colour, marker = LOOKS[way.partition("-")[0]]
-        points = {x: (result.loss(way, *bucket)[0],) for x, bucket in buckets.items()}
+    for mode in result.shown:
+        label, colour, marker = LOOKS[mode.partition("-")[0]]
+        points = {x: (result.loss(mode, *bucket)[0],) for x, bucket in buckets.items()}
         lines.append(Line(label, points, colour, marker, spread=False))
     gain = Line("gain", {x: (result.gain(*bucket)[0],) for x, bucket in buckets.items() if x > result.row})
     panels = [
@@ -267,8 +267,8 @@ def groups_of(data: FigureData, axes: Sequence[Dimension]) -> list[tuple[str, li
     """Group the rows by their values on these axes; reference rows are left out."""
     groups = []
     for values in itertools.product(*(axis.values for axis in axes)):
-        wanted = dict(zip((axis.key for axis in axes), values, strict=True))
-        rows = [row for row in data.rows if not row.reference and wanted.items() <= dict(row.axes).items()]
+        selected = dict(zip((axis.key for axis in axes), values, strict=True))
+        rows = [row for row in data.rows if not row.reference and selected.items() <= dict(row.axes).items()]
         if rows:
             # a number after the title of its axis
             pairs = zip(axes, values, strict=True)

@@ -186,8 +186,8 @@ def shades(inspected: Inspected) -> list[dict[str, Any]]:
     """Return the quantities to colour tokens by, each as `_shade` has it; the page opens with the first."""
     loss = _shade("loss", "loss of the whole model in nats", inspected.loss)
     if inspected.gain is not None:
-        brings = "nats by which memory and kept tokens lower the loss that the window alone has"
-        return [_shade("gain", brings, inspected.gain), loss]
+        gain = "nats by which memory and kept tokens lower the loss that the window alone has"
+        return [_shade("gain", gain, inspected.gain), loss]
     surprise = torch.cat([trace.surprise for trace in inspected.traces], 1).mean(1)
     error = "squared error of the memory's prediction before the token is written, mean over heads"
     lost = "share of the surprise that the memory at the end of the text no longer has"
@@ -195,7 +195,7 @@ def shades(inspected: Inspected) -> list[dict[str, Any]]:
     return [*memory, loss]
 
 
-def _shade(key: str, about: str, values: Tensor) -> dict[str, Any]:
+def _shade(key: str, caption: str, values: Tensor) -> dict[str, Any]:
     """Scale values from the 2nd to the 98th percentile, at most Tukey's outer fence.
 
     A burst of large values thus leaves no other token pale. ``strength`` is each token's colour, 0 to 1,
@@ -205,13 +205,13 @@ def _shade(key: str, about: str, values: Tensor) -> dict[str, Any]:
     quantiles = [float(known.quantile(q)) for q in (0.02, 0.25, 0.75, 0.98)] if len(known) else [0.0] * 4
     low, first, third, high = quantiles
     if third > first and high > (fence := third + 3 * (third - first)):
-        high, about = fence, f"{about}; the strongest colour: {rounded(fence)} and above"
+        high, caption = fence, f"{caption}; the strongest colour: {rounded(fence)} and above"
     if 0 < FAR_APART * low < high:
-        strength, about = (values / low).log() / math.log(high / low), f"{about}; logarithmic scale"
+        strength, caption = (values / low).log() / math.log(high / low), f"{caption}; logarithmic scale"
     else:
         strength = (values - low) / max(high - low, 1e-12)
     shown = [round(x, 2) for x in strength.clamp(0, 1).nan_to_num().tolist()]
-    return {"key": key, "about": about, "strength": shown, "ends": (rounded(low), rounded(high))}
+    return {"key": key, "about": caption, "strength": shown, "ends": (rounded(low), rounded(high))}
 
 
 def rounded(value: float) -> str:

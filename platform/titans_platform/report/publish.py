@@ -350,9 +350,9 @@ def terminal(report: StudyReport, width: int = 80) -> RenderableType:
 def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
     """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
     grids = _fitting(report, list(report.table.columns), width)
-    says = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
-    of = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"
-    return Group("", f"{report.table.run.study.name}, {of}: {says}", *grids)
+    note = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
+    progress = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"
+    return Group("", f"{report.table.run.study.name}, {progress}: {note}", *grids)
 
 
 def _further(section: Section) -> RenderableType:

@@ -157,13 +157,13 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
         lines.insert(0, f"{substitutes}: {order}.")
     for row in table.rows:
         for key, expected in row.row.expected.items():
-            way = "better" if expected.better else "worse"
+            direction = "better" if expected.better else "worse"
             # a scale may have fewer columns than the study
             if column := table.columns.get(key):
-                lines.append(f"Expected: {row.row.name}, {column.title}: {way}. {expected.because}")
+                lines.append(f"Expected: {row.row.name}, {column.title}: {direction}. {expected.because}")
     if table.floors != table.chance:
-        what = "Floor: n-grams of the text trained on, the best heuristic of a generated task, or chance."
-        lines.append(f"{what} In parentheses: not better than the floor; such a number counts in no verdict.")
+        note = "Floor: n-grams of the text trained on, the best heuristic of a generated task, or chance."
+        lines.append(f"{note} In parentheses: not better than the floor; such a number counts in no verdict.")
     if table.side_by_side and table.timed:
         timed = ", ".join(table.columns[key].title for key in table.timed)
         lines.append(f"{timed}: timed while other cells ran on the same machine.")

@@ -167,9 +167,9 @@ class Table:
     @property
     def command(self) -> str:
         """The command that reproduces the table."""
-        of, seeds = self.run, ",".join(map(str, self.seeds))
-        changed = "".join(f" --set {shlex.quote(override)}" for override in of.overrides)
-        return f"titans sweep run {of.study.name} --scale {of.scale_name} --seeds {seeds}{changed}"
+        run, seeds = self.run, ",".join(map(str, self.seeds))
+        changed = "".join(f" --set {shlex.quote(override)}" for override in run.overrides)
+        return f"titans sweep run {run.study.name} --scale {run.scale_name} --seeds {seeds}{changed}"
 
     @property
     def timed(self) -> list[str]:
@@ -363,12 +363,12 @@ def compare(table: Table) -> list[Comparison]:
         sign, base = 1 if column.higher_is_better else -1, by_seed(first, key, column.factor)
         for row in table.rows:
             expected = row.row.expected.get(key)
-            wanted = row is not first and (expected or not row.row.reference)
-            if wanted and (ours := difference(by_seed(row, key, column.factor), base, sign)):
+            compared = row is not first and (expected or not row.row.reference)
+            if compared and (ours := difference(by_seed(row, key, column.factor), base, sign)):
                 paper, reference = row.entries[key].paper, first.entries[key].paper
-                theirs = None if paper is None or reference is None else sign * (paper - reference)
+                paper_difference = None if paper is None or reference is None else sign * (paper - reference)
                 comparisons.append(Comparison(
-                    row.row.name, key, first.row.name, theirs, ours, expected,
+                    row.row.name, key, first.row.name, paper_difference, ours, expected,
                     above_floor=first.entries[key].above_floor and row.entries[key].above_floor,
                     same_rate=bool(table.run.scale.tuned) or row.rates == first.rates,
                 ))  # fmt: skip
@@ -381,13 +381,13 @@ def by_seed(row: TableRow, key: str, factor: float = 1.0) -> dict[int, float]:
     Cells of one line at other points of the axes may measure the same column: the value is their mean.
     """
     measured = ((result.cell, result.columns.get(key)) for result in row.results)
-    done: dict[str | None, float] = {name: value for name, value in measured if finite(value)}
-    wanted: dict[int, list[str | None]] = {}
+    values: dict[str | None, float] = {name: value for name, value in measured if finite(value)}
+    cells: dict[int, list[str | None]] = {}
     for cell in row.cells:
-        if key in cell.config.eval.columns or cell.name in done:
-            wanted.setdefault(cell.seed, []).append(cell.name)
-    complete = {seed: names for seed, names in wanted.items() if all(name in done for name in names)}
-    return {seed: factor * statistics.fmean(done[n] for n in names) for seed, names in complete.items()}
+        if key in cell.config.eval.columns or cell.name in values:
+            cells.setdefault(cell.seed, []).append(cell.name)
+    complete = {seed: names for seed, names in cells.items() if all(name in values for name in names)}
+    return {seed: factor * statistics.fmean(values[n] for n in names) for seed, names in complete.items()}
 
 
 def difference(ours: Mapping[int, float], base: Mapping[int, float], sign: int = 1) -> Difference | None:

@@ -295,26 +295,26 @@ def check_batch(cfg: RunConfig, resources: Resources) -> None:
 def _check_memory(cfg: RunConfig, resources: Resources, machine: Machine) -> None:
     """Raise UsageError if a worker needs more memory than the GPU, or its share of this machine, has."""
     gpu = machine.gpu if resources.gpus_per_worker else None
-    have = machine_memory() // resources.max_workers
+    available = machine_memory() // resources.max_workers
     if gpu:
-        have = int(gpu.memory * 2**30 * min(1, resources.gpus_per_worker))
+        available = int(gpu.memory * 2**30 * min(1, resources.gpus_per_worker))
     needed = needed_memory(cfg, resources)
-    if (total := sum(needed.values())) <= have:
+    if (total := sum(needed.values())) <= available:
         return
     rows, parts = rows_at_once(cfg, resources)
     # the first one at which the sum is too large
-    field = list(needed)[sum(total <= have for total in accumulate(needed.values()))]
-    of = f"{sizes(cfg)['parameters']:,} parameters and {-(-rows * cfg.row_tokens // parts):,} tokens at once"
+    field = list(needed)[sum(total <= available for total in accumulate(needed.values()))]
+    parameters, tokens = sizes(cfg)["parameters"], -(-rows * cfg.row_tokens // parts)
     shares = ", ".join(f"{name} {size / 2**30:,.1f}" for name, size in needed.items() if size)
-    about, where, fix = "at least", "a worker here has", "make it smaller, or train on a cluster"
+    bound, where, fix = "at least", "a worker here has", "make it smaller, or train on a cluster"
     if gpu and field != "model":
-        own = needed["optim.micro_batch_size"] + needed["data.sequence_length"]
-        field, about, where = "optim.micro_batch_size", "about", f"a GPU ({gpu.name}) has"
-        room = own - (total - have)
-        fewer = next((n for n in range(rows - 1, 0, -1) if rows % n == 0 and n * own <= rows * room), None)
+        cost = needed["optim.micro_batch_size"] + needed["data.sequence_length"]
+        field, bound, where = "optim.micro_batch_size", "about", f"a GPU ({gpu.name}) has"
+        room = cost - (total - available)
+        fewer = next((n for n in range(rows - 1, 0, -1) if rows % n == 0 and n * cost <= rows * room), None)
         fix = f"{rows} is too large; give {fewer}" if fewer else "use a larger GPU, or optim.parallel: fsdp"
         fix += "" if cfg.optim.recompute is True else ", or set optim.recompute: true"
     raise UsageError(
-        f"{field}: {of} take {about} {total / 2**30:,.1f} GiB to train ({shares}), {where} "
-        f"{have / 2**30:,.1f} GiB; {fix}"
+        f"{field}: {parameters:,} parameters and {tokens:,} tokens at once take {bound} "
+        f"{total / 2**30:,.1f} GiB to train ({shares}), {where} {available / 2**30:,.1f} GiB; {fix}"
     )

@@ -89,10 +89,10 @@ def _fit(spec: RunSpec) -> Any:
     failures = FailureConfig(max_failures=MAX_FAILURES)
     # in the main thread Train would install its own handler for Ctrl-C
     elsewhere = several and threading.current_thread() is threading.main_thread()
-    begun_at, failure = -1, None
+    last_start, failure = -1, None
     # a run of weeks may lose workers any number of times
-    while (step := checkpoint.last_step(spec.folder.path / CHECKPOINTS)) > begun_at:
-        begun_at = step
+    while (step := checkpoint.last_step(spec.folder.path / CHECKPOINTS)) > last_start:
+        last_start = step
         trainer = TorchTrainer(
             run_worker,
             train_loop_config={"spec": spec},
@@ -253,10 +253,10 @@ class Worker:
         """Evaluate these columns. Collective: every worker gets the same values."""
         config = self.cfg.eval.model_copy(update={"columns": columns})
         length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
-        of = {"device": trainer.device, "precision": precision}
+        options = {"device": trainer.device, "precision": precision}
         if floors:
-            of["ngrams"] = partial(count_text, self.data, self.cfg)
-        return evaluate(trainer.model, self.data, config, length, **of)
+            options["ngrams"] = partial(count_text, self.data, self.cfg)
+        return evaluate(trainer.model, self.data, config, length, **options)
 
     def _validation_loss(self, trainer: Trainer) -> float:
         """Return the loss on held-out rows."""

@@ -265,8 +265,8 @@ class RunFolder:
     def why_restarted(self, commit: str) -> str | None:
         """Return why `begin` deletes the checkpoints of an interrupted run; None if it keeps them."""
         before, step = self.commit(), self.record().get("progress", {}).get("step")
-        begun = step and self.state() in ("interrupted", "failed") and (self.path / CHECKPOINTS).exists()
-        if before in (None, commit) or not begun:
+        resumable = step and self.state() in ("interrupted", "failed") and (self.path / CHECKPOINTS).exists()
+        if before in (None, commit) or not resumable:
             return None
         return f"restarts from step 0; to keep its {step:,} steps, check out commit {text.commit(before)}"
 

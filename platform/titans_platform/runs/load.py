@@ -220,12 +220,12 @@ def checkpoint_of_shorter(spec: RunSpec, shorter: RunFolder) -> Start:
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig) -> str | None:
     """Return None if the steps of another run may count for this one, else the reason."""
-    own, theirs = (
+    this, other = (
         flatten(c.model_dump(mode="json", exclude={"optim": set(SCHEDULE), "eval": {"every"}} | NOT_TRAINED))
         for c in (spec.config, cfg)
     )
-    if other := next((key for key in sorted(own | theirs) if own.get(key) != theirs.get(key)), None):
-        return f"its {other} is {theirs.get(other)}, this run's {own.get(other)}"
+    if key := next((key for key in sorted(this | other) if this.get(key) != other.get(key)), None):
+        return f"its {key} is {other.get(key)}, this run's {this.get(key)}"
     if spec.config.eval.at == "best" or spec.config.eval.patience:
         return "its best checkpoint (eval.at, eval.patience) may be one that this run would not have written"
     # an equal name means equal data, evaluation and number of workers

@@ -226,8 +226,8 @@ def _shortage(resources: Resources, machine: Machine) -> str:
     """Return the message for a lack of resources: what a run takes, what there is, and what is missing."""
     cpus, gpus = resources.max_workers * resources.cpus_per_worker, resources.gpus
     spread = f" on {resources.max_workers} workers" if resources.several else ""
-    need, have = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
-    text = f"resources: a run takes {need}{spread}, there are {have}"
+    needed, available = _amount(cpus, gpus), _amount(machine.cpus, machine.gpus if gpus else 0)
+    text = f"resources: a run takes {needed}{spread}, there are {available}"
     if lack := _amount(max(0, cpus - machine.cpus), max(0, gpus - machine.gpus)):
         return f"{text}: {lack} missing"
     if machine.workers(resources) < resources.max_workers:

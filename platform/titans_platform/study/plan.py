@@ -270,8 +270,8 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
     each = [timed.get(c.row, mean) * (c.config.tokens + eval_tokens(c.config) / 3) for c in todo]
-    of = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
-    return wall_seconds(each, study.concurrency), f"optimiser steps of {of} timed now"
+    names = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
+    return wall_seconds(each, study.concurrency), f"optimiser steps of {names} timed now"
 
 
 def eval_tokens(config: RunConfig) -> float:

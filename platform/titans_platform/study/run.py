@@ -102,8 +102,8 @@ def tune_sampler(search: Search, mode: str, known: Sequence[dict[str, Any]]) -> 
     seed, startup = search.seed + len(known), min(8, search.trials)
     sampler = optuna.samplers.TPESampler(seed=seed, n_startup_trials=startup)
     space = {
-        key: CategoricalDistribution(of.choices) if of.choices else FloatDistribution(*of.ends(), log=of.log)
-        for key, of in search.space.items()
+        key: CategoricalDistribution(p.choices) if p.choices else FloatDistribution(*p.ends(), log=p.log)
+        for key, p in search.space.items()
     }
     points = [dict(params) for params in known[: search.trials] if params.keys() == space.keys()]
     return OptunaSearch(space, metric="value", mode=mode, sampler=sampler, points_to_evaluate=points)

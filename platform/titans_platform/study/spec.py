@@ -321,11 +321,11 @@ def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValu
     return row.model_copy(update=changed | ({"line": " ".join(line)} if line != words else {}))
 
 
-def pick(name: str, known: Iterable[str], what: str, where: str) -> str:
+def pick(name: str, known: Iterable[str], kind: str, where: str) -> str:
     """Return the known name that equals ``name`` but for case. Raises UsageError with the nearest one."""
     folded = {item.casefold(): item for item in known}
     if name.casefold() not in folded:
-        raise UsageError(f"{where}: no {what} {name!r}; {nearest(name, folded.values())}")
+        raise UsageError(f"{where}: no {kind} {name!r}; {nearest(name, folded.values())}")
     return folded[name.casefold()]
 
 

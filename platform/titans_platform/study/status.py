@@ -133,7 +133,7 @@ class PaperItem:
         head = f"{' and '.join(self.names)}: {self.title}"
         if self.study is None:
             return [head, f"  study {self.printed[0].study} does not exist yet"]
-        ran = {name: f"{name} ({done} of {of} cells done)" for name, (done, of) in self.ran.items() if of}
+        ran = {name: f"{name} ({done} of {n} cells done)" for name, (done, n) in self.ran.items() if n}
         scales = ", ".join(ran.get(name, name) for name in self.study.scales)
         return [head, f"  study {self.study.name}; scales {scales}"]
 
@@ -160,5 +160,5 @@ def overview(root: Path, studies: Mapping[str, Study]) -> list[PaperItem]:
 
 def studies_of_the_paper() -> dict[str, Study]:
     """Load the studies that reproduce a table or figure, by name. Raises UsageError for an invalid file."""
-    wanted = {each.study for each in read_paper().items.values()}
-    return {name: load_study(name) for name in known_studies() if name in wanted}
+    named = {each.study for each in read_paper().items.values()}
+    return {name: load_study(name) for name in known_studies() if name in named}

@@ -183,8 +183,8 @@ class GeneratedTask(Task):
             UsageError: not one unseen item was found.
         """
         config, length, options = context.config, context.length, self.options.model_dump(mode="json")
-        about = {"seed": config.seed, "task": self.name, "options": options, "length": length}
-        rng, misses = random.Random(digest(about)), 0
+        identity = {"seed": config.seed, "task": self.name, "options": options, "length": length}
+        rng, misses = random.Random(digest(identity)), 0
         drawn: set[str] = set()
         while len(drawn) < config.items and misses < PATIENCE:
             item = self.item(rng, length, context.scorer.tokenizer)

@@ -135,19 +135,19 @@ def babi_questions(path: str, kind: str, split: str) -> tuple[Item, ...]:
     return questions
 
 
-def _babi_files(path: Path, wanted: Callable[[Path | str], bool]) -> Iterator[tuple[str, bytes]]:
+def _babi_files(path: Path, accepts: Callable[[Path | str], bool]) -> Iterator[tuple[str, bytes]]:
     """Names and contents of the wanted files in a folder, an archive, or of the single file `path`."""
     if path.is_dir():
-        yield from ((file.name, file.read_bytes()) for file in sorted(path.rglob("*.txt")) if wanted(file))
+        yield from ((file.name, file.read_bytes()) for file in sorted(path.rglob("*.txt")) if accepts(file))
     elif zipfile.is_zipfile(path):
         with zipfile.ZipFile(path) as archive:
-            yield from ((name, archive.read(name)) for name in sorted(archive.namelist()) if wanted(name))
+            yield from ((name, archive.read(name)) for name in sorted(archive.namelist()) if accepts(name))
     elif tarfile.is_tarfile(path):
         with tarfile.open(path) as archive:
             for member in archive:
-                if wanted(member.name) and (file := archive.extractfile(member)) is not None:
+                if accepts(member.name) and (file := archive.extractfile(member)) is not None:
                     yield member.name, file.read()
-    elif wanted(path):
+    elif accepts(path):
         yield path.name, path.read_bytes()
 
 
@@ -195,14 +195,14 @@ class Babilong(Babi):
 
     def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Draw a random question that fits; the book takes the rest of the row."""
-        shown = ""
+        examples = ""
         for _ in range(self.options.shots):
             facts, question, answer = split_question(rng.choice(self._questions()))
-            shown += f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
-        apart = count_tokens(make_item([(shown + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
-        drawn = super().item(rng, length - apart, tokenizer)
+            examples += f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
+        reserved = count_tokens(make_item([(examples + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
+        drawn = super().item(rng, length - reserved, tokenizer)
         earlier = previous_questions(self._questions())[drawn] if self.options.asked == "all" else ()
-        while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - apart:
+        while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - reserved:
             earlier = earlier[1:]
         *hidden, last = _told(drawn, earlier)
         depths, start = sorted(rng.random() for _ in hidden), rng.random()
@@ -218,7 +218,7 @@ class Babilong(Babi):
             book = cycle(text, first, characters) if text else ""
             borders = [0, *(match.end() for match in ENDS.finditer(book))]
             spots = [borders[int(depth * len(borders))] for depth in depths]
-            return make_item([(shown, False), *scatter(book, hidden, spots), *last])
+            return make_item([(examples, False), *scatter(book, hidden, spots), *last])
 
         return fill(build, length, tokenizer) if text else build(0)
 
@@ -274,9 +274,7 @@ def hub_questions(dataset: str, length: str, kind: str, revision: str | None) ->
     except Exception as error:  # errors of HTTP, Arrow, JSON and datasets have no common base class
         reason = f"{type(error).__name__} {one_line(error, 160)}"
         raise UsageError(f"options.path: {dataset}, {length}, {kind} cannot be read: {reason}") from None
-    return tuple(
-        make_item([(text + _asked(asked), False), (f" {said}", True)]) for text, asked, said in triples
-    )
+    return tuple(make_item([(text + _asked(q), False), (f" {a}", True)]) for text, q, a in triples)
 
 
 def split_question(item: Item) -> tuple[list[str], str, str]:

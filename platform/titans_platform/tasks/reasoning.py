@@ -159,7 +159,7 @@ class Reasoning(GeneratedTask):
             None if no story has a question at its end.
         """
         most, best, options = 0, None, self.options
-        wanted = {
+        needed = {
             "one_fact": min(options.people, options.places), "two_facts": min(3, options.things),
             "three_facts": 4, "yes_no": 2, "counting": min(options.people, options.max_count + 1),
         }[options.kind]  # fmt: skip
@@ -168,7 +168,7 @@ class Reasoning(GeneratedTask):
             answers = len({question.answer for question in self._candidates(world)})
             if answers > most:
                 most, best = answers, story
-            if answers >= wanted:
+            if answers >= needed:
                 break
         return best
 

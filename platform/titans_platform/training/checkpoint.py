@@ -271,8 +271,8 @@ def load_model(path: Path, model: nn.Module) -> int:
 def _weights(model: nn.Module, entries: dict[str, Any]) -> dict[str, Any]:
     """Return the model's weights, without the added ones that the checkpoint does not have."""
     added: tuple[str, ...] = getattr(model, "added", ())
-    own = model.state_dict()
-    return {name: own[name] for name in own if f"model.{name}" in entries or not name.startswith(added)}
+    state = model.state_dict()
+    return {name: state[name] for name in state if f"model.{name}" in entries or not name.startswith(added)}
 
 
 def _state(trainer: Trainer) -> dict[str, Any]:
@@ -283,8 +283,8 @@ def _state(trainer: Trainer) -> dict[str, Any]:
     for group, carried in trainer.states.items():
         structure, tensors = flatten_state(carried)
         # each rank writes the state of its own streams
-        own = {"structure": json.dumps(structure), "tensors": tensors}
-        state[f"streams{group or ''}"] = {f"rank{rank()}": own}
+        saved = {"structure": json.dumps(structure), "tensors": tensors}
+        state[f"streams{group or ''}"] = {f"rank{rank()}": saved}
     return state
 
 
@@ -297,12 +297,12 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
         if not (writers := len({key.split(".")[1] for key in entries if key.startswith(f"{name}.")})):
             continue
         # as many shares as were written: each rank reads its own
-        wanted = [number] if writers == readers else range(writers)
+        ranks = [number] if writers == readers else range(writers)
         saved: dict[str, Any] = {}
-        for writer in wanted:
+        for writer in ranks:
             prefix = f"{name}.rank{writer}.tensors."
-            own = {key.removeprefix(prefix): of for key, of in entries.items() if key.startswith(prefix)}
-            tensors = {key: torch.empty(of.size, dtype=of.properties.dtype) for key, of in own.items()}
+            stored = {key.removeprefix(prefix): x for key, x in entries.items() if key.startswith(prefix)}
+            tensors = {key: torch.empty(x.size, dtype=x.properties.dtype) for key, x in stored.items()}
             saved[f"rank{writer}"] = {"structure": "", "tensors": tensors}
         _read({name: saved}, path)
         parts = []
@@ -310,9 +310,9 @@ def _load_streams(path: Path, trainer: Trainer) -> dict[int, ModelState]:
             tensors = {key: x.to(trainer.device) for key, x in part["tensors"].items()}
             parts.append(restore_state(json.loads(part["structure"]), tensors))
         streams = trainer.cfg.global_batch_size
-        order = [stream for writer in wanted for stream in range(writer, streams, writers)]
-        mine = [order.index(stream) for stream in range(number, streams, readers)]
-        states[group] = ModelState.cat(parts).take(mine)
+        order = [stream for writer in ranks for stream in range(writer, streams, writers)]
+        indices = [order.index(stream) for stream in range(number, streams, readers)]
+        states[group] = ModelState.cat(parts).take(indices)
     return states
 
 

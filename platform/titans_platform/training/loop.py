@@ -201,8 +201,8 @@ class Trainer:
 
     def _validated(self, hooks: Hooks) -> float:
         """Return the validation loss, averaged over ranks so that all agree on the best checkpoint."""
-        own = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
-        loss = self._over_workers(own).item()
+        local = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
+        loss = self._over_workers(local).item()
         lowest = self.progress.best_loss
         if hooks.checkpoint_best and (lowest is None or loss < lowest):
             self.progress.best_loss, self.progress.best_step = loss, self.progress.step

@@ -76,11 +76,11 @@ def save_batch(folder: Path, batch: Any, step: int, rank: int, error: Diverged) 
     from safetensors.torch import save_file
 
     path = folder / f"step-{step:08d}-rank{rank}.safetensors"
-    about = {"step": str(step), "error": str(error)}
+    metadata = {"step": str(step), "error": str(error)}
     tensors = {name: part.detach().cpu().contiguous() for name, part in batch._asdict().items()}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        save_file(tensors, path, about)
+        save_file(tensors, path, metadata)
     except OSError as failed:
         return f"its batch could not be saved in {folder}: {failed.strerror}"
     return f"its batch is in {path}"
@@ -101,12 +101,12 @@ def drawn_window(cfg: OptimConfig, seed: int, step: int) -> int | None:
 
 def check_windows(model: nn.Module, cfg: OptimConfig) -> None:
     """Reject windows that the model cannot take. Raises UsageError."""
-    own = longest_window(model)
+    longest = longest_window(model)
     for window in cfg.windows:
-        if own is None:
+        if longest is None:
             raise UsageError("optim.windows: the model has no attention window; set model.attention.window")
         with within("optim.windows", ValueError, ": "), intervene(model, Intervention(window=window)):
             pass
-    if cfg.windows and max(cfg.windows) != own:
-        used = f"the longest is {max(cfg.windows)}, but the model is evaluated with {own}"
+    if cfg.windows and max(cfg.windows) != longest:
+        used = f"the longest is {max(cfg.windows)}, but the model is evaluated with {longest}"
         raise UsageError(f"optim.windows: {used}; add it to the list")
