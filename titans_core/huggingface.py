@@ -86,11 +86,11 @@ class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
     def __init__(self, config: TitansConfig):
         super().__init__(config)
         self.gradient_checkpointing = False
-        about = config.model_config()
-        for name, value in summary(about).items():
+        model_config = config.model_config()
+        for name, value in summary(model_config).items():
             if getattr(config, name) != value:
                 raise ValueError(f"{name}: {getattr(config, name)} contradicts the config's titans: {value}")
-        self.model = LanguageModel(about)
+        self.model = LanguageModel(model_config)
         self.post_init()
 
     @classmethod

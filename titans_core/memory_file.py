@@ -35,9 +35,9 @@ def save_memory(path: Path, reading: Reading, model: Any) -> int:
         ValueError: a block's state holds anything but tensors, numbers, strings, tuples and dicts.
     """
     structure, tensors = flatten_state(reading, "reading")
-    about = {"kind": KIND, "version": VERSION, "model": model_hash(model), "tokens": str(reading.tokens)}
-    about["reading"] = json.dumps(structure)
-    content = as_safetensors(tensors, about | {"checksum": _checksum(about, tensors)})
+    metadata = {"kind": KIND, "version": VERSION, "model": model_hash(model), "tokens": str(reading.tokens)}
+    metadata["reading"] = json.dumps(structure)
+    content = as_safetensors(tensors, metadata | {"checksum": _checksum(metadata, tensors)})
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,18 +57,18 @@ def load_memory(path: Path, model: Any) -> Reading:
     device = str(next(model.parameters()).device)
     try:
         with safe_open(path, "pt", device=device) as file:
-            about = file.metadata() or {}
-            _check(path, about, model)
+            metadata = file.metadata() or {}
+            _check(path, metadata, model)
             # copies: mapped tensors begin at any byte, and alignment may change the last bit of a product
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
-        expected = about.pop("checksum", None)
-        if expected != _checksum(about, tensors) and not (
-            expected is None and about["version"] == NO_CHECKSUM
+        expected = metadata.pop("checksum", None)
+        if expected != _checksum(metadata, tensors) and not (
+            expected is None and metadata["version"] == NO_CHECKSUM
         ):
             raise ValueError(
                 f"{path}: damaged: its checksum does not match; use a copy, or read the text again"
             )
-        return restore_state(json.loads(about["reading"]), tensors)
+        return restore_state(json.loads(metadata["reading"]), tensors)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise ValueError(f"{path}: cannot be read as a memory file: {reason}") from None
@@ -87,9 +87,9 @@ def model_hash(model: Any) -> str:
     return hash_of(config, model.state_dict())
 
 
-def _checksum(about: dict[str, str], tensors: dict[str, Tensor]) -> str:
+def _checksum(metadata: dict[str, str], tensors: dict[str, Tensor]) -> str:
     """Return a hash of everything in a file but the checksum itself."""
-    return hash_of(json.dumps(about, sort_keys=True), dict(sorted(tensors.items())))
+    return hash_of(json.dumps(metadata, sort_keys=True), dict(sorted(tensors.items())))
 
 
 def hash_of(text: str, tensors: Mapping[str, Tensor]) -> str:
@@ -124,18 +124,18 @@ def restore_state(structure: Any, tensors: dict[str, Tensor]) -> Any:
     return _state_class(structure["class"])(**parts) if "class" in structure else parts
 
 
-def _check(path: Path, about: dict[str, str], model: Any) -> None:
-    if about.get("kind") != KIND:
+def _check(path: Path, metadata: dict[str, str], model: Any) -> None:
+    if metadata.get("kind") != KIND:
         raise ValueError(f"{path}: a safetensors file, but not a memory file")
-    if about.get("version") not in (VERSION, NO_CHECKSUM):
+    if metadata.get("version") not in (VERSION, NO_CHECKSUM):
         raise ValueError(
-            f"{path}: written in format {about.get('version')}; this version reads format {VERSION}"
+            f"{path}: written in format {metadata.get('version')}; this version reads format {VERSION}"
         )
-    own = model_hash(model)
-    if about.get("model") != own:
+    expected = model_hash(model)
+    if metadata.get("model") != expected:
         raise ValueError(
-            f"{path}: written by another model ({about.get('model', '')[:12]}; this one is {own[:12]}); "
-            "read the text again with this one"
+            f"{path}: written by another model ({metadata.get('model', '')[:12]}; this one is "
+            f"{expected[:12]}); read the text again with this one"
         )
 
 

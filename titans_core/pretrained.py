@@ -40,10 +40,10 @@ def save_folder(folder: Path, model: LanguageModel, special: Mapping[str, int] |
     if tied:
         del weights[PREFIX + HEAD]
     save_file(weights, folder / WEIGHTS, {"format": "pt"})
-    about = {"model_type": MODEL_TYPE, "architectures": [CLASS], "dtype": dtype}
-    about |= summary(config)
-    about |= {"titans": config.model_dump(mode="json", exclude_defaults=True), **(special or {})}
-    for name, entries in ((CONFIG, about), (GENERATION, {"do_sample": False, **(special or {})})):
+    fields = {"model_type": MODEL_TYPE, "architectures": [CLASS], "dtype": dtype}
+    fields |= summary(config)
+    fields |= {"titans": config.model_dump(mode="json", exclude_defaults=True), **(special or {})}
+    for name, entries in ((CONFIG, fields), (GENERATION, {"do_sample": False, **(special or {})})):
         (folder / name).write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     # safetensors writes a file that only its owner may read
     (folder / WEIGHTS).chmod((folder / CONFIG).stat().st_mode)
@@ -56,8 +56,8 @@ def load_folder(folder: Path) -> LanguageModel:
         ValueError: it is not such a folder; one line.
     """
     try:
-        about = json.loads((folder / CONFIG).read_text("utf-8"))
-        model = LanguageModel(model_config(about))
+        entries = json.loads((folder / CONFIG).read_text("utf-8"))
+        model = LanguageModel(model_config(entries))
         # transformers saves a large model in several files, or under the name of a variant
         whole = folder / WEIGHTS
         files = [whole] if whole.exists() else sorted(folder.glob("model*.safetensors")) or [whole]
@@ -78,12 +78,12 @@ def summary(config: ModelConfig) -> dict[str, int]:
     }  # fmt: skip
 
 
-def model_config(about: Mapping[str, object]) -> ModelConfig:
+def model_config(entries: Mapping[str, object]) -> ModelConfig:
     """Read the model's config from the entries of a config.json. Raises ValueError, KeyError."""
-    if about["model_type"] != MODEL_TYPE:
-        raise ValueError(f"model_type is {about['model_type']}, not {MODEL_TYPE}")
+    if entries["model_type"] != MODEL_TYPE:
+        raise ValueError(f"model_type is {entries['model_type']}, not {MODEL_TYPE}")
     try:
-        return ModelConfig.model_validate_json(json.dumps(about["titans"]))
+        return ModelConfig.model_validate_json(json.dumps(entries["titans"]))
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise ValueError(f"titans.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None

@@ -131,8 +131,8 @@ def attend(
         seen = _seen(score, q.shape[1], limit)
         queries = q.unflatten(2, (G, -1)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # [B, G, R T, E]
         # each head of keys and values of a row is a block: they do not keep the same tokens
-        of = attention(*(x.flatten(0, 1)[None, None] for x in (queries, k, v)), seen.flatten(0, 1))
-        y, level = (x[0, 0].unflatten(0, (-1, G)).unflatten(2, (-1, q.shape[1])) for x in of)
+        attended = attention(*(x.flatten(0, 1)[None, None] for x in (queries, k, v)), seen.flatten(0, 1))
+        y, level = (x[0, 0].unflatten(0, (-1, G)).unflatten(2, (-1, q.shape[1])) for x in attended)
         outputs.append(y.permute(0, 3, 1, 2, 4).flatten(2, 3))
         levels.append(level.permute(0, 3, 1, 2).flatten(2, 3))
         # in the order of the text; their number without asking the device

@@ -106,14 +106,14 @@ class Adapted(RefusesUnknown):
         Raises:
             ValueError: positions are a learned table, and the text is longer.
         """
-        own, start, device = cast(Any, self), call.position, x_BTD.device
+        model, start, device = cast(Any, self), call.position, x_BTD.device
         end = start + x_BTD.shape[1]
         if self.family.rotary:  # the tables of `attention.rotate`
             start, end = 0, min(start, self.options.window + self.options.sinks) + x_BTD.shape[1]
         elif end > self.config.max_position_embeddings:
             most = self.config.max_position_embeddings
             raise ValueError(f"input_ids: {end} tokens; a {self.config.model_type} has positions for {most}")
-        return own.base_model(
+        return model.base_model(
             inputs_embeds=x_BTD, position_ids=torch.arange(start, end, device=device)[None], call=call,
             attention_mask=x_BTD.new_zeros(1, 1, 1, 1),  # four axes: transformers makes no mask of its own
             use_cache=False,
@@ -133,14 +133,14 @@ class Adapted(RefusesUnknown):
         Raises:
             ValueError: an argument has a wrong shape or cannot be honoured; one line.
         """
-        own, past = cast(Any, self), past_key_values
+        model, past = cast(Any, self), past_key_values
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give one of them")
         if not isinstance(past, RaggedState | None):
             raise ValueError(
                 f"past_key_values: a {type(past).__name__}; give a call's output.past_key_values"
             )
-        x_BTD = own.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
+        x_BTD = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
         B, T = x_BTD.shape[:2]
         if past is not None and (rows := len(past.positions())) != B:
             raise ValueError(f"past_key_values: a state of {rows} rows, not {B}; give these rows' own")
@@ -149,14 +149,14 @@ class Adapted(RefusesUnknown):
         order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
         if document_starts(position_ids, None, read_BT, order_BT, past, B, T) is not None:
             raise ValueError("position_ids: packed documents; an adapted model reads one text a row")
-        use_cache = labels is None and not own.training if use_cache is None else use_cache
+        use_cache = labels is None and not model.training if use_cache is None else use_cache
         (features,), state = read_ragged(self._step, 1, front(x_BTD, order_BT), read_BT, past, use_cache)
         if labels is None:
-            logits, loss = own.lm_head(keep(features, logits_to_keep)), None
+            logits, loss = model.lm_head(keep(features, logits_to_keep)), None
         else:
-            logits, size = own.lm_head(features), self.config.vocab_size
+            logits, size = model.lm_head(features), self.config.vocab_size
             labels, count = targets(labels, read_BT, num_items_in_batch)
-            loss = own.loss_function(logits, labels, size, num_items_in_batch=count)
+            loss = model.loss_function(logits, labels, size, num_items_in_batch=count)
             logits = keep(logits, logits_to_keep)
         return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cast(Any, state))
 
@@ -169,10 +169,10 @@ class Adapted(RefusesUnknown):
     @torch.no_grad()
     def nats(self, tokens_BT: Tensor, far: Far = "memory") -> Tensor:
         """[B, T - 1] nats of each token but the first; ``far`` stands for what has left the window."""
-        own = cast(Any, self)
-        features = self.encode(own.get_input_embeddings()(tokens_BT[:, :-1]), Pass(far=far))
+        model = cast(Any, self)
+        features = self.encode(model.get_input_embeddings()(tokens_BT[:, :-1]), Pass(far=far))
         pairs = zip(*(x.split(HEAD_TOKENS, 1) for x in (features, tokens_BT[:, 1:])), strict=True)
-        logits = ((own.lm_head(part).mT.float(), wanted) for part, wanted in pairs)
+        logits = ((model.lm_head(part).mT.float(), target) for part, target in pairs)
         return torch.cat([F.cross_entropy(*pair, reduction="none") for pair in logits], 1)
 
     def read(self, tokens: Sequence[int], start: Reading = EMPTY_READING) -> Reading:
@@ -198,10 +198,10 @@ class Adapted(RefusesUnknown):
 
     def _next(self, tokens_BT: Tensor, state: ModelState | None, last: bool = True) -> SimpleNamespace:
         """Logits after the last token, and the state."""
-        own, features = cast(Any, self), tokens_BT
+        model, features = cast(Any, self), tokens_BT
         for piece in tokens_BT.split(PIECE, 1):
-            (features,), state = self._step(own.get_input_embeddings()(piece), state)
-        return SimpleNamespace(logits=own.lm_head(features[:, -1:]), state=state)
+            (features,), state = self._step(model.get_input_embeddings()(piece), state)
+        return SimpleNamespace(logits=model.lm_head(features[:, -1:]), state=state)
 
     def _prepare_position_ids_for_generation(
         self, inputs_tensor: Tensor, model_kwargs: dict[str, Any]
@@ -254,10 +254,10 @@ def replace_weights(
     """Write the weights saved in ``source`` to ``folder``, file by file: some replaced, some changed."""
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(path, "pt") as file:
-            about, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         tensors |= {name: weights[name].to(x.dtype) for name, x in tensors.items() if name in weights}
         tensors |= {name: (x + deltas[name]).to(x.dtype) for name, x in tensors.items() if name in deltas}
-        save_file(tensors, temporary := folder / f"{path.name}.partial", about)
+        save_file(tensors, temporary := folder / f"{path.name}.partial", metadata)
         os.replace(temporary, folder / path.name)
 
 
@@ -305,8 +305,8 @@ def _classes(name: str, family: Family) -> Any:
         "__module__": __name__,
     }
     config = type(f"Titans{title}Config", (config,), fields | {"model_type": f"titans_{name}"})
-    about = {"config_class": config, "family": family, "__module__": __name__}
-    model = type(f"Titans{title}ForCausalLM", (Adapted, model), about)
+    attributes = {"config_class": config, "family": family, "__module__": __name__}
+    model = type(f"Titans{title}ForCausalLM", (Adapted, model), attributes)
     transformers.AutoConfig.register(f"titans_{name}", config)
     transformers.AutoModelForCausalLM.register(config, model)
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"titans_{name}"] = model.__name__

@@ -53,8 +53,8 @@ class Sessions:
         turns = []
         for path in sorted(self._folder(name).glob("*.memory")):
             with safe_open(path, "pt") as file:
-                about = file.metadata()
-            turns.append(Turn(int(path.stem), int(about["tokens"]), about["checksum"]))
+                metadata = file.metadata()
+            turns.append(Turn(int(path.stem), int(metadata["tokens"]), metadata["checksum"]))
         return turns
 
     def reading(self, name: str) -> Reading:

@@ -78,24 +78,24 @@ class Memories(Model):
             tokens_BT: [B, T + 1], inputs and targets.
             stage: transfer, tune, or what stands for the far tokens (`titans_core.adapt.attention.Far`).
         """
-        own, options = self.adapted, self.adapted.options
-        x_BTD, beyond = own.get_input_embeddings()(tokens_BT[:, :-1]), options.window + options.sinks
+        adapted, options = self.adapted, self.adapted.options
+        x_BTD, beyond = adapted.get_input_embeddings()(tokens_BT[:, :-1]), options.window + options.sinks
         if stage == "transfer":
             with torch.no_grad():
-                own.encode(x_BTD, call := Pass(far="transfer"))
+                adapted.encode(x_BTD, call := Pass(far="transfer"))
             return torch.stack(call.errors).mean(0)
 
         def features(far: Far) -> tuple[Tensor, ...]:
-            switch_lora(own, far == "memory")  # the others are the source's
-            return own.encode(x_BTD, Pass(far=far))[:, beyond:].split(HEAD_TOKENS, 1)
+            switch_lora(adapted, far == "memory")  # the others are the source's
+            return adapted.encode(x_BTD, Pass(far=far))[:, beyond:].split(HEAD_TOKENS, 1)
 
         if stage == "tune":
             with torch.no_grad():
                 taught = features("full")
             parts = zip(features("memory"), taught, strict=True)
-            return torch.cat([_Divergence.apply(*part, own.lm_head) for part in parts], 1).mean(1)
-        switch_lora(own, stage == "memory")
-        return own.nats(tokens_BT, cast(Far, stage))[:, beyond:]
+            return torch.cat([_Divergence.apply(*part, adapted.lm_head) for part in parts], 1).mean(1)
+        switch_lora(adapted, stage == "memory")
+        return adapted.nats(tokens_BT, cast(Far, stage))[:, beyond:]
 
     def weights(self) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         """Weights of the adapted model that are new, and what is added to the source's, by their names."""

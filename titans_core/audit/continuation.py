@@ -69,8 +69,8 @@ def decoding(s: Subject) -> Outcome:
         adapter = s.build()
         x = s.inputs(adapter, length)
         y = s.forward(adapter, x)
-        ways = [[0] + [1] * length, *(s.partitions(length) if prefill else ())]
-        for sizes in ways:
+        splits = [[0] + [1] * length, *(s.partitions(length) if prefill else ())]
+        for sizes in splits:
 
             def decoded_after(layer: Adapter, sizes: list[int] = sizes) -> tuple[float, Example]:
                 assert layer.decode is not None

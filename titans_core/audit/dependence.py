@@ -161,14 +161,14 @@ def short_inputs(s: Subject) -> Outcome:
                 short = s.forward(adapter, row[:, :n], grad=True)
             except Exception:  # reported above
                 continue
-            ours, true = (
+            actual, expected = (
                 torch.autograd.grad(
                     (out[:, :n] * weights[:, :n]).sum(), list(parameters.values()), retain_graph=True,
                     allow_unused=True,
                 )
                 for out in (short, whole)
             )  # fmt: skip
-            for name, p, a, b in zip(parameters, parameters.values(), ours, true, strict=True):
+            for name, p, a, b in zip(parameters, parameters.values(), actual, expected, strict=True):
                 a, b = (torch.zeros_like(p) if grad is None else grad for grad in (a, b))
                 value = float((a - b).abs().max() / (10 * b.abs().max()).clamp(min=1e-6))
                 yield value, Example(n, value, note=f"the gradient of {name} differs")

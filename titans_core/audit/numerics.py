@@ -132,9 +132,9 @@ def state_growth(s: Subject) -> Outcome:
     if adapter.step is None and peaks["in pieces"][1] <= peaks["in pieces"][0]:
         raise NotApplicable("the adapter has no `step`, and the layer keeps nothing")
     doublings = math.log2(STATE_LENGTHS[1] / STATE_LENGTHS[0])
-    grown = {way: math.log2(max(b, 1) / max(a, 1)) / doublings for way, (a, b) in peaks.items() if b}
-    way, exponent = max(grown.items(), key=lambda pair: pair[1])
-    note = f"{peaks[way][1] / s.batch:,.0f} bytes a row after {STATE_LENGTHS[1]} tokens {way}"
+    grown = {mode: math.log2(max(b, 1) / max(a, 1)) / doublings for mode, (a, b) in peaks.items() if b}
+    mode, exponent = max(grown.items(), key=lambda pair: pair[1])
+    note = f"{peaks[mode][1] / s.batch:,.0f} bytes a row after {STATE_LENGTHS[1]} tokens {mode}"
     claim = EXPONENT[adapter.state_grows]
     # of a constant state only the buffer of an open chunk may differ
     limit, example = claim + (0.25 if claim else 0.1), None
@@ -145,9 +145,9 @@ def state_growth(s: Subject) -> Outcome:
 
 def _kept_inside(module: nn.Module) -> int:
     """Bytes of tensors that a layer keeps outside its parameters and buffers."""
-    own = ("_parameters", "_buffers", "_modules")
+    ignored = ("_parameters", "_buffers", "_modules")
     known = {p.untyped_storage().data_ptr() for p in (*module.parameters(), *module.buffers())}
-    values = [value for m in module.modules() for name, value in vars(m).items() if name not in own]
+    values = [value for m in module.modules() for name, value in vars(m).items() if name not in ignored]
     return bytes_kept([t for t in tensors_in(values) if t.untyped_storage().data_ptr() not in known])
 
 

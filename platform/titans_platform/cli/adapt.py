@@ -46,21 +46,21 @@ LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 @click.argument("source")
 @click.argument("out", type=OSPath(file_okay=False, path_type=Path))
 @click.option("--data", metavar="FILE", help="Text to train on: file, folder or glob  [default: the corpus]")
-@click.option("--memory", "kind", type=click.Choice(["delta", "titans"]), default="delta", help="Its kind.")
+@click.option(
+    "--memory", "kind", type=click.Choice(["delta", "titans"]), default="delta", help="Kind of memory."
+)
 @click.option("--window", type=click.IntRange(1), default=256, help="Tokens that attention sees.")
 @click.option("--sinks", type=click.IntRange(0, 64), default=4, help="First tokens that it always sees.")
 @click.option("--layers", metavar="I,J,...", default="all", help="Layers with a memory: all, none, or these.")
-@click.option("--heads", type=click.IntRange(1), default=1, help="Memories of a query head.")
+@click.option("--heads", type=click.IntRange(1), default=1, help="Memories per query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
 @click.option("--kept", type=click.IntRange(0), help=f"Tokens that a layer keeps  [default: {KEPT}]")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
-@click.option("--length", type=click.IntRange(2), default=2048, help="Tokens of a training row.")
-@click.option(
-    "--rows", type=(click.IntRange(1), click.IntRange(1)), default=(48, 60), help="Rows of both runs."
-)
-@click.option("--threads", type=click.IntRange(1), default=1, help="CPU threads.")
-@click.option("--gpus", type=click.IntRange(0, 1), default=0, help="GPUs.")
+@click.option("--length", type=click.IntRange(2), default=2048, help="Tokens per training row.")
+@click.option("--rows", nargs=2, type=click.IntRange(1), default=(48, 60), help="Rows of transfer and tune.")
+@click.option("--threads", type=click.IntRange(1), default=1, help="CPU threads to train with.")
+@click.option("--gpus", type=click.IntRange(0, 1), default=0, help="GPUs to train on.")
 @set_option
 @root_option
 @dry_run_option
@@ -74,9 +74,9 @@ def adapt(
 
     SOURCE is a transformers folder, a Hub name or a GGUF file of the Llama, Qwen2, Qwen3 or GPT-2 family; its
     weights stay as they are. Two runs train the memories: transfer, on the attention of each layer, then
-    tune, on the model's distribution. Their run files are in OUT and may be edited; the same command goes on
-    where it stopped. A copy of tune.yaml with other text, rows, seed or kept tokens, tune-2.yaml, is one more
-    run. After `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
+    tune, on the model's distribution. Their run files are in OUT and may be edited; the same command resumes
+    them. A copy of tune.yaml with other text, rows, seed or kept tokens, named tune-2.yaml, is a further run.
+    After `import titans_core.adapt`, AutoModelForCausalLM.from_pretrained(OUT) loads the model.
 
     \b
     Example:
@@ -263,13 +263,13 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
 
 @click.command()
 @click.argument("folder", metavar="MODEL", type=OSPath(path_type=Path))
-@click.option("--session", metavar="NAME", default="default", help="Session to continue, or to begin.")
-@click.option("--say", metavar="TEXT", help="Say one thing  [default: each line of stdin]")
+@click.option("--session", metavar="NAME", default="default", help="Session to continue or start.")
+@click.option("--say", metavar="TEXT", help="One message  [default: each line of stdin]")
 @click.option("--max-new-tokens", type=click.IntRange(1), default=200, help="Maximum tokens of a reply.")
 @click.option("--temperature", type=click.FloatRange(0), default=0.0, help="0 is greedy.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
 @click.option("--list", "listed", is_flag=True, help="List all sessions, and do nothing else.")
-@click.option("--fork", metavar="NEW", help="Copy the session.")
+@click.option("--fork", metavar="NEW", help="Copy the session to NEW.")
 @click.option("--rollback", type=click.IntRange(0), metavar="TURN", help="Delete the turns after TURN.")
 @click.option("--delete", is_flag=True, help="Delete the session.")
 def chat(

@@ -130,19 +130,19 @@ def _write(
     shape: Shape, x: Tokens, start: Tensor, base: Tensor | None, gates: Gates, kept: Kept, y: Tensor,
     after: Tensor, *, read: bool, keep: bool,
 ) -> None:  # fmt: skip
-    which = shape.path
-    if which == "columns":
+    path = shape.path
+    if path == "columns":
         BV = columns.columns_per_program(shape)
         columns.write(
             shape, BV, x.q, x.k, x.v, start, gates, kept.states, kept.dt, kept.scale, y, after,
             read=read, keep=keep,
         )  # fmt: skip
-    elif which == "resident":
+    elif path == "resident":
         after.copy_(start)
         resident.write(shape, x.k, x.v, after, base, gates, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
     else:
         after.copy_(start)
-        write = stepped.write if which == "stepped" else streamed.write
+        write = stepped.write if path == "stepped" else streamed.write
         write(shape, x.k, x.v, gates, after, base, kept.states, kept.z, kept.dh, kept.dt, kept.scale)
 
 
