@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 STAGES = {"transfer": 3e-3, "tune": 1e-3}
 """Objectives of the runs, in order, and their learning rates."""
-KEPT = 192
+DEFAULT_KEPT = 192
 """Tokens that a layer of a new model keeps."""
 RUN_FILE = Path(__file__).with_name("adapt.yaml")
 LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
@@ -55,7 +55,7 @@ LAYERS: dict[str, list[int | str] | None] = {"all": None, "none": []}
 @click.option("--heads", type=click.IntRange(1), default=1, help="Memories per query head.")
 @click.option("--depth", type=click.IntRange(1), default=2, help="Layers of a titans memory.")
 @click.option("--chunk", type=click.IntRange(1), default=64, help="Chunk of a titans memory.")
-@click.option("--kept", type=click.IntRange(0), help=f"Tokens that a layer keeps  [default: {KEPT}]")
+@click.option("--kept", type=click.IntRange(0), help=f"Tokens that a layer keeps  [default: {DEFAULT_KEPT}]")
 @click.option("--lora", type=click.IntRange(0), default=0, metavar="RANK", help="Tune attention too (LoRA).")
 @click.option("--length", type=click.IntRange(2), default=2048, help="Tokens per training row.")
 @click.option("--rows", nargs=2, type=click.IntRange(1), default=(48, 60), help="Rows of transfer and tune.")
@@ -93,23 +93,24 @@ def adapt(
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
     if layers == "none" and not lora:
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
-    existing = read_json(out / "adapt.json")
+    if saved := read_json(out / "adapt.json") or {}:
+        # an older version may have saved fewer options
+        saved = MemoryOptions().model_dump(mode="json") | saved
     if kept is None:
-        kept = KEPT if existing is None else existing.get("kept", 0)
+        kept = saved.get("kept", DEFAULT_KEPT)
     options = from_options(MemoryOptions, layers=_parse_layers(layers), kept=kept, **memory)
     source = str(Path(source).resolve()) if Path(source).exists() else source
     settings = options.model_dump(mode="json") | {"source": source, "lora": lora, "length": length}
     settings |= {"data": data and str(Path(data).resolve()), "rows": list(rows), "threads": threads}
     console = Console(stderr=as_json)
-    if existing is not None:
-        _check_settings(out, settings, MemoryOptions().model_dump(mode="json") | existing)
+    if saved:
+        _check_settings(out, settings, saved)
         if not dry_run:
             change_kept(out, options.kept)
             write_text(out / "adapt.json", json.dumps(settings, indent=2))
-    temporary = dry_run and existing is None
-    with TemporaryDirectory(prefix="titans-adapt-") if temporary else nullcontext(out) as folder:
+    with TemporaryDirectory(prefix="titans-adapt-") if dry_run and not saved else nullcontext(out) as folder:
         folder = Path(folder)
-        if existing is None:
+        if not saved:
             _convert(source, folder, options, settings)
         if dry_run:
             planned = {stage: _plan(cfg, gpus, console) for stage, cfg in _stages(folder, overrides).items()}
@@ -119,15 +120,15 @@ def adapt(
         echo_json(result)
 
 
-def _check_settings(out: Path, settings: dict[str, Any], existing: dict[str, Any]) -> None:
+def _check_settings(out: Path, settings: dict[str, Any], saved: dict[str, Any]) -> None:
     """Raise UsageError if the model in OUT was converted with other settings.
 
     The number of kept tokens may differ: these have no weights, and run files have the number to train with.
     """
-    for name in (name for name in settings if name != "kept" and existing.get(name) != settings[name]):
+    for name in (name for name in settings if name != "kept" and saved.get(name) != settings[name]):
         option = {"kind": "--memory", "source": "SOURCE"}.get(name, f"--{name}")
         show = _format_layers if name == "layers" else str
-        cause = f"{show(settings[name])}, but {out} was converted with {show(existing.get(name))}"
+        cause = f"{show(settings[name])}, but {out} was converted with {show(saved.get(name))}"
         remedy = "give another folder, or edit rows, text or threads in its run files"
         raise UsageError(f"{option}: {cause}; {remedy}")
 

@@ -57,20 +57,19 @@ def encode_documents(
 
     ``several``: the documents are one part of a source whose parts share one split threshold.
     """
-    remaining = config.max_tokens
+    remaining = budget = config.max_tokens or math.inf
     documents = (document for document in documents if document.text.strip())
     fraction = config.validation_fraction
     placed = _by_hash(documents, fraction, seed) if several else split_documents(documents, fraction, seed)
-    room = None
     for document, validation, first, ids in _tokenise(placed, tokenizer):
         if first:
-            room = None if remaining is None else math.ceil(remaining * document.share)
+            budget = remaining * document.share
             ids = np.concatenate([np.array([tokenizer.bos], np.uint32), ids])
-        tokens = ids[:room]
+        tokens = ids[: math.ceil(min(budget, len(ids)))]
         loss = np.arange(len(tokens)) >= first
         done = document.done
-        if config.max_tokens is not None and remaining is not None and room is not None:
-            remaining, room = remaining - len(tokens), room - len(tokens)
+        remaining, budget = remaining - len(tokens), budget - len(tokens)
+        if config.max_tokens:
             done = max(done or 0.0, 1 - remaining / config.max_tokens)
         if len(tokens):
             yield Encoded(tokens, loss, validation, None, done, first)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import multiprocessing
 import os
 import pickle
@@ -163,16 +164,16 @@ def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
 
 def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manifest]:
     """Return the parts of the source by folder; the last is cut again if it exceeds ``limit``."""
-    chosen, remaining = {}, job.limit
+    chosen, remaining = {}, job.limit or math.inf
     for number in range(len(job.plan.parts)):
         part, manifest = replace(job, number=number), finished.get(number)
         if remaining == 0 or manifest is None:
             shutil.rmtree(job.store / part.folder, ignore_errors=True)
             continue
-        if remaining is not None and manifest.tokens > remaining:
-            manifest = make_part(replace(part, limit=remaining))
+        if manifest.tokens > remaining:
+            manifest = make_part(replace(part, limit=int(remaining)))
         chosen[f"{number:05d}"] = manifest
-        remaining = None if remaining is None else remaining - manifest.tokens
+        remaining -= manifest.tokens
     return chosen
 
 

@@ -198,8 +198,7 @@ Draw = Callable[[Axes], None]
 
 def ordered(count: int) -> tuple[str, ...]:
     """``count`` (at most four) colour names for ordered values, light to dark."""
-    picks = {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4))
-    return tuple(STEPS[i] for i in picks)
+    return tuple(STEPS[i] for i in {1: (2,), 2: (0, 3), 3: (0, 2, 3)}.get(count, range(4)))
 
 
 @dataclass(frozen=True)

@@ -366,9 +366,11 @@ def compare(table: Table) -> list[Comparison]:
             compared = row is not first and (expected or not row.row.reference)
             if compared and (ours := difference(by_seed(row, key, column.factor), base, sign)):
                 paper, reference = row.entries[key].paper, first.entries[key].paper
-                paper_difference = None if paper is None or reference is None else sign * (paper - reference)
+                printed = None
+                if paper is not None and reference is not None:
+                    printed = sign * (paper - reference)
                 comparisons.append(Comparison(
-                    row.row.name, key, first.row.name, paper_difference, ours, expected,
+                    row.row.name, key, first.row.name, printed, ours, expected,
                     above_floor=first.entries[key].above_floor and row.entries[key].above_floor,
                     same_rate=bool(table.run.scale.tuned) or row.rates == first.rates,
                 ))  # fmt: skip
