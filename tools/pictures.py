@@ -88,8 +88,8 @@ def picture_of(name: str, report: StudyReport) -> plot.Picture:
             [(line.label, [line], [other for other in lines if other is not line]) for line in lines],
             (),
         )
-    drawn = [plot.panel(title, plot.lines, "tokens", shown=own, grey=grey, logarithmic=True)
-             for title, own, grey in panels]  # fmt: skip
+    drawn = [plot.panel(title, plot.lines, "tokens", shown=panel_shown, grey=grey, logarithmic=True)
+             for title, panel_shown, grey in panels]  # fmt: skip
     return plot.Picture(name, name, "", drawn, (4.2, 3.0) if shown else plot.NARROW, shown)
 
 

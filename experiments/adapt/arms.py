@@ -60,15 +60,15 @@ def run(given: argparse.Namespace, arm: str, seed: int) -> bool:
         other = ["--facts", 0, "--length", given.length, "--name", f"{name}-source"]
         commands.append([*measure, given.texts, *on, *other])
     texts = [list(map(str, command)) for command in commands]
-    done, wanted = records / "commands.json", json.dumps(texts)
-    if done.exists() and done.read_text() == wanted:
+    done, commands_json = records / "commands.json", json.dumps(texts)
+    if done.exists() and done.read_text() == commands_json:
         return True
     shutil.rmtree(records, ignore_errors=True)
     with (given.out / f"{name}.log").open("a", encoding="utf-8") as log:
         for text in texts:
             if subprocess.run(text, stdout=log, stderr=log, env=environment, check=False).returncode:
                 return False
-    done.write_text(wanted)
+    done.write_text(commands_json)
     return True
 
 

@@ -84,21 +84,21 @@ class Stand:
         chosen = None if self.kind == "window" else self.chosen(layer, len(self.keys))
         if chosen is None:
             return y
-        own = torch.arange(at, at + q.shape[1])
+        queries = torch.arange(at, at + q.shape[1])
         R = q.shape[2] // self.keys[layer.layer_idx][0].shape[1]
         k, v = (
             x.repeat_interleave(R, 1).transpose(0, 1) for x in self.keys[layer.layer_idx][:2]
         )  # [H, P, E]
         P = k.shape[1]
         turn = lambda x, p: rotate(x[None], self.rotary, p)[0].transpose(0, 1)  # noqa: E731
-        seen = (torch.arange(P) <= own[:, None] - W) & chosen
+        seen = (torch.arange(P) <= queries[:, None] - W) & chosen
         seen[:, :S] = False
         hide = lambda scores: (scores * scale).masked_fill(~seen, -1e30)  # noqa: E731
-        true = hide(turn(q[0], own) @ turn(k.transpose(0, 1), torch.arange(P)).mT)
+        true = hide(turn(q[0], queries) @ turn(k.transpose(0, 1), torch.arange(P)).mT)
         plain = q[0].transpose(0, 1)
         scores = {"own": true, "none": hide(plain @ k.mT)}.get(self.kind.split(",")[0])
         if self.kind == "one":
-            scores = hide(turn(q[0], torch.full_like(own, W)) @ k.mT)
+            scores = hide(turn(q[0], torch.full_like(queries, W)) @ k.mT)
         share = true if scores is None or self.kind.endswith("own share") else scores
         if scores is not None:
             read = scores.softmax(-1) @ v
@@ -163,9 +163,13 @@ def main() -> None:
                     logits = model.lm_head(x[:, -1])[0]
                     hit = bool(likely[logits[likely].argmax()] == answer)
                     results[name].append((hit, float(logits.log_softmax(-1)[answer])))
-            print(f"{kind}: {', '.join(str(sum(h for h, _ in of)) for of in results.values())}", flush=True)
-    for name, of in results.items():
-        print(f"{name}: {sum(h for h, _ in of)} of {len(of)} (log p {sum(p for _, p in of) / len(of):.2f})")
+            print(
+                f"{kind}: {', '.join(str(sum(h for h, _ in pairs)) for pairs in results.values())}",
+                flush=True,
+            )
+    for name, pairs in results.items():
+        hits, nats = zip(*pairs, strict=True)
+        print(f"{name}: {sum(hits)} of {len(pairs)} (log p {sum(nats) / len(pairs):.2f})")
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class Chosen:
         limit, W = choice.upper if upper else choice.lower, layer.options.window + choice.wider
         at = torch.arange(T)
         heads = lambda x: x[0].transpose(0, 1).reshape(G, -1, T, E)  # noqa: E731 - [G, R or 1, T, E]
-        own, far, sinks = (
+        near_q, far, sinks = (
             heads(rotate(q, rotary, to)) * layer.scaling
             for to in (at, torch.full_like(at, W), at.clamp(max=S + W - 1))
         )
@@ -88,7 +88,7 @@ class Chosen:
             query = slice(first, min(first + BLOCK, T))
             key = slice(max(0, first - W + 1), query.stop)
             age = at[query, None] - at[key]
-            near = (own[:, :, query] @ keys[:, None, key].mT).masked_fill((age < 0) | (age >= W), -1e30)
+            near = (near_q[:, :, query] @ keys[:, None, key].mT).masked_fill((age < 0) | (age >= W), -1e30)
             sink = sinks[:, :, query] @ keys[:, None, :S].mT
             scores = [sink.masked_fill(at[:S] > at[query, None] - W, -1e30), near]
             seen_values = [values[:, :S], values[:, key]]

@@ -30,12 +30,12 @@ def main() -> None:
         records = list(csv.DictReader(file))
     figure, panel = pyplot.subplots(figsize=(7.5, 3.4))
     for i, (label, arm, mode, colour) in enumerate(BARS):
-        own = [x for x in records if x["model"] == f"{arm}-10-long"]
-        parts = own[1:-1]  # beyond the window, without the mean of all
+        lines = [x for x in records if x["model"] == f"{arm}-10-long"]
+        parts = lines[1:-1]  # beyond the window, without the mean of all
         lost = [float(part[mode]) - float(part["full"]) for part in parts]
         panel.bar([x + 0.16 * (i - 2) for x in range(len(parts))], lost, 0.16, label=label, color=colour)
         panel.set_xticks(range(len(parts)), [f"{int(p['start']):,} to {int(p['end']):,}" for p in parts])
-        panel.set_xlabel(f"tokens of a row, {own[0]['rows']} rows")
+        panel.set_xlabel(f"tokens of a row, {lines[0]['rows']} rows")
     panel.set_ylabel("nats a token above full attention")
     panel.legend(fontsize=8, frameon=False)
     figure.tight_layout()

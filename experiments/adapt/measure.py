@@ -74,15 +74,15 @@ def set_kept(model: Any, kept: int) -> None:
 def larger_window(model: Any) -> int:
     """Return the tokens of a window that has also the bytes of what is beside it, as keys and values."""
     window, length = model.options.window, 64 * model.options.window
-    held = model.state_bytes(length)
+    before = model.state_bytes(length)
     set_window(model, 2 * window)
-    each = (model.state_bytes(length) - held) / window
+    each = (model.state_bytes(length) - before) / window
     set_window(model, window)
     start = [memory.start(1, torch.zeros(1)).state.weights for memory in model.memories().values()]
     more = sum(x.nbytes for weights in start for x in weights)
     kept = [attention.most for attention in attentions(model)]
     set_kept(model, 0)
-    more += held - model.state_bytes(length)
+    more += before - model.state_bytes(length)
     for attention, most in zip(attentions(model), kept, strict=True):
         attention.most = most
     return window + round(more / each)
@@ -115,20 +115,22 @@ def context(model: Any, source: Any, drawn: list[torch.Tensor], name: str) -> li
     print(f"larger window: {larger} tokens, by the bytes of the memories")
     for row in drawn:
         row = row.to(model.device)
-        for mode, own, far, window in (
+        for mode, network, far, window in (
             ("full", source, "full", None), ("window", source, "window", None),
             ("larger window", source, "window", larger), ("memory", model, "memory", None),
             *([("window, trained", model, "window", None)] if model is not source else []),
         ):  # fmt: skip
-            set_window(own, window or own.options.window)
-            seen.setdefault(mode, []).append(losses(own, row, far))
-            set_window(own, own.options.window)
+            set_window(network, window or network.options.window)
+            seen.setdefault(mode, []).append(losses(network, row, far))
+            set_window(network, network.options.window)
         records = []
         for start, end in [*pairwise(edges), (BEYOND, length)]:
-            means = {mode: [float(x[start:end].mean()) for x in of] for mode, of in seen.items()}
+            means = {mode: [float(x[start:end].mean()) for x in each] for mode, each in seen.items()}
             three = list(zip(means["full"], means["window"], means["memory"], strict=True))
-            shown = {mode: sum(of) / len(of) for mode, of in means.items()}
-            value, error = share([list(of) for of in three]) if len(three) > 1 and start else (math.nan,) * 2
+            shown = {mode: sum(each) / len(each) for mode, each in means.items()}
+            value, error = (
+                share([list(each) for each in three]) if len(three) > 1 and start else (math.nan,) * 2
+            )
             gains = torch.tensor([w - m for _, w, m in three])
             spread = float(gains.std() / len(gains) ** 0.5) if len(gains) > 1 else math.nan
             print(
@@ -145,17 +147,17 @@ def context(model: Any, source: Any, drawn: list[torch.Tensor], name: str) -> li
 
 def fact(kind: str, rng: random.Random) -> tuple[str, str, str]:
     """Draw what is told, what is asked, and the word that is right."""
-    names, of, words = rng.sample(NAMES, 3), rng.choice(KINDS), rng.sample(WORDS, 3)
+    names, noun, words = rng.sample(NAMES, 3), rng.choice(KINDS), rng.sample(WORDS, 3)
     name, word = names[0], words[0]
-    told, asked = f'Please remember this: {name}\'s {of} is "{word}".', f"Now, {name}'s {of} is \""
+    told, asked = f'Please remember this: {name}\'s {noun} is "{word}".', f"Now, {name}'s {noun} is \""
     if kind == "paraphrased":
-        asked = f'The {of} that {name} chose was "'
+        asked = f'The {noun} that {name} chose was "'
     elif kind == "corrected":
-        told = f'{name}\'s {of} is "{words[1]}". No, that was wrong: {name}\'s {of} is "{word}".'
+        told = f'{name}\'s {noun} is "{words[1]}". No, that was wrong: {name}\'s {noun} is "{word}".'
     elif kind == "one of three":
-        told = " ".join(f'{name}\'s {of} is "{word}".' for name, word in zip(names, words, strict=True))
+        told = " ".join(f'{name}\'s {noun} is "{word}".' for name, word in zip(names, words, strict=True))
         name, word = rng.choice(list(zip(names, words, strict=True)))
-        asked = f"Now, {name}'s {of} is \""
+        asked = f"Now, {name}'s {noun} is \""
     return f"\n\n{told}\n\n", f"\n\n{asked}", word
 
 
@@ -181,21 +183,23 @@ def facts(
             row[-len(asked) :] = asked
             state, emptied = model.read(row[: len(row) - len(asked) + 1]).state, []
             for block, attention in zip(state.blocks, attentions(model), strict=True):
-                empty, held = attention._start(block.k, block.k), block.kept
+                empty, old = attention._start(block.k, block.k), block.kept
                 memory = attention.memory and empty.memory._replace(far_B=block.memory.far_B)
-                kept = held and empty.kept._replace(received=held.received, surprise=held.surprise)
+                kept = old and empty.kept._replace(received=old.received, surprise=old.surprise)
                 emptied.append(block._replace(memory=memory, kept=kept))
             for mode in ("full", "window", "memory", "emptied"):
                 if mode in ("full", "window"):
-                    own, x, call = source, torch.tensor([row], device=model.device), Pass(far=mode)
+                    network, x, call = source, torch.tensor([row], device=model.device), Pass(far=mode)
                 else:
                     blocks = tuple(emptied) if mode == "emptied" else state.blocks
-                    own, call = model, Pass(state.position, blocks)
+                    network, call = model, Pass(state.position, blocks)
                     x = torch.tensor([asked], device=model.device)
-                logits = own.lm_head(own.encode(own.get_input_embeddings()(x), call)[:, -1])[0]
+                logits = network.lm_head(network.encode(network.get_input_embeddings()(x), call)[:, -1])[0]
                 hit = bool(likely[logits[likely].argmax()] == answer)
                 right.setdefault(mode, []).append((hit, float(logits.log_softmax(-1)[answer])))
-        scores = {mode: (sum(h for h, _ in of), sum(p for _, p in of) / count) for mode, of in right.items()}
+        scores = {
+            mode: (sum(h for h, _ in each), sum(p for _, p in each) / count) for mode, each in right.items()
+        }
         shown = (f"{mode} {hits}/{count} (log p {p:.2f})" for mode, (hits, p) in scores.items())
         print(
             f"{count} facts, {kind}, {length} tokens, chance {1 / len(likely):.0%}: {', '.join(shown)}",
@@ -242,11 +246,11 @@ def main() -> None:
     model = source = load(given.model).eval().to(given.device)
     if (base := Path(given.model) / "base").is_dir():  # of `titans adapt --lora`: the source's weights
         source = load(base).eval().to(given.device)
-    for own in (model, source):
+    for network in (model, source):
         if given.kept is not None:
-            set_kept(own, given.kept)
+            set_kept(network, given.kept)
         if given.no_memory:
-            for attention in attentions(own):
+            for attention in attentions(network):
                 attention.memory = None
     tokenizer = transformers.AutoTokenizer.from_pretrained(given.model)
     compressed = {".xz": lzma, ".gz": gzip}[Path(given.texts).suffix]

@@ -69,23 +69,23 @@ def main() -> None:
     tokens = tokenizer(given.text.read_text("utf-8"), add_special_tokens=False)["input_ids"]
     reading, before = Reading(), 0
     for length in sorted(given.lengths):
-        wanted = min(length, given.read_most)
-        if wanted > len(tokens):
-            raise SystemExit(f"{given.text}: {len(tokens):,} tokens, and {wanted:,} are to be read")
+        count = min(length, given.read_most)
+        if count > len(tokens):
+            raise SystemExit(f"{given.text}: {len(tokens):,} tokens, and {count:,} are to be read")
         began = time.perf_counter()
-        if wanted > before:
-            reading = model.read(tokens[before:wanted], reading)
-        read = f"{(wanted - before) / (time.perf_counter() - began):.1f}" if wanted > before else "-"
+        if count > before:
+            reading = model.read(tokens[before:count], reading)
+        read = f"{(count - before) / (time.perf_counter() - began):.1f}" if count > before else "-"
         leaves = tree_leaves(reading.state.blocks if reading.state else ())
         state = sum(x.nbytes for x in leaves if isinstance(x, torch.Tensor))
-        own = rate(model.stream([[]], given.new, start=reading))
-        line = f"{length:,} tokens, {wanted:,} read: state {state:,} bytes, "
-        line += f"read {read} a second, written {own:.2f}"
+        speed = rate(model.stream([[]], given.new, start=reading))
+        line = f"{length:,} tokens, {count:,} read: state {state:,} bytes, "
+        line += f"read {read} a second, written {speed:.2f}"
         if length <= given.full_most:
             cache, full = full_attention(source, length, given.new)
-            line += f"; full attention: cache {cache:,} bytes, written {full:.2f}; {own / full:.2f} times"
+            line += f"; full attention: cache {cache:,} bytes, written {full:.2f}; {speed / full:.2f} times"
         print(line, flush=True)
-        before = wanted
+        before = count
 
 
 if __name__ == "__main__":

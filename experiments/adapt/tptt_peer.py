@@ -103,11 +103,11 @@ def context(model: Any, source: Any, drawn: list[Tensor], given: Options) -> dic
     edges = [0, given.window + given.sinks, *(x for x in (512, 1024) if x < given.length), given.length]
     record = {}
     for start, end in [*pairwise(edges), (min(BEYOND, edges[-2]), given.length)]:
-        means = {mode: [float(x[start:end].mean()) for x in of] for mode, of in seen.items()}
-        shown = {mode: f"{sum(of) / len(of):.5f}" for mode, of in means.items()}
+        means = {mode: [float(x[start:end].mean()) for x in values] for mode, values in seen.items()}
+        shown = {mode: f"{sum(values) / len(values):.5f}" for mode, values in means.items()}
         for mode in ("tptt", "near") if start else ():
             three = zip(means["full"], means["window"], means[mode], strict=True)
-            value, error = share([list(of) for of in three])
+            value, error = share([list(values) for values in three])
             shown |= {f"share of {mode}": f"{value:.4f}", f"error of {mode}": f"{error:.4f}"}
         print(f"tokens {start} to {end}:", ", ".join(f"{key} {x}" for key, x in shown.items()), flush=True)
         record |= {f"{key} {start}-{end}": x for key, x in shown.items()}
@@ -131,13 +131,13 @@ def facts(model: Any, source: Any, tokenizer: Any, texts: list[list[int]], given
             scores, x = {"tptt": logits(model, row, given)[0, -1]}, source.get_input_embeddings()(row)
             for far in ("full", "window"):
                 scores[far] = source.lm_head(source.encode(x, Pass(far=far))[0, -1])
-            for mode, of in scores.items():
-                hit = bool(likely[of[likely].argmax()] == answer)
-                right.setdefault(mode, []).append((hit, float(of.log_softmax(-1)[answer])))
-        for mode, of in right.items():
-            hits, p = sum(hit for hit, _ in of), sum(p for _, p in of) / len(of)
+            for mode, values in scores.items():
+                hit = bool(likely[values[likely].argmax()] == answer)
+                right.setdefault(mode, []).append((hit, float(values.log_softmax(-1)[answer])))
+        for mode, values in right.items():
+            hits, p = sum(hit for hit, _ in values), sum(p for _, p in values) / len(values)
             record |= {f"{kind} {mode}": str(hits), f"{kind} {mode} log p": f"{p:.3f}"}
-            print(f"{kind}, {mode}: {hits}/{len(of)} (log p {p:.2f})", flush=True)
+            print(f"{kind}, {mode}: {hits}/{len(values)} (log p {p:.2f})", flush=True)
     return record
 
 

@@ -336,14 +336,14 @@ def main() -> None:
     if options.table:
         table(options.out)
         return
-    wanted = [(name, dist, factory) for name, (dist, factory) in PUBLIC.items()]
+    layers = [(name, dist, factory) for name, (dist, factory) in PUBLIC.items()]
     if any(part.startswith("ours") for part in options.only) or not options.only:
         try:
-            wanted += [(name, "", factory) for name, factory in ours().items()]
+            layers += [(name, "", factory) for name, factory in ours().items()]
         except ImportError as error:
             print(f"ours: {error}", file=sys.stderr)
     for part in options.only or [""]:
-        for name, dist, factory in wanted:
+        for name, dist, factory in layers:
             if name.startswith(part):
                 one(name, dist, factory, options)
 

@@ -261,12 +261,15 @@ def lines_of(rows: Sequence[dict[str, Any]], baseline: str) -> list[str]:
     for (kind, count, width, chunk), table in tables.items():
         title = f"{kind} {count}, b {chunk}" + (f", D {width}" if several else "")
         lines += ["", shape.format(title, "state", *passes, "held out")]
-        for name, own in table.items():
-            cells = [_cell(row["stored"]) for row in own]
-            held_out = fmean(own[0]["held_out"])
+        for name, records in table.items():
+            cells = [_cell(row["stored"]) for row in records]
+            held_out = fmean(records[0]["held_out"])
             lines.append(
                 shape.format(
-                    name, f"{own[0]['state']:,}", *cells, "" if held_out != held_out else f"{held_out:.2f}"
+                    name,
+                    f"{records[0]['state']:,}",
+                    *cells,
+                    "" if held_out != held_out else f"{held_out:.2f}",
                 )
             )
     settings = {(kind, count, width) for kind, count, width, _ in tables}
@@ -310,10 +313,11 @@ def picture(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     marks = [m for m in MARKERS for _ in COLOURS]
     lines = {n: Line(n, {}, c, m) for n, c, m in zip(names, COLOURS * len(MARKERS), marks, strict=False)}
 
-    def draw(axis: Axes, of: Sequence[dict[str, Any]]) -> None:
+    def draw(axis: Axes, records: Sequence[dict[str, Any]]) -> None:
         for name, line in lines.items():
             x, y = zip(
-                *((row["passes"], fmean(row["stored"])) for row in of if row["memory"] == name), strict=True
+                *((row["passes"], fmean(row["stored"])) for row in records if row["memory"] == name),
+                strict=True,
             )
             axis.plot(x, y, f"{line.marker}-", color=LIGHT[line.colour], markersize=2.5, linewidth=1)
         axis.set_xscale("log", base=2)

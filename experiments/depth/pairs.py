@@ -28,9 +28,9 @@ class Pairs(NamedTuple):
     held_out: Pairs | None = None
     """Other pairs of the same map, which are never written; None: keys and values are unrelated."""
 
-    def take(self, which: slice) -> Pairs:
+    def take(self, problems: slice) -> Pairs:
         """Return some of the problems."""
-        return Pairs(self.k[which], self.v[which], self.held_out and self.held_out.take(which))
+        return Pairs(self.k[problems], self.v[problems], self.held_out and self.held_out.take(problems))
 
 
 Normal = Callable[..., Tensor]
@@ -49,8 +49,8 @@ def clustered(normal: Normal, N: int, D: int, clusters: int = 16) -> Map:
     centre, value = F.normalize(normal(N, clusters, D), dim=-1), normal(N, clusters, D)
 
     def draw(P: int) -> tuple[Tensor, Tensor]:
-        own = torch.arange(P) % clusters
-        return centre[:, own] + 0.5 * D**-0.5 * normal(N, P, D), value[:, own] + normal(N, P, D) / 3
+        cluster = torch.arange(P) % clusters
+        return centre[:, cluster] + 0.5 * D**-0.5 * normal(N, P, D), value[:, cluster] + normal(N, P, D) / 3
 
     return draw
 

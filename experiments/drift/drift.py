@@ -143,7 +143,7 @@ class DriftData:
 
     def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> ItemStream:
         """Training batches of a worker."""
-        make = lambda step, which: self.rows(which, "train")  # noqa: E731
+        make = lambda step, indices: self.rows(indices, "train")  # noqa: E731
         return ItemStream(ROWS, cfg, rank, world_size, make)
 
     def held_out(self, length: int, items: int, rows: int, seed: int) -> Iterator[Steps]:
@@ -151,18 +151,18 @@ class DriftData:
         for i in range(0, items, rows):
             yield self.rows(np.arange(i, min(i + rows, items)), f"held out {seed}", length)
 
-    def rows(self, which: NDArray[np.int64], part: str, length: int | None = None) -> Steps:
+    def rows(self, indices: NDArray[np.int64], part: str, length: int | None = None) -> Steps:
         """Generate the rows with these numbers, from a part's own random numbers."""
         T, d, F = length or self.length, self.options.width, self.options.outputs
-        q, B = self.options.drift / d, len(which)
+        q, B = self.options.drift / d, len(indices)
         a, moves, x, m = math.sqrt(1 - q), torch.empty(B, T, F, d), torch.empty(B, T, d), torch.empty(B, T, F)
         outlier = torch.zeros(B, T, F, dtype=torch.bool)
-        for row, number in enumerate(which.tolist()):
-            own = torch.Generator().manual_seed(int(digest([self.seed, part, number]), 16) % 2**63)
+        for row, number in enumerate(indices.tolist()):
+            generator = torch.Generator().manual_seed(int(digest([self.seed, part, number]), 16) % 2**63)
             for drawn in (moves, x, m):
-                drawn[row].normal_(generator=own)
+                drawn[row].normal_(generator=generator)
             if self.options.outliers:
-                outlier[row] = torch.rand(T, F, generator=own) < self.options.outliers
+                outlier[row] = torch.rand(T, F, generator=generator) < self.options.outliers
         x = x * (d**0.5 / x.norm(dim=-1, keepdim=True))
         moves *= d**-0.5
         w, clean, angle = moves[:, 0].clone(), torch.empty(B, T, F), self.options.turn / d
@@ -316,8 +316,8 @@ class DriftTask(Task):
         if kind in ("alpha", "eta", "step"):
             best = best_gates(options, momentum=model.memory.momentum)
             learnt = {"alpha": model.alpha, "eta": model.eta, "step": 2 * model.theta}[kind]
-            wanted = {"alpha": 1 - best.kept, "eta": best.eta, "step": best.step}[kind]
-            return Measurement(learnt.item() / wanted if wanted else math.nan, 0.0, self.chance, 1)
+            best_value = {"alpha": 1 - best.kept, "eta": best.eta, "step": best.step}[kind]
+            return Measurement(learnt.item() / best_value if best_value else math.nan, 0.0, self.chance, 1)
         rows, items = context.scorer.rows(2 * context.length), context.config.items
         batches = data.held_out(context.length, items, rows, context.config.seed)
         parts = measure_distributed(batches, partial(self._risks, context, options.burn_in))

@@ -39,13 +39,13 @@ def main() -> None:
     figure, panels = pyplot.subplots(2, len(steps), sharey="row", squeeze=False, **shape)
     for losses, gains, count in zip(*panels, steps, strict=True):
         for i, (row, colour) in enumerate(COLOURS.items()):
-            own = [cell for name, number, cell in cells if name == row and int(number) == count]
-            seeds = [[value(cell, column) for column in READ.values()] for cell in own]
+            runs = [cell for name, number, cell in cells if name == row and int(number) == count]
+            seeds = [[value(cell, column) for column in READ.values()] for cell in runs]
             losses.plot(list(READ), [fmean(x) for x in zip(*seeds, strict=True)], color=colour, label=row)
-            for j, cell in enumerate(own):
+            for j, cell in enumerate(runs):
                 for at, column in enumerate(READ.values()):
                     point(losses, at, cell, column, colour)
-                point(gains, i + APART * (j - (len(own) - 1) / 2), cell, "far_gain", colour)
+                point(gains, i + APART * (j - (len(runs) - 1) / 2), cell, "far_gain", colour)
         tokens = f"{count * TOKENS_A_STEP / 1e6:.2f}M tokens"
         for name in rows:
             if name.startswith("floor") and name.endswith(tokens):

@@ -64,9 +64,10 @@ def measured(folder: RunFolder, file: str) -> dict[str, Any]:
     assert result
     columns = {
         column: [
-            task.model_copy(update={"task": TASK, "options": {**task.options, "file": file}}) for task in own
+            task.model_copy(update={"task": TASK, "options": {**task.options, "file": file}})
+            for task in configs
         ]
-        for column, own in cfg.eval.columns.items()
+        for column, configs in cfg.eval.columns.items()
     }
     config = cfg.eval.model_copy(update={"columns": columns})
     ngrams = partial(count_text, data, cfg)

@@ -92,9 +92,9 @@ def _features(data: LabelledData, k: int) -> dict[str, Tensor]:
 
 def _counts(codes: Sequence[NDArray[np.int64]], known: NDArray[np.int64]) -> NDArray[np.float32]:
     counts = np.zeros((len(codes), len(known)), np.float32)
-    for row, own in zip(counts, codes, strict=True):
-        place = np.searchsorted(known, own).clip(max=len(known) - 1)
-        np.add.at(row, place[known[place] == own], 1)
+    for row, sequence in zip(counts, codes, strict=True):
+        place = np.searchsorted(known, sequence).clip(max=len(known) - 1)
+        np.add.at(row, place[known[place] == sequence], 1)
     return counts
 
 

@@ -96,7 +96,7 @@ def test_e2_ttt_equals_published_recurrence(clip):
         y, (weight, bias) = [], (p[h] for p in case.norm)
         for first in range(0, T, B):
             start, sums = W, [(torch.zeros_like(w), torch.zeros_like(w)) for w in W]
-            own, last = [(w, s) for w, s in zip(W, S, strict=True)], min(first + B, T)
+            carried, last = [(w, s) for w, s in zip(W, S, strict=True)], min(first + B, T)
             for q, k, v, alpha, eta, theta in zip(*(x[first:last] for x in tokens), strict=True):
                 y.append(q + F.layer_norm(f(start, q), (4,), weight, bias, 1e-6))
 
@@ -105,16 +105,16 @@ def test_e2_ttt_equals_published_recurrence(clip):
                     return (normed - F.layer_norm(v - k, (4,), weight, bias, 1e-6)).square().sum()
 
                 g = gradient(loss, start)
-                own = [((1 - alpha) * w + eta * s, eta * s) for w, s in own]
+                carried = [((1 - alpha) * w + eta * s, eta * s) for w, s in carried]
                 moved = [(eta * m - theta * x) for (_, m), x in zip(sums, g, strict=True)]
                 sums = [((1 - alpha) * w + m, m) for (w, _), m in zip(sums, moved, strict=True)]
             if last - first < B:
-                W = [w + dw for (w, _), (dw, _) in zip(own, sums, strict=True)]
-                S = [s + ds for (_, s), (_, ds) in zip(own, sums, strict=True)]
+                W = [w + dw for (w, _), (dw, _) in zip(carried, sums, strict=True)]
+                S = [s + ds for (_, s), (_, ds) in zip(carried, sums, strict=True)]
                 break
             W = [fixed_rows(w + clipped(dw, clip), w0) for (w, _), (dw, _), w0 in
-                 zip(own, sums, start, strict=True)]  # fmt: skip
-            S = [s + clipped(ds, clip) for (_, s), (_, ds) in zip(own, sums, strict=True)]
+                 zip(carried, sums, start, strict=True)]  # fmt: skip
+            S = [s + clipped(ds, clip) for (_, s), (_, ds) in zip(carried, sums, strict=True)]
         return y, W, S
 
     assert_published(case, case.by_hand(head), case.leaves, rule=E2TTT(clip))

@@ -79,9 +79,9 @@ class ByPositionTask(Task):
             UsageError: the held-out text is shorter than one text, or a text than `from_row` or `to_row`.
         """
         texts = self.texts(context.prepared, context.length, context.config.perplexity_tokens)
-        row, wanted = context.prepared.config.sequence_length, self.options.measure
-        ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(wanted, (wanted,))
-        windows = self.options.windows if wanted in ("gain", WINDOW) else ()
+        row, measured = context.prepared.config.sequence_length, self.options.measure
+        ways = {"gain": (CARRIED, FRESH), WINDOW: ()}.get(measured, (measured,))
+        windows = self.options.windows if measured in ("gain", WINDOW) else ()
         result = read_by_position(context.scorer, texts, row, ways, windows)
         first = row * (self.options.from_row - 1) + 1
         last = self.options.to_row and row * self.options.to_row
@@ -90,9 +90,9 @@ class ByPositionTask(Task):
             f"{name} {begin}-{end}": math.exp(result.loss(name, begin, end)[0])
             for name, (begin, end) in product(result.shown, result.buckets())
         }
-        if wanted == "gain":
+        if measured == "gain":
             return Measurement(*result.gain(first, last), 0.0, items, buckets)
-        way = result.best_window if wanted == WINDOW else wanted
+        way = result.best_window if measured == WINDOW else measured
         assert way is not None
         loss, stderr = result.loss(way, first, last)
         chance = float(context.scorer.tokenizer.vocab_size)

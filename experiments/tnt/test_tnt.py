@@ -90,8 +90,8 @@ def test_tnt_equals_published_recurrence(projection):
     expected, weight = naive(tnt, x), torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view_as(y)
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
     inputs = [x, *(p for name, p in tnt.named_parameters() if not name.startswith("mlp"))]
-    grads, wanted = (torch.autograd.grad((each * weight).sum(), inputs) for each in (y, expected))
-    for grad, right in zip(grads, wanted, strict=True):
+    grads, expected_grads = (torch.autograd.grad((each * weight).sum(), inputs) for each in (y, expected))
+    for grad, right in zip(grads, expected_grads, strict=True):
         torch.testing.assert_close(grad, right, rtol=1e-8, atol=1e-9)
 
 
@@ -129,9 +129,9 @@ def test_shard_after_a_detached_state_starts_from_the_weights_of_its_own_step(le
     y, _ = tnt.mix(x[:, 12:], state, Positions(at[:, 12:]))
     expected = naive(tnt, x[:, 12:])
     torch.testing.assert_close(y, expected, rtol=1e-9, atol=1e-9)
-    grads, wanted = (torch.autograd.grad(each.sin().sum(), starts) for each in (y, expected))
-    assert all(g.any() for g in wanted)
-    torch.testing.assert_close(grads, wanted, rtol=1e-8, atol=1e-9)
+    grads, expected_grads = (torch.autograd.grad(each.sin().sum(), starts) for each in (y, expected))
+    assert all(g.any() for g in expected_grads)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-8, atol=1e-9)
 
 
 def test_local_memory_does_not_read_beyond_its_shard():

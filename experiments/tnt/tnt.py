@@ -183,8 +183,8 @@ class TNT(Block):
         local = [None] * len(self.local) if state is None else state.local
         for memory, before in zip(self.local, local, strict=True):
             assert isinstance(memory, LocalMemory)
-            own = Writes(writes.k, writes.v, *memory.gates(z))
-            read, after = memory.read_shards(q, own, before, documents)
+            local_writes = Writes(writes.k, writes.v, *memory.gates(z))
+            read, after = memory.read_shards(q, local_writes, before, documents)
             y = y + read
             states.append(after)
         out = x_BTD + self.shared.output(y, z)

@@ -55,9 +55,9 @@ def one_step(model, tokenizer, micro, accumulated, ragged, tmp_path, **options):
     """Loss and gradient norm of a step of Trainer on the same eight rows."""
     options |= {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulated}
     options |= {"max_steps": 1, "logging_steps": 1, "save_strategy": "no", "max_grad_norm": 1e9}
-    of = trainer(model, tokenizer, ragged, tmp_path, **options)
-    of.train()
-    return next([log["loss"], log["grad_norm"]] for log in of.state.log_history if "grad_norm" in log)
+    hf_trainer = trainer(model, tokenizer, ragged, tmp_path, **options)
+    hf_trainer.train()
+    return next([log["loss"], log["grad_norm"]] for log in hf_trainer.state.log_history if "grad_norm" in log)
 
 
 @pytest.mark.parametrize(("side", "width", "rel"), [
@@ -84,8 +84,8 @@ def test_trainer_recomputes_activations_and_evaluates_padded_batches(folder, tok
     smoothed = one_step(load(folder), tokenizer, 4, 2, True, tmp_path, label_smoothing_factor=1e-6)
     assert smoothed == pytest.approx(plain, rel=1e-4)
     seen, few = [], {"per_device_eval_batch_size": 3}
-    of = trainer(load(folder), tokenizer, True, tmp_path, lambda x: seen.append(x) or {}, **few)
-    assert of.evaluate()["eval_loss"] > 0
+    hf_trainer = trainer(load(folder), tokenizer, True, tmp_path, lambda x: seen.append(x) or {}, **few)
+    assert hf_trainer.evaluate()["eval_loss"] > 0
     assert (seen[0].predictions.shape, (seen[0].label_ids != -100).sum()) == ((8, 64, 260), sum(LENGTHS))
 
 

@@ -171,7 +171,7 @@ def test_what_kuberay_would_run_wrongly_is_refused(tmp_path, old, new, line):
         load_cluster(write(tmp_path, text))
 
 
-def held(folder: Path) -> dict[str, bytes]:
+def contents(folder: Path) -> dict[str, bytes]:
     files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".pyc")
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -180,7 +180,7 @@ def held(folder: Path) -> dict[str, bytes]:
 def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     site = tmp_path / "site"
     packaging.put_code(site)
-    files, shipped = held(site), "titans_platform/_shipped"
+    files, shipped = contents(site), "titans_platform/_shipped"
     for name in ("titans_core/memory.py", "titans_kernels/__init__.py", f"{shipped}/clusters/nodes.yaml"):
         assert name in files
     assert files[f"{shipped}/constraints.txt"] == (packaging.checkout() / "constraints.txt").read_bytes()
@@ -191,7 +191,7 @@ def test_a_job_has_the_code_and_passes_it_on(tmp_path):
     command = [sys.executable, "-c", code, str(tmp_path / "again")]
     printed = subprocess.check_output(command, env={"PYTHONPATH": str(site)}, text=True).split()
     assert printed == [f"{site}/titans_platform/__init__.py", "None"]
-    assert held(tmp_path / "again") == files
+    assert contents(tmp_path / "again") == files
 
 
 def test_job_has_requirements_and_exit_codes_of_a_shell(monkeypatch):

@@ -59,13 +59,13 @@ def largest(a, b):
 @each_family
 @torch.no_grad()
 def test_logits_within_the_window_are_the_source_s(family, kind):
-    given, own, text = source(family), adapted(family, kind=kind, heads=2), tokens()
-    expected, logits, near = given(text).logits, own(text).logits, WINDOW + SINKS
+    given, model, text = source(family), adapted(family, kind=kind, heads=2), tokens()
+    expected, logits, near = given(text).logits, model(text).logits, WINDOW + SINKS
     assert largest(logits[:, :near], expected[:, :near]) < 1e-5
     assert largest(logits[:, near:], expected[:, near:]) > 1e-3
     assert largest(adapted(family, kind=kind, window=LENGTH)(text).logits, expected) < 1e-5
-    assert largest(full := own.lm_head(encoded(own, text, "full")), expected) < 1e-5
-    assert largest(own.lm_head(encoded(own, text, "transfer")), full) == 0
+    assert largest(full := model.lm_head(encoded(model, text, "full")), expected) < 1e-5
+    assert largest(model.lm_head(encoded(model, text, "transfer")), full) == 0
 
 
 def encoded(model, text, far):
@@ -75,11 +75,11 @@ def encoded(model, text, far):
 @each_family
 @torch.no_grad()
 def test_window_without_sinks_is_the_source_under_a_mask(family):
-    given, own, text = source(family, attn_implementation="eager"), adapted(family, sinks=0), tokens()
+    given, model, text = source(family, attn_implementation="eager"), adapted(family, sinks=0), tokens()
     age = torch.arange(LENGTH)[:, None] - torch.arange(LENGTH)
     hidden = torch.zeros(LENGTH, LENGTH).masked_fill((age < 0) | (age >= WINDOW), -torch.inf)
     expected = given(text, attention_mask=hidden.expand(2, 1, -1, -1)).logits
-    assert largest(own.lm_head(encoded(own, text, "window")), expected) < 1e-4
+    assert largest(model.lm_head(encoded(model, text, "window")), expected) < 1e-4
 
 
 @each_kind
@@ -293,16 +293,16 @@ def test_defaults_have_kernels_on_a_gpu(dtype):
 @each_family
 def test_low_rank_changes_leave_the_teacher_and_are_added_to_the_weights(family, tmp_path):
     model, text = adapted(family), tokens()
-    own = adapt.Memories(model, lora=2)
-    own(text, "tune").sum().backward()
-    assert all(p.grad is not None for p in own.parameters())
-    for p in own.lora.parameters():
+    memories = adapt.Memories(model, lora=2)
+    memories(text, "tune").sum().backward()
+    assert all(p.grad is not None for p in memories.parameters())
+    for p in memories.lora.parameters():
         p.data += 0.1 * torch.randn_like(p)
     logits = source(family)(text[:, :-1]).logits.log_softmax(-1)[:, WINDOW + SINKS :]
     expected = -logits.gather(-1, text[:, WINDOW + SINKS + 1 :, None])[..., 0]
-    assert largest(own(text, "full"), expected) < 1e-5
-    before, _ = own(text, "memory"), adapted(family).save_pretrained(tmp_path)
-    adapt.replace_weights(tmp_path, tmp_path, *own.weights())
+    assert largest(memories(text, "full"), expected) < 1e-5
+    before, _ = memories(text, "memory"), adapted(family).save_pretrained(tmp_path)
+    adapt.replace_weights(tmp_path, tmp_path, *memories.weights())
     merged = adapt.Memories(transformers.AutoModelForCausalLM.from_pretrained(tmp_path))
     assert largest(merged(text, "memory"), before) < 2e-5
     assert largest(adapt.Memories(adapted(family))(text, "memory"), before) > 1e-4

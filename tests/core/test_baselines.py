@@ -189,12 +189,12 @@ def test_mamba_and_mamba2_equal_transformers(variant, options):
     torch.manual_seed(0)
     c = ModelConfig(variant=variant, vocab_size=40, d_model=32, n_layers=1, mlp_expansion=0, options=options)
     block, names = LanguageModel(c).blocks[0], SSM_NAMES[variant]
-    theirs, parameters = dict(layer.named_parameters()), dict(block.named_parameters())
-    assert set(theirs) == set(names.values())
+    peer, parameters = dict(layer.named_parameters()), dict(block.named_parameters())
+    assert set(peer) == set(names.values())
     with torch.no_grad():
         for ours, name in names.items():
             # theirs is [C, 1, K]; the last weight is for the current token
-            weight = theirs[name].squeeze(1).flip(-1).T if ours == "conv.weight_KC" else theirs[name]
+            weight = peer[name].squeeze(1).flip(-1).T if ours == "conv.weight_KC" else peer[name]
             parameters[ours].copy_(weight)
     x = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(0)).requires_grad_()
     weights = torch.randn(2, 37, 32, generator=torch.Generator().manual_seed(1)) / 37
@@ -202,7 +202,7 @@ def test_mamba_and_mamba2_equal_transformers(variant, options):
     expected = layer.eval()(block.norm(x))
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
     ours = torch.autograd.grad((actual * weights).sum(), [x, *(parameters[n] for n in names)])
-    other = list(torch.autograd.grad((expected * weights).sum(), [x, *(theirs[n] for n in names.values())]))
+    other = list(torch.autograd.grad((expected * weights).sum(), [x, *(peer[n] for n in names.values())]))
     at = 1 + list(names).index("conv.weight_KC")
     other[at] = other[at].squeeze(1).flip(-1).T
     torch.testing.assert_close(list(ours), other, rtol=1e-5, atol=1e-5)

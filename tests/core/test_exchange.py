@@ -300,9 +300,9 @@ def test_changed_layer_is_called(variant, change, last):
             net = model(variant)
             if fast and last:
                 accelerate(net)
-            parent, _, own = name.rpartition(".")
+            parent, _, child = name.rpartition(".")
             torch.manual_seed(1)
-            setattr(net.get_submodule(parent), own, changed(net.get_submodule(name), change))
+            setattr(net.get_submodule(parent), child, changed(net.get_submodule(name), change))
             if fast and not last:
                 accelerate(net)
             losses.append(losses_of(net))

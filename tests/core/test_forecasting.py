@@ -45,8 +45,8 @@ def test_every_parameter_is_trained_by_a_forecast_of_the_right_shape(name, varia
 def test_forecast_sees_its_own_window_and_channel_or_all_channels_that_it_mixes(name, variant):
     model, x = forecaster(name, variant).eval(), values().requires_grad_()
     model(x).prediction[1, :, 2].sum().backward()
-    own = [True] * 3 if name in ("crossformer", "itransformer", "timesnet") else [False, False, True]
-    assert (x.grad.abs().sum(1) > 0).tolist() == [[False] * 3, own, [False] * 3, [False] * 3]
+    expected = [True] * 3 if name in ("crossformer", "itransformer", "timesnet") else [False, False, True]
+    assert (x.grad.abs().sum(1) > 0).tolist() == [[False] * 3, expected, [False] * 3, [False] * 3]
 
 
 def test_crossformer_halves_its_segments_and_timesnet_finds_periods():

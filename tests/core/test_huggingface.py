@@ -51,7 +51,7 @@ def padded(sequences, side="right", pad=39):
     return {key: torch.stack(x) for key, x in batch.items()}
 
 
-def own(x, mask):
+def real_tokens(x, mask):
     return [row[kept.bool()] for row, kept in zip(x, mask, strict=True)]
 
 
@@ -64,7 +64,7 @@ def own(x, mask):
 def test_padded_rows_equal_rows_alone(variant, use_cache, side):
     net, batch = titans(variant), padded(rows(), side)
     out = net(**batch, use_cache=use_cache)
-    losses, logits = [], own(out.logits, batch["attention_mask"])
+    losses, logits = [], real_tokens(out.logits, batch["attention_mask"])
     for row, ours in zip(rows(), logits, strict=True):
         alone = net(row[None])
         close(ours, alone.logits[0])
@@ -151,7 +151,7 @@ def test_packed_rows_may_be_padded_or_come_from_the_collator_of_transformers():
     for side in ("left", "right"):
         batch, position = padded(texts, side), padded(places, side, 0)["input_ids"]
         out = net(batch["input_ids"], batch["attention_mask"], position)
-        for i, ours in enumerate(own(out.logits, batch["attention_mask"])):
+        for i, ours in enumerate(real_tokens(out.logits, batch["attention_mask"])):
             close(ours, torch.cat([net(part[None]).logits[0] for part in texts[i].split(lengths[i])]))
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
     texts = [{"input_ids": row.tolist(), "labels": row.tolist()} for row in rows()]

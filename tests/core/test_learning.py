@@ -113,11 +113,11 @@ def test_no_more_logits_are_held_than_allowed(monkeypatch):
     m, row, sizes = model(), tokens(2, 22), []
     m.head.register_forward_hook(lambda head, given, logits: sizes.append(logits.numel()))
     monkeypatch.setattr(titans_core.model, "LOGITS_PER_BLOCK", 10 * 40)
-    held: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.numel()) or t, lambda t: t):
+    sizes_saved: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: sizes_saved.append(t.numel()) or t, lambda t: t):
         losses = m(row[:, :-1], targets_BT=row[:, 1:]).losses
     assert max(sizes) == 10 * 40
     # the graph keeps features and targets, but no logits
-    assert 10 * 40 not in held
+    assert 10 * 40 not in sizes_saved
     losses.sum().backward()
     assert max(sizes) == 10 * 40

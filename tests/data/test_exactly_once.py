@@ -66,8 +66,8 @@ def test_killed_and_resumed_on_another_number_of_readers(sources, seed):
             for ahead in range(killed_at, killed_at + workers):
                 loaders[ahead % workers].batch(ahead)
             for at in range(step, killed_at):
-                which, rows = loaders[at % workers].drawn(at)
-                drawn.update([*zip(which.tolist(), rows.tolist(), strict=True)][rank::ranks])
+                source_ids, rows = loaders[at % workers].drawn(at)
+                drawn.update([*zip(source_ids.tolist(), rows.tolist(), strict=True)][rank::ranks])
         step = killed_at
     for s, share in enumerate((60, 40)):
         epochs, more = divmod(steps * BATCH * share // 100, len(sources[s].train))

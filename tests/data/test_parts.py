@@ -126,8 +126,8 @@ def test_max_tokens_is_exact_and_takes_the_first_documents(texts, tmp_path, limi
     cut = prepare(config(texts | {"max_tokens": limit}), tmp_path / "a", run=run)
     assert tokens(cut) == min(limit, tokens(whole))
     read = cut.sources[0].train
-    held = read.info.tokens
-    assert (read.read(0, held).tokens == whole.sources[0].train.read(0, held).tokens)[:-30].all()
+    size = read.info.tokens
+    assert (read.read(0, size).tokens == whole.sources[0].train.read(0, size).tokens)[:-30].all()
     assert len(taken) == (FILES if limit == 10**6 else -(-limit // (tokens(whole) // FILES)))
     if limit == 100:
         assert not (cut.sources[0].files / "00001").exists()

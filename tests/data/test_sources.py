@@ -20,11 +20,11 @@ from titans_platform.errors import UsageError
 
 
 def documents_of(prepared: PreparedData, split: str) -> list[str]:
-    which = getattr(prepared.sources[0], split)
-    if not which.info.tokens:
+    rows = getattr(prepared.sources[0], split)
+    if not rows.info.tokens:
         return []
-    span = which.read(0, which.info.tokens)
-    begins = [*span.starts.nonzero()[0].tolist(), which.info.tokens]
+    span = rows.read(0, rows.info.tokens)
+    begins = [*span.starts.nonzero()[0].tolist(), rows.info.tokens]
     return [prepared.tokenizer.decode(span.tokens[a:b].tolist()) for a, b in itertools.pairwise(begins)]
 
 

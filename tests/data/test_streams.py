@@ -55,9 +55,9 @@ def test_stream_reads_on_and_every_token_is_predicted_once(tmp_path, packing, gr
         previous[step % groups] = rows, batch.tokens
     assert max(predicted.values()) == 1
     # what is left out is less than a row for each stream
-    held = data.sources[0].train.info.tokens
+    total = data.sources[0].train.info.tokens
     assert len(table) - 3 * steps < count
-    assert sum(predicted.values()) > held - len(DOCUMENTS) - count * 8
+    assert sum(predicted.values()) > total - len(DOCUMENTS) - count * 8
 
 
 def test_documents_and_long_items_begin_on_rows_of_their_own(tmp_path):

@@ -64,19 +64,19 @@ def test_text_comes_as_its_tokens_do(sentencepiece_model, first):
 @pytest.mark.parametrize("kind", ["byte", "plain", "special"])
 def test_tokenizer_is_handed_over_with_its_special_tokens(kind, tmp_path):
     special = ("<s>", "<pad>") if kind == "special" else ()
-    own = load_tokenizer("byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special)))
+    given = load_tokenizer("byte" if kind == "byte" else str(json_tokenizer(tmp_path / "own.json", *special)))
     (tmp_path / "out").mkdir()
-    there = load_tokenizer(str(write_tokenizer(own, tmp_path / "out")))
+    there = load_tokenizer(str(write_tokenizer(given, tmp_path / "out")))
     text = "hello world 記 \n\x00 é hello"
-    assert there.encode(text) == own.encode(text)
-    assert there.decode(own.encode(text)) == own.decode(own.encode(text))
-    assert (there.bos, there.pad) == (own.bos, own.pad)
+    assert there.encode(text) == given.encode(text)
+    assert there.decode(given.encode(text)) == given.decode(given.encode(text))
+    assert (there.bos, there.pad) == (given.bos, given.pad)
     # a program that knows no more than the files begins each text as in training
     plain = Tokenizer.from_file(str(there.path))
-    assert plain.encode("hello").ids == [own.bos, *own.encode("hello")]
+    assert plain.encode("hello").ids == [given.bos, *given.encode("hello")]
     names = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     collected = [plain.token_to_id(names[f"{which}_token"]) for which in ("bos", "eos", "pad")]
-    assert collected == [own.bos, own.bos, own.pad]
+    assert collected == [given.bos, given.bos, given.pad]
 
 
 def test_sentencepiece_round_trips_and_fingerprints_are_of_the_content(sentencepiece_model, tmp_path):

@@ -151,15 +151,15 @@ def test_by_position_prints_a_table_and_draws_a_figure(data, tmp_path, capsys, a
     rows = [line.split() for line in lines if (line.strip()[:1].isdigit() and "±" in line) or " - " in line]
     places = ["1-4", "5-8", "9-16", "17-32", "33-64", "65-128", "129-256", "257-512"]
     assert [row[0] for row in rows] == places
-    own = tmp_path / "own.txt"
-    own.write_text("a text of my own " * 9)
-    read = answer(*by_position, "--read", own)
+    path = tmp_path / "own.txt"
+    path.write_text("a text of my own " * 9)
+    read = answer(*by_position, "--read", path)
     assert (read["texts"], read["tokens"], read["row"]) == (1, 4 * 32, 32)
     assert read["gain"] == pytest.approx(read["loss"]["fresh"] - read["loss"]["carried"])
     assert read["figures"][0] == str(folder / "by-position-own-txt.png")
     for wrong, message in [
         ([*by_position, "--rows", "1"], "--rows: 1 is too few"),
-        ([*by_position, "--rows", "9", "--read", str(own)], "ask for at most 4 rows or give a longer text"),
+        ([*by_position, "--rows", "9", "--read", str(path)], "ask for at most 4 rows or give a longer text"),
         ([*by_position, "--read", str(tmp_path / "no.txt")], "--read: no file, folder or match for"),
         (["eval", name, *root, "--rows", "9"], "--rows: works only with --by-position"),
     ]:

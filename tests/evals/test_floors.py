@@ -127,24 +127,24 @@ def test_ngrams_give_the_probabilities_of_counting_by_dictionaries(order):
     text, row = rng.integers(0, 4, (7, 23)), rng.integers(0, 6, (3, 11))
     passes = np.concatenate([text, text[2:5]])  # rows that are read again
     ngrams = NGrams((passes, np.ones((10, 22), bool)), vocab_size=6, order=order)
-    wanted = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
-    np.testing.assert_allclose(ngrams.probabilities(row, order), wanted, rtol=1e-12)
+    expected = [counted(text.tolist(), one, order, 6) for one in row.tolist()]
+    np.testing.assert_allclose(ngrams.probabilities(row, order), expected, rtol=1e-12)
     measured = perplexity(lambda tokens: ngrams.probabilities(tokens, order), [(row, np.ones((3, 10), bool))])
-    assert measured == pytest.approx(np.exp(-np.log(wanted).mean()))
+    assert measured == pytest.approx(np.exp(-np.log(expected).mean()))
 
 
 def test_cache_counts_what_followed_the_same_tokens_earlier_in_the_row():
     rng = np.random.default_rng(0)
     text, row = rng.integers(0, 4, (7, 23)), rng.integers(0, 3, 17)
     ngrams = NGrams((text, np.ones((7, 22), bool)), vocab_size=6, order=3)
-    wanted = counted(text.tolist(), row.tolist(), 3, 6)
+    expected = counted(text.tolist(), row.tolist(), 3, 6)
     for t in range(1, len(row)):
         for n in range(1, min(t, 3) + 1):
             after = [row[u] for u in range(n, t) if row[u - n : u].tolist() == row[t - n : t].tolist()]
             if after:
                 kinds, same = len(set(after)), after.count(row[t])
-                wanted[t - 1] = (same + kinds * wanted[t - 1]) / (len(after) + kinds)
-    np.testing.assert_allclose(ngrams.cached(row[None])[0], wanted, rtol=1e-12)
+                expected[t - 1] = (same + kinds * expected[t - 1]) / (len(after) + kinds)
+    np.testing.assert_allclose(ngrams.cached(row[None])[0], expected, rtol=1e-12)
 
 
 def test_floor_is_the_lowest_perplexity_and_names_its_counts():

@@ -128,5 +128,5 @@ def assert_same(
     """Equal results and equal gradients, by relative and absolute tolerances; ``known`` are the expected."""
     assert all(torch.isfinite(x).all() and x.abs().max() < 100 for x in expected)
     torch.testing.assert_close(actual, expected, rtol=results[0], atol=results[1])
-    wanted = known or graded(expected, leaves)
-    torch.testing.assert_close(graded(actual, leaves), wanted, rtol=gradients[0], atol=gradients[1])
+    expected_grads = known or graded(expected, leaves)
+    torch.testing.assert_close(graded(actual, leaves), expected_grads, rtol=gradients[0], atol=gradients[1])

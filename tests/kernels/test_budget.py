@@ -100,19 +100,19 @@ def test_the_fast_forms_are_the_definition(shape, chunk_size, borders, form, lim
 
 
 @INTERPRETED
-@pytest.mark.parametrize(("shape", "chunk_size", "borders", "held", "tile"), [
+@pytest.mark.parametrize(("shape", "chunk_size", "borders", "prefix", "tile"), [
     (*CASES[1], 0, 512), (*CASES[1], 3, 512), ((1, 70, 2, 18), 48, None, 3, 512),
     ((1, 130, 1, 8), 128, None, 0, 512), (*CASES[4], 0, 512), ((1, 40, 2, 18), 32, [0, 1, 1, 36, 40], 0, 512),
     ((1, 40, 2, 40), 32, [0, 1, 1, 36, 40], 0, 64),  # keys of three tiles
 ])  # fmt: skip
-def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, held, tile, monkeypatch):
+def test_the_kernels_in_the_interpreter(shape, chunk_size, borders, prefix, tile, monkeypatch):
     monkeypatch.setattr(kernels, "TILE_BYTES", tile)
     tokens = [x.float() for x in inputs(*shape, grad=False)]
     options = chunk_size, None if borders is None else torch.tensor(borders)
-    result = kernels.forward(*tokens, *options, held)
+    result = kernels.forward(*tokens, *options, prefix)
     double = [x.double() for x in tokens]
     close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5, check_dtype=False)
-    close(result, budget._forward(*double, *options, held))
+    close(result, budget._forward(*double, *options, prefix))
     given = [torch.randn_like(x) for x in result]
     grads = kernels.backward([*given, *tokens, *result], *options)
     close(grads, budget._backward([x.double() for x in (*given, *tokens, *result)], *options))

@@ -226,8 +226,8 @@ def test_baselines_take_flash_linear_attentions_kernels(channels, packed):
         results += [*outputs, *torch.autograd.grad(sum(y.square().mean() for y in outputs), given)]
         served = "flash-linear-attention's" if results is actual else "chunked"
         assert served in str(forms_used())
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert (ours - theirs).norm() < 0.02 * theirs.norm()
+    for ours, reference in zip(actual, expected, strict=True):
+        assert (ours - reference).norm() < 0.02 * reference.norm()
 
 
 @on_gpu

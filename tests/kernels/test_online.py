@@ -100,8 +100,8 @@ def test_triton_kernels_compute_the_states(monkeypatch, rule, widths, T):
     forms_used(forget=True)
     results = case.whole(backend="online", **options)
     assert "delta_states: triton" in forms_used()
-    for x, wanted in zip([*results, *graded(results, case.leaves)], expected, strict=True):
-        assert (x - wanted).norm() <= 2e-6 * wanted.norm() + 1e-12
+    for x, reference in zip([*results, *graded(results, case.leaves)], expected, strict=True):
+        assert (x - reference).norm() <= 2e-6 * reference.norm() + 1e-12
 
 
 @pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")

@@ -136,8 +136,8 @@ def test_norm_and_convolution_are_their_definitions(forms, seed):
     # without the library the models have one of their own
     assert (actual is None) == (forms == "pytorch")
     if actual is not None:
-        held = torch.cat([state, F.silu(x)], 1)
-        y = torch.stack([sum(kernel[j] * held[:, K - 1 + t - j] for j in range(K)) for t in range(T)], 1)
+        padded = torch.cat([state, F.silu(x)], 1)
+        y = torch.stack([sum(kernel[j] * padded[:, K - 1 + t - j] for j in range(K)) for t in range(T)], 1)
         assert_same([y], [part.squeeze(2) for part in actual], [x, kernel, state])
 
 

@@ -204,8 +204,8 @@ def test_documents_begin_with_one_state_that_is_not_copied(widths, monkeypatch):
     monkeypatch.setattr(triton_op, "forward", spied)
     expected, actual = results("reference", torch.float64), results("triton", torch.float32)
     assert seen == [(1, 0)]
-    for x, wanted in zip(actual, expected, strict=True):
-        assert (x - wanted).norm() <= 1e-5 * wanted.norm() + 1e-12
+    for x, reference in zip(actual, expected, strict=True):
+        assert (x - reference).norm() <= 1e-5 * reference.norm() + 1e-12
 
 
 @pytest.mark.parametrize(("case", "keep_bytes", "again"), [
@@ -329,8 +329,8 @@ def test_the_newest_assembler_of_the_wheel_replaces_one_that_is_wrong(arch, curr
     assert assembler.choose(arch, current, others) == chosen
 
 
-@pytest.mark.parametrize("own", [False, True], ids=["of the wheel", "of the user"])
-def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set_one(own, monkeypatch):
+@pytest.mark.parametrize("user", [False, True], ids=["of the wheel", "of the user"])
+def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set_one(user, monkeypatch):
     from triton import knobs
     from triton.backends.nvidia import compiler
 
@@ -341,12 +341,12 @@ def test_triton_compiles_with_the_assembler_that_is_selected_unless_the_user_set
     monkeypatch.setattr(compiler, "get_ptxas", lambda arch: knobs.nvidia.ptxas)
     monkeypatch.setattr(assembler, "WRONG_ON_HOPPER", (assembler._version(knobs.nvidia.ptxas), good))
     monkeypatch.setenv("TRITON_PTXAS_PATH", knobs.nvidia.ptxas.path)
-    if not own:
+    if not user:
         monkeypatch.delenv("TRITON_PTXAS_PATH")
     assembler.select.cache_clear()
-    assert assembler.is_wrong(assembler.select(90)[0], 90) == own
-    assert (assembler.refusal(90) is not None) == own
-    assert (knobs.nvidia.ptxas.path == knobs.nvidia.ptxas_blackwell.path) != own
+    assert assembler.is_wrong(assembler.select(90)[0], 90) == user
+    assert (assembler.refusal(90) is not None) == user
+    assert (knobs.nvidia.ptxas.path == knobs.nvidia.ptxas_blackwell.path) != user
     assembler.select.cache_clear()
 
 

@@ -201,13 +201,13 @@ def test_losses_train_the_memories_alone_and_need_no_batch(adapted, stage):
 
 
 def test_loss_of_tuning_is_the_divergence_from_the_teacher(adapted):
-    own = objective(adapted, "tune")
-    model, batch = own.build_model().eval(), own.sample_batch(2)
+    tuning = objective(adapted, "tune")
+    model, batch = tuning.build_model().eval(), tuning.sample_batch(2)
     source = transformers.AutoModelForCausalLM.from_pretrained(adapted / "source")
     teacher = source(batch.tokens[:, :-1]).logits[:, 18:].log_softmax(-1)
     student = model.adapted(batch.tokens[:, :-1]).logits[:, 18:].log_softmax(-1)
     expected = (teacher.exp() * (teacher - student)).sum(-1).mean(1)
-    losses, parameters = own.losses(model, batch), list(model.parameters())
+    losses, parameters = tuning.losses(model, batch), list(model.parameters())
     torch.testing.assert_close(losses, expected, atol=1e-6, rtol=1e-4)
     counts = torch.tensor([1.0, -2.0])
     gradients = (torch.autograd.grad((counts * x).sum(), parameters) for x in (losses, expected))
@@ -274,7 +274,7 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
 
 
 def test_run_file_of_another_model_is_refused(adapted):
-    own = objective(adapted, "tune")
-    options = own.options.model_copy(update={"weights": "0" * 16})
+    tuning = objective(adapted, "tune")
+    options = tuning.options.model_copy(update={"weights": "0" * 16})
     with pytest.raises(UsageError, match=r"objective.options.weights: 0+, but the model in .* has"):
-        type(own)(own.cfg, options).build_model()
+        type(tuning)(tuning.cfg, options).build_model()

@@ -140,9 +140,9 @@ def test_run_begins_from_a_language_model_with_a_new_head(folder):
     model, trained = build_objective(cfg).build_model(), build_objective(first).build_model()
     load_model(point, model)
     load_model(point, trained)
-    theirs = trained.state_dict()
-    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in theirs.items())
-    assert set(model.state_dict()) - set(theirs) == {"classifier.weight", "classifier.bias"}
+    weights = trained.state_dict()
+    assert all(torch.equal(weight, model.state_dict()[name]) for name, weight in weights.items())
+    assert set(model.state_dict()) - set(weights) == {"classifier.weight", "classifier.bias"}
 
 
 def test_equal_sequences_stay_together_and_a_split_is_that_of_its_seed():

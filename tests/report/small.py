@@ -11,8 +11,8 @@ from titans_platform.study.spec import Column, Row, Scale, Study
 def study_of(root: Path, *cells: Cell, commit: str = "c0ffee", **fields: Any) -> StudyRun:
     """A study of these cells, with a row for each of their names; ``fields`` are put in place of its own."""
     rows = tuple(Row(name=name) for name in dict.fromkeys(cell.row for cell in cells) or ["LMM"])
-    own = {"columns": {"lm_ppl": Column(title="P")}, "scales": {"small": Scale()}, "rows": rows}
-    return StudyRun(Study(name="tiny", **own | fields), "small", root, commit, cells=cells, whole=cells)
+    defaults = {"columns": {"lm_ppl": Column(title="P")}, "scales": {"small": Scale()}, "rows": rows}
+    return StudyRun(Study(name="tiny", **defaults | fields), "small", root, commit, cells=cells, whole=cells)
 
 
 def save(root: Path, cell: Cell, **fields: Any) -> None:

@@ -66,8 +66,8 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
     prepare(then.data, elsewhere)
     straight = train(spec_of(then, elsewhere))
     assert [getattr(extended, key) for key in NUMBERS] == [getattr(straight, key) for key in NUMBERS]
-    ours, theirs = (load_run(spec.name, where)[0].state_dict() for where in (root, elsewhere))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    ours, expected = (load_run(spec.name, where)[0].state_dict() for where in (root, elsewhere))
+    assert all(torch.equal(ours[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize(("first", "then", "why"), [
@@ -122,8 +122,8 @@ def test_run_begins_with_the_weights_of_another_which_are_part_of_its_name(root)
     check_start(child.config)
     assert train(child).config["start_from"] == str(points / "step-00000008")
     begun, _, _ = load_run(child.name, root)
-    for ours, theirs in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-9, rtol=0)
+    for ours, expected in zip(begun.state_dict().values(), weights.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, expected, atol=1e-9, rtol=0)
     # after a restart it resumes from its own checkpoint
     (child.folder.path / "result.json").unlink()
     assert train(replace(child, labels={"row": "again"})).tokens == 4 * 32

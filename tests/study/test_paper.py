@@ -59,9 +59,9 @@ def test_numbers_of_one_table_follow_from_those_of_another():
     """Table 5 at 400M: the mean of two perplexities, the average, the mean of Table 2's twelve cells."""
     rows = {row.name: row.paper for row in load_study("language").rows_at("laptop")}
     names = {"LMM": "LMM"} | {f"+ Attn ({name})": name for name in ("MAC", "MAG", "MAL")}
-    for own, name in names.items():
+    for titans_row, name in names.items():
         derived = rows[f"Titans ({name})"]
-        for column, number in PAPER.tables["table_5"].numbers(own, "").items():
+        for column, number in PAPER.tables["table_5"].numbers(titans_row, "").items():
             assert derived[column] == pytest.approx(number, abs=0.011), f"{name} {column}"
     # Table 2 has no such row
     assert rows["Samba"]["lm_ppl"] == pytest.approx((25.32 + 29.47) / 2)

@@ -113,7 +113,7 @@ def test_restart_anywhere_ends_in_the_same_weights(variant, recipe, tmp_path):
     checkpoint.restore(tmp_path, restored)
     for a, b in zip(straight.model.parameters(), restored.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    leaves = [torch.utils._pytree.tree_leaves(of.states) for of in (straight, restored)]
+    leaves = [torch.utils._pytree.tree_leaves(t.states) for t in (straight, restored)]
     assert len(straight.states) == recipe.get("stream_groups", 1)
     assert all(torch.equal(a, b) for a, b in zip(*leaves, strict=True) if isinstance(a, Tensor))
 

@@ -21,16 +21,16 @@ from titans_platform.training.checkpoint import Saver
 from titans_platform.training.loop import Hooks, Trainer
 
 
-def weights(of: Trainer) -> dict[str, Tensor]:
-    return {name: value.clone() for name, value in of.model.state_dict().items()}
+def weights(t: Trainer) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in t.model.state_dict().items()}
 
 
 def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
 
 
-def save(folder: Path, of: Trainer, *arguments, **options) -> None:
-    with Saver(folder, of, **options) as saver:
+def save(folder: Path, t: Trainer, *arguments, **options) -> None:
+    with Saver(folder, t, **options) as saver:
         saver.save(*arguments)
 
 

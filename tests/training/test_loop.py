@@ -99,10 +99,10 @@ def test_deterministic_restores_what_was_set():
 
 def data_wait(step_seconds: float) -> float:
     """Seconds that six steps of at least ``step_seconds`` each wait for batches of 0.05 s."""
-    t, waited, own = trainer(), [], threading.get_ident()
+    t, waited, main_thread = trainer(), [], threading.get_ident()
 
     def slow(step: int) -> Batch:
-        assert threading.get_ident() != own
+        assert threading.get_ident() != main_thread
         time.sleep(0.05)
         return Rows().batch(step)
 

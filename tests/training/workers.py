@@ -179,15 +179,15 @@ def differences(variant: str, window: int = 24) -> dict[str, float]:
     losses, state = two_rows(SequenceParallel(shared))
     dist.all_reduce(losses)
     summed = [torch.zeros_like(p) if p.grad is None else p.grad for p in shared.parameters()]
-    for own in summed:
-        dist.all_reduce(own)
+    for grad in summed:
+        dist.all_reduce(grad)
     if dist.get_rank():
         return {}
     expected, state_of_one = two_rows(alone)
     relative = []
-    for own, q in zip(summed, alone.parameters(), strict=True):
+    for grad, q in zip(summed, alone.parameters(), strict=True):
         wanted = torch.zeros_like(q) if q.grad is None else q.grad
-        relative.append(((own - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item())
+        relative.append(((grad - wanted).abs().max() / wanted.abs().max().clamp(min=1e-30)).item())
     pairs = zip(tree_leaves(state), tree_leaves(state_of_one), strict=True)
     carried = [(a - b).abs().max().item() for a, b in pairs if isinstance(a, Tensor) and a.numel()]
     return {

@@ -185,7 +185,7 @@ def series(
     if not straight.exists():
         prepare(data, straight)
         assert start(straight, cluster_nodes.cluster.address, "2", 0.0).wait(900) == 0
-    expected, wanted, loss = weights(straight), samples(straight), result(straight)["final_train_loss"]
+    expected, drawn, loss = weights(straight), samples(straight), result(straight)["final_train_loss"]
     while line.hits < hits:
         root = folder / f"{fault.replace(' ', '-')}-{line.runs}"
         prepare(data, root)
@@ -200,8 +200,8 @@ def series(
             line.notes.append(f"loss within {TOLERANCE}: {apart:.1e}; workers by step: {worlds}")
         else:
             line.equal += weights(root) == expected
-        rows = sorted(row for _, of in samples_of_run.values() for row in of)
-        every = sorted(row for _, of in wanted.values() for row in of)
+        rows = sorted(row for _, pairs in samples_of_run.values() for row in pairs)
+        every = sorted(row for _, pairs in drawn.values() for row in pairs)
         missing = len(every) - sum((min(rows.count(row), every.count(row))) for row in set(every))
         line.lost += missing
         line.repeated += max(0, len(rows) - len(every) + missing)

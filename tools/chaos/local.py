@@ -152,7 +152,7 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int)
         process = start(straight, config(), None, 0.0)
         process.join(600)
         assert process.exitcode == 0
-    expected, wanted = weights(straight), samples(straight)
+    expected, drawn = weights(straight), samples(straight)
     while line.hits < hits:
         root = folder / f"{fault.replace(' ', '-').replace(',', '')}-{line.runs}"
         prepare(cfg.data, root)
@@ -162,9 +162,9 @@ def series(folder: Path, fault: str, draw: random.Random, hits: int, a_run: int)
         line.hits += disturbed(root, fault, draw, min(a_run, hits - line.hits), server)
         line.runs += 1
         samples_of_run = samples(root)
-        line.equal += weights(root) == expected and samples_of_run == wanted
+        line.equal += weights(root) == expected and samples_of_run == drawn
         places = [place for place, _ in samples_of_run.values()]
-        line.lost += BATCH * len({place for place, _ in wanted.values()} - set(places))
+        line.lost += BATCH * len({place for place, _ in drawn.values()} - set(places))
         line.repeated += BATCH * (len(places) - len(set(places)))
         if server:
             from titans_platform.runs.reporter import send_left

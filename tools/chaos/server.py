@@ -74,8 +74,8 @@ class Server:
         if name == "runs/get":
             return {"run": self.runs[0]}
         if name == "metrics/get-history":
-            of = [p for p in self.points if p[0] == body["metric_key"]]
-            return {"metrics": [{"key": k, "step": s, "value": v, "timestamp": 1} for k, s, v in of]}
+            history = [p for p in self.points if p[0] == body["metric_key"]]
+            return {"metrics": [{"key": k, "step": s, "value": v, "timestamp": 1} for k, s, v in history]}
         if name == "runs/log-batch":
             self.points += [(m["key"], m.get("step", 0), m["value"]) for m in body.get("metrics", [])]
         return {}
