@@ -114,11 +114,14 @@ class ConvClassifier(Model):
         """Logits of the classes; tokens after a sequence's end are ignored.
 
         Raises:
-            ValueError: there is no row or no token.
+            ValueError: there is no row or no token, or more tokens than the model's ``length``.
         """
         check_not_empty(tokens_BT)
-        own_BT = torch.arange(tokens_BT.shape[1], device=tokens_BT.device) < lengths_B[:, None]
-        tokens_BT = tokens_BT.masked_fill(~own_BT, self.pad)
-        tokens_BT = F.pad(tokens_BT, (0, self.length - tokens_BT.shape[1]), value=self.pad)
+        length = tokens_BT.shape[1]
+        if length > self.length:
+            raise ValueError(f"tokens_BT: {length} tokens, but the model takes at most {self.length}")
+        valid_BT = torch.arange(length, device=tokens_BT.device) < lengths_B[:, None]
+        tokens_BT = tokens_BT.masked_fill(~valid_BT, self.pad)
+        tokens_BT = F.pad(tokens_BT, (0, self.length - length), value=self.pad)
         x_BCT = self.embedding(tokens_BT).transpose(1, 2)
         return ClassOutput(self.classifier(self.hidden(self.convolutions(x_BCT))))

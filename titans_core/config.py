@@ -172,6 +172,6 @@ class ModelConfig(Frozen):
             raise ValueError(
                 f"attention.heads: {self.attention.heads} does not divide d_model {self.d_model}"
             )
-        if (self.d_model // self.attention.heads) % 2:
+        if self.attention.positions == "rotary" and (self.d_model // self.attention.heads) % 2:
             raise ValueError("attention.heads: rotary positions need an even head width")
         return self

@@ -89,6 +89,8 @@ def _apply(module: nn.Module, change: Intervention) -> None:
 
 
 def _check_window(module: nn.Module, window: int) -> None:
+    if window < 1:
+        raise ValueError(f"window: {window} is less than 1")
     if isinstance(module, MAC):
         chunk = module.memory.config.chunk_size
         if window % chunk:

@@ -97,26 +97,27 @@ class NeuralMemory(Projections):
         pointwise: as `ModelConfig.pointwise_conv`.
 
     Raises:
-        ValueError: the rule is unknown, or does not take the given parameters; one line that begins with the
-            field of `ModelConfig`.
+        ValueError: heads do not divide ``d_model``, the rule is unknown, or it does not take the given
+            parameters; one line that begins with the field of `ModelConfig`.
     """
 
     def __init__(
         self, d_model: int, config: MemoryConfig, *, initialized: bool = True, pointwise: bool = False
     ):
+        if d_model % config.heads:
+            raise ValueError(f"memory.heads: {config.heads} does not divide d_model {d_model}")
         channels, kernel = d_model, config.conv or None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
         super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, pointwise=pointwise)
-        own = _rule(config)
-        self.config, self.rule = config, own
-        self.carries_momentum = config.momentum or own.has_own_chunk or type(own).update is not Rule.update
+        self.config, self.rule = config, (rule := _rule(config))
+        self.carries_momentum = config.momentum or rule.has_own_chunk or type(rule).update is not Rule.update
         """True if a state holds momentum; if eta is always 0, it has one zero per head and layer instead."""
         outputs = dict.fromkeys(("alpha", "eta", "theta"), config.heads)
         outputs |= dict.fromkeys(CHANNEL_GATES[config.channel_gates], channels)
         self.alpha = GateLinear(d_model, outputs["alpha"]) if config.decay else None
         self.eta = GateLinear(d_model, outputs["eta"]) if config.momentum else None
         self.theta = GateLinear(d_model, outputs["theta"])
-        self.extra = GateLinear(d_model, config.heads * own.extra_gates) if own.extra_gates else None
+        self.extra = GateLinear(d_model, config.heads * rule.extra_gates) if rule.extra_gates else None
         hidden = config.expansion * self.head_dim
         widths = [self.head_dim, *[hidden] * (config.depth - 1), self.head_dim]
         layers = [torch.empty(config.heads, *pair) for pair in pairwise(widths)]

@@ -15,7 +15,7 @@ _DYNAMO = "torch._dynamo.utils"
 
 
 def note(operator: str, form: str, like: Tensor | None = None) -> None:
-    """Record that a call ran this form, unless its input ``given`` is a meta tensor."""
+    """Record that a call ran this form, unless ``like`` is a meta tensor."""
     if like is None or not like.is_meta:
         _RAN.add(f"{operator}: {form}")
 

@@ -51,6 +51,14 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
     assert tokens == {("ddp", None): 2, ("ddp", 1): 1, ("sequence", None): 2, ("sequence", 1): 0.5}
 
 
+def test_a_row_of_several_and_shards_of_a_node_are_counted(tiny_run):
+    one, four = (changed(tiny_run, optim={"bptt_rows": n}, data={"rows": "streams"}) for n in (1, 4))
+    assert check.training_flops(four) == pytest.approx(4 * check.training_flops(one), rel=0.05)
+    ddp, hsdp = (changed(tiny_run, optim={"parallel": kind}) for kind in ("ddp", "hsdp"))
+    needed = [check.needed_memory(run, Resources(workers=4))["model"] for run in (ddp, hsdp)]
+    assert needed[0] // 4 == needed[1]
+
+
 def test_states_of_streams_that_take_turns_need_memory(tiny_run, monkeypatch):
     run = lambda groups: changed(tiny_run, optim={"stream_groups": groups}, data={"rows": "streams"})  # noqa: E731
     one, many = (check.needed_memory(run(groups), Resources()) for groups in (1, 5))

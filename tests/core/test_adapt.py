@@ -379,6 +379,12 @@ def test_sessions_forked_rolled_back_and_deleted_equal_a_replay(tmp_path):
     for refused, *given in wrong:
         with pytest.raises(ValueError, match="session"):
             refused(*given)
+    last = replayed._files(name)[-1]
+    last.write_bytes(last.read_bytes()[:100])
+    with pytest.raises(ValueError, match=r"memory: damaged: .*; roll the session back to the turn before it"):
+        replayed.reading(name)
+    replayed.rollback(name, len(turns) - 1)
+    assert replayed.turns(name) == [turn for _, turn in turns[:-1]]
 
 
 def test_sliding_windows_quantised_weights_and_long_texts_are_refused():

@@ -61,6 +61,7 @@ def test_fields_of_earlier_versions_load_with_their_defaults_and_are_named_with_
     former = {"written": "all", "head_dim": None, "conv_kernel": 4, "rule_options": {}, "depth": 3}
     assert MemoryConfig.model_validate_json(json.dumps(former)) == MemoryConfig(depth=3)
     assert MemoryConfig(conv=True).conv == 4
+    assert ModelConfig(d_model=36, attention=AttentionConfig(positions="none")).attention.heads == 4
     for fields, message in (
         ({"written": "last"}, 'written: "last" was removed; CHANGELOG.md says what replaces it'),
         ({"decay_per": "channel"}, 'decay_per: "channel" was removed'),

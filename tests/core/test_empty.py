@@ -29,6 +29,8 @@ def test_other_models_refuse_it_too(rows, length):
     for m in (SequenceClassifier(config(), 3), ConvClassifier(40, 3, 100, 0)):
         with pytest.raises(ValueError, match=NOTHING.format(rows, length)):
             m(x, lengths_B=torch.full((rows,), length))
+    with pytest.raises(ValueError, match=r"^tokens_BT: 101 tokens, but the model takes at most 100$"):
+        m(tokens(1, 101), lengths_B=torch.tensor([101]))
     series = torch.zeros(rows, length, 3)
     models = [SeriesModel(config(), channels=3, horizon=2), NeuralMemory(3, MemoryConfig(heads=1))]
     window = Window(length=24, horizon=4, channels=3)

@@ -143,7 +143,9 @@ def test_interventions_without_effect_and_windows_that_do_not_fit_are_known():
         ("transformer", {"attention", "cut"}),
     ):  # fmt: skip
         assert {name for name, change in OFF.items() if has_effect(model(variant), change)} == expected
-    for variant, window, why in (("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer")):
+    for variant, window, why in (
+        ("mac", 12, "multiple"), ("mag", 13, "longer"), ("mac", 24, "longer"), ("mag", -8, "less than 1"),
+    ):  # fmt: skip
         error = pytest.raises(ValueError, match=rf"^window: {window} .*{why}")
         with error, intervene(model(variant), Intervention(window=window)):
             pass

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.core.small import model
-from titans_core import Documents, record
+from titans_core import Documents, MemoryConfig, NeuralMemory, record
 from titans_core.telemetry import healthy_limits, out_of_range, weight_norm
 
 
@@ -41,6 +41,8 @@ def test_only_a_memory_has_limits_and_packs_documents_on_a_border():
         given = layer(read)[1]
         with pytest.raises(ValueError, match=message):
             layer(x[:1, 16:], given, documents)
+    with pytest.raises(ValueError, match=r"^memory\.heads: 4 does not divide d_model 66$"):
+        NeuralMemory(66, MemoryConfig(heads=4))
 
 
 @pytest.mark.parametrize("depth", [1, 2])

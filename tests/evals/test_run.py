@@ -149,12 +149,12 @@ def test_modes_are_restored_after_a_failure_and_bad_tasks_fail_before_measuring(
 
 
 def test_columns_are_means_of_tasks_and_their_names_differ():
-    options = COMPACT, COMPACT | {"digits": 1}, COMPACT | {"kind": "number"}
+    options = COMPACT, COMPACT | {"digits": 1}, COMPACT | {"kind": "number", "needles": 2}
     twice, *once = (TaskConfig(task="needle", options=each) for each in options)
     long = twice.model_copy(update={"lengths": (1.0, 2.0)}), *once
     columns = {"long": long, "recall": (TaskConfig(task="recall"),)}
     result = evaluate(Guesser("0123456789"), prepared(), EvalConfig(columns=columns, items=50), 48)
-    names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number@48"]
+    names = ["needle-passkey@48", "needle-passkey@96", "needle-passkey-2@48", "needle-number-2-keys@48"]
     assert list(result["tasks"]) == [f"long/{name}" for name in names] + ["recall/recall@48"]
     values = [result["tasks"][f"long/{name}"]["value"] for name in names]
     assert result["columns"]["long"] == pytest.approx((sum(values[:2]) / 2 + values[2] + values[3]) / 3)

@@ -214,6 +214,7 @@ def lp(tmp_path, monkeypatch) -> str:
     ("my_rules:Lp(q=1)", "rule: my_rules:Lp has no parameter 'q'; give one of p"),
     ("my_rules:Lp(p=two)", "rule: p of my_rules:Lp is 'two', not a number"),
     ("my_rules:Lp(p=0.5)", "rule: my_rules:Lp: p: 0.5 must be 1 or more"),
+    ("my_rules:Lp(p=2.5", "rule: 'my_rules:Lp(p=2.5' should be package.module:Class"),
     ("no_such_module:Rule", "rule: no_such_module:Rule: 'no_such_module' cannot be imported: ModuleNot"),
     ("titans_kernels:Rul", "rule: titans_kernels:Rul: titans_kernels has no 'Rul'; did you mean Rule?"),
     ("math:pi", "rule: math:pi is not a subclass of titans_kernels.memory.rules.Rule"),

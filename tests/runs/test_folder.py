@@ -83,7 +83,12 @@ def test_a_sign_of_life_from_another_machine_counts(folder):
     progress = {"step": 3, "steps": 10, "time": time.time()}
     folder.update(commit="one", host="node-7", progress=progress)
     assert folder.state() == "running"
-    folder.update(progress=progress | {"time": time.time() - 1000})
+    folder.record_failure(ValueError("no luck"), "one")
+    assert folder.state() == "failed"
+    folder.update(failure=None)
+    folder.record_attempt()
+    assert folder.state() == "interrupted"
+    folder.update(attempt=None, progress=progress | {"time": time.time() - 1000})
     assert folder.state() == "interrupted"
 
 
@@ -144,9 +149,11 @@ def cluster(*nodes: tuple[float, float]) -> Machine:
     (Resources(workers=2), cluster((2, 0), (2, 0)), 1), (Resources(workers=2), cluster((2, 0), (3, 0)), 2),
     (Resources(workers=8, cpus_per_worker=4, gpus_per_worker=1), cluster((64, 8), (64, 8)), 2),
     (Resources(gpus_per_worker=0.1), cluster((64, 1)), 10),
+    (Resources(gpus_per_worker=0.6), Machine(9, 2), 2),
 ])  # fmt: skip
 def test_concurrency_is_the_number_of_runs_that_fit(resources, machine, fit):
     assert (concurrency(resources, machine), concurrency(resources, machine, requested=1)) == (fit, 1)
+    assert resources.whole_gpus(fit) <= machine.gpus
     with pytest.raises(UsageError, match=f"give 1 to {fit}|at most 1"):
         concurrency(resources, machine, requested=fit + 1)
 

@@ -83,6 +83,10 @@ def test_search_finds_a_better_row_and_runs_no_trial_twice(hunt, capsys, answer)
     assert {name: written(hunt)[name] for name in kept} == {name: cells[name] for name in kept}
     (status,) = answer("sweep", "status")
     assert status["search"]["set"] == set_line(after.best.params)
+    # trials of another config are not this search's
+    longer = STUDY["base"] | {"optim": STUDY["base"]["optim"] | {"steps": 30}}
+    (hunt / "hunt.yaml").write_text(json.dumps(STUDY | {"base": longer}))
+    assert searched(hunt).trials == ()
 
 
 @pytest.mark.parametrize(("space", "message"), [

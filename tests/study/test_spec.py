@@ -79,6 +79,7 @@ def test_overlay_takes_dotted_keys_and_replaces_lists():
     ({"rows": [{"name": "LMM"}, {"name": "A", "set": {"model.memory.chunk_size": 0}}]}, ["'A'", "chunk"]),
     ({"rows": [{"name": "LMM"}, {"name": "LMM"}]}, ["'LMM'", "twice"]),
     ({"rows": [{"name": "A", "paper": {"lm_pl": 1.0}}]}, ["lm_pl", "lm_ppl"]),
+    ({"rows": [{"name": "A", "paper": {"LM_PPL": 1.0}}]}, ["'LM_PPL'", "lm_ppl"]),
     ({"rows": [{"name": "A", "set": {"model.preset": "34M"}}]}, ["model.preset", "340M"]),
     ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
 ])  # fmt: skip

@@ -136,6 +136,8 @@ class Adapted(RefusesUnknown):
         model, past = cast(Any, self), past_key_values
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("input_ids, inputs_embeds: give one of them")
+        if input_ids is not None and input_ids.ndim != 2:
+            raise ValueError(f"input_ids: {list(input_ids.shape)}, not [rows, tokens]")
         if not isinstance(past, RaggedState | None):
             raise ValueError(
                 f"past_key_values: a {type(past).__name__}; give a call's output.past_key_values"
@@ -149,7 +151,8 @@ class Adapted(RefusesUnknown):
         order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
         if document_starts(position_ids, None, read_BT, order_BT, past, B, T) is not None:
             raise ValueError("position_ids: packed documents; an adapted model reads one text a row")
-        use_cache = labels is None and not model.training if use_cache is None else use_cache
+        if use_cache is None:
+            use_cache = labels is None and not model.training
         (features,), state = read_ragged(self._step, 1, front(x_BTD, order_BT), read_BT, past, use_cache)
         if labels is None:
             logits, loss = model.lm_head(keep(features, logits_to_keep)), None

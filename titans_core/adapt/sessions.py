@@ -8,6 +8,7 @@ sessions.rollback("anna", 0)  # before the first turn
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from titans_core.generation import Reading
 from titans_core.memory_file import load_memory, save_memory
@@ -49,12 +50,20 @@ class Sessions:
         return sorted(path.name for path in self.folder.glob("*") if any(path.glob("*.memory")))
 
     def turns(self, name: str) -> list[Turn]:
-        """Return the turns of a session, oldest first; none if there is no such session."""
+        """Return the turns of a session, oldest first; none if there is no such session.
+
+        Raises:
+            ValueError: a file is damaged; one line.
+        """
         turns = []
-        for path in sorted(self._folder(name).glob("*.memory")):
-            with safe_open(path, "pt") as file:
-                metadata = file.metadata()
-            turns.append(Turn(int(path.stem), int(metadata["tokens"]), metadata["checksum"]))
+        for path in self._files(name):
+            try:
+                with safe_open(path, "pt") as file:
+                    metadata = file.metadata()
+                turns.append(Turn(int(path.stem), int(metadata["tokens"]), metadata["checksum"]))
+            except (SafetensorError, KeyError, TypeError) as error:
+                advice = "roll the session back to the turn before it, or delete the session"
+                raise ValueError(f"{path}: damaged: {error}; {advice}") from None
         return turns
 
     def reading(self, name: str) -> Reading:
@@ -112,11 +121,14 @@ class Sessions:
         turns = self._up_to(name, turn)
         self._folder(new).mkdir(parents=True, exist_ok=True)
         for number in range(1, turns + 1):
-            shutil.copyfile(self._file(name, number), self._file(new, number))
+            # a copy that is interrupted leaves no half file among the turns
+            part = self._folder(new) / f"{number}.part"
+            shutil.copyfile(self._file(name, number), part)
+            os.replace(part, self._file(new, number))
 
     def rollback(self, name: str, turn: int) -> None:
         """Delete the turns after ``turn``, 0 for all. Raises ValueError: there is no such turn."""
-        for number in range(len(self.turns(name)), self._up_to(name, turn), -1):
+        for number in range(len(self._files(name)), self._up_to(name, turn), -1):
             self._file(name, number).unlink()
 
     def delete(self, name: str) -> None:
@@ -125,12 +137,15 @@ class Sessions:
         shutil.rmtree(self._folder(name))
 
     def _up_to(self, name: str, turn: int | None) -> int:
-        count = len(self.turns(name))
+        count = len(self._files(name))
         if not count:
             raise ValueError(f"no session {name}; there are {', '.join(self.names()) or 'none'}")
         if turn is not None and not 0 <= turn <= count:
             raise ValueError(f"turn: {turn}, but session {name} has {count}")
         return count if turn is None else turn
+
+    def _files(self, name: str) -> list[Path]:
+        return sorted(self._folder(name).glob("*.memory"))
 
     def _folder(self, name: str) -> Path:
         if not re.fullmatch(r"\w[\w.-]*", name):

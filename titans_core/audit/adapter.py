@@ -71,7 +71,7 @@ def first_tensor(output: Any) -> Tensor:
 
 
 def as_adapter(layer: nn.Module | Adapter, width: int | None = None) -> Adapter:
-    """Return ``made`` if it is an adapter, else an adapter guessed for the plain module.
+    """Return ``layer`` if it is an adapter, else an adapter guessed for the plain module.
 
     Raises:
         AuditError: the module maps neither [B, T, D] to [B, T, E] nor tokens [B, T] to [B, T, V].
@@ -129,8 +129,9 @@ def _step(module: nn.Module, x: Tensor) -> Callable[[Tensor, Any], tuple[Tensor,
 
         def step(x: Tensor, state: Any, name: str = name) -> tuple[Tensor, Any]:
             output = module(x) if state is None else module(x, **{name: state})
-            state = getattr(output, "state", None)
-            return first_tensor(output), output[1] if state is None else state
+            if (state := getattr(output, "state", None)) is None and isinstance(output, tuple | list):
+                state = output[1]
+            return first_tensor(output), state
 
         try:
             with torch.no_grad():

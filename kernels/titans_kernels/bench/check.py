@@ -24,7 +24,7 @@ SEED = 20250101
 
 def interpreting() -> bool:
     """Return True if Triton kernels run in its interpreter, which is for checks only, not for timing."""
-    return os.environ.get("TRITON_INTERPRET", "0") == "1"
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "yes", "y")
 
 
 @dataclass(frozen=True)

@@ -270,13 +270,13 @@ def read_memory(
         y [B, T, H, D_v] in q's dtype.
 
     Raises:
-        ValueError: the base does not match ``weights``.
+        ValueError: the activation is unknown; base or residual do not match ``weights`` and ``q``.
     """
+    check_options(1, activation, None)
     dtype, given = state_dtype(q), extension or Extension()
     layers = tuple(W.to(dtype) for W in weights)
     layers = whole(layers, check_base(given.base, layers))
-    residual = given.residual and given.residual.to(dtype)
-    options = Options(1, activation, None, None, residual=residual)
+    options = Options(1, activation, None, None, residual=check_residual(given.residual, q, q))
     with without_autocast(q):
         y = reference.apply_memory(layers, q.to(dtype).transpose(1, 2), options)
     return y.transpose(1, 2).to(q.dtype)

@@ -7,6 +7,7 @@ rule is computed by `forms.generic`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Literal
@@ -147,10 +148,13 @@ def find_rule(name: str) -> Rule:
     """
     if name == "paper":  # without an import, which torch.compile cannot trace
         return PAPER
-    path, *given = name.rstrip(")").split("(", 1)
+    match = re.fullmatch(r"([^()]*)(?:\((.*)\))?", name)
+    if match is None:
+        raise ValueError(f"rule: {name!r} should be package.module:Class or package.module:Class(p=2.5)")
+    path, given = match.groups(default="")
     kind, parameters = RULES.find(path), {}
     known = [field.name for field in fields(kind)]
-    for part in given[0].split(",") if given else ():
+    for part in filter(str.strip, given.split(",")):
         key, _, value = part.partition("=")
         if (key := key.strip()) not in known:
             fix = f"give one of {', '.join(known)}" if known else "it has none"

@@ -1,6 +1,6 @@
 // The segments of MAC one after the other, one document after the other: what depends on the memory that a document
 // carries, which is the read, its keys and values, attention, what is written, and the write. Formulas as in
-// titans_core/blocks/mac.py, step by step as `_eager` in ../segments.py.
+// titans_core/blocks/mac.py.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>

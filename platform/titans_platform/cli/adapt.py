@@ -9,7 +9,6 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -202,22 +201,21 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     import torch
 
     from titans_platform.objectives import build_objective
+    from titans_platform.runs.check import sample_trainer
     from titans_platform.runs.execute import peak_rss
-    from titans_platform.training.loop import Trainer, deterministic
+    from titans_platform.training.loop import deterministic
 
-    objective, rows, length = build_objective(cfg), cfg.optim.global_batch_size, cfg.data.sequence_length
-    objective.check()
+    build_objective(cfg).check()
     with deterministic(cfg.seed, cfg.threads):
-        batch, model = objective.sample_batch(rows), objective.build_model()
-        stream: Any = SimpleNamespace(batch=lambda step: batch)
-        device = "cuda" if gpus else "cpu"
-        trainer = Trainer(model, cfg.optim, stream, device, objective, sequence_length=length)
+        trainer = sample_trainer(cfg, "cuda" if gpus else "cpu")
+        assert trainer, "both stages have sample rows"
         if gpus:  # which compiles the kernels
             trainer.step()
         start = time.perf_counter()
         trainer.step()
         seconds = (time.perf_counter() - start) * cfg.optim.steps
     peak = torch.cuda.max_memory_allocated() if gpus else peak_rss()
+    model, length = trainer.model, cfg.data.sequence_length
     planned = {"parameters": model.num_parameters(), "state_bytes": model.state_bytes(length)}
     planned |= {"steps": cfg.optim.steps, "tokens": cfg.tokens, "seconds": seconds, "peak_bytes": peak}
     console.print(

@@ -245,8 +245,10 @@ def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
         tags = {"titans.commit": spec.commit, "titans.data": spec.data}
         tracking = Tracking(open_store(root).uri, name, tags=tags)
         spec = replace(spec, labels={"row": name}, tracking=tracking)
-    alone = nullcontext() if done or not resources.several else ray_session(resources.cpus, resources.gpus)
-    with alone, run_display(spec.folder.progress, console):
+    session: Any = nullcontext()
+    if resources.several and not done:
+        session = ray_session(resources.cpus, resources.whole_gpus())
+    with session, run_display(spec.folder.progress, console):
         result = execute(spec, wait=10)
     for line in send_left(root):
         say(console, line)

@@ -260,10 +260,11 @@ def _dry_run(
             # the rest is worth seeing all the same; a cluster that is only described has not failed
             refusal, basis = UsageError(str(error)) if study.machine else error, str(error)
         rows = costs(study)
+    todo = study.todo
     cells = [{
         "cell": cell.name, "row": cell.row, "seed": cell.seed,
         "parameters": sizes(cell.config)["parameters"], "tokens": cell.config.tokens,
-        "state": "stale" if cell in study.stale else cell.folder(study.root).state(),
+        "state": "stale" if cell in study.stale else cell.folder(study.root).state(), "runs": cell in todo,
     } for cell in study.cells]  # fmt: skip
     trials = (search := study.search) and {
         "trials": search.search.trials, "finished": search.finished, "rungs": search.milestones,
@@ -272,7 +273,7 @@ def _dry_run(
         "space": search.search.model_dump(mode="json")["space"],
     }  # fmt: skip
     record = {
-        "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(study.todo),
+        "study": study.study.name, "scale": study.scale_name, "cells": cells, "to_run": len(todo),
         "concurrency": study.concurrency, "resources": study.scale.resources.model_dump(), "search": trials,
         "machine": study.machine and asdict(study.machine), "mfu": MFU, "costs": rows, "price": price,
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
@@ -303,7 +304,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
             f"For {gpus:g}x{gpu['name']} of {gpu['memory']:g} GiB; estimates: tokens/s from FLOPs at an",
             f"assumed MFU of {record['mfu']:.0%}, memory from what torch.compile saves for a backward pass.",
         ]
-        left = [costs[cell["row"]] for cell in record["cells"] if cell["state"] != "done"]
+        left = [costs[cell["row"]] for cell in record["cells"] if cell["runs"]]
         if all(cost["gpu_hours"] for cost in left):
             hours = sum(cost["gpu_hours"] for cost in left)
             dollars = f", ${record['price'] * hours:,.0f}" if record["price"] is not None else ""

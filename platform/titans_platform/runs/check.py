@@ -26,7 +26,7 @@ from titans_platform.errors import UsageError, within
 from titans_platform.objectives import Objective, build_objective, build_small
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.reporter import LOGGERS
-from titans_platform.runs.spec import Machine, Resources, RunSpec, concurrency
+from titans_platform.runs.spec import NODE_GPUS, Machine, Resources, RunSpec, concurrency
 from titans_platform.training.loop import Trainer, deterministic
 from titans_platform.training.parallel import recomputed
 
@@ -54,8 +54,13 @@ TIMED_STEPS, TIMED_SECONDS = 10, 1.0
 def by_model(measure: Callable[[RunConfig], Value]) -> Callable[[RunConfig], Value]:
     """Cache a function of a config by its model and data: a grid has many cells but few models."""
     cached = cache(lambda text: measure(RunConfig.model_validate_json(text)))
-    alone = {"seed": 0, "optim": OptimConfig(), "eval": EvalConfig()}
-    return wraps(measure)(lambda cfg: cached(cfg.model_copy(update=alone).model_dump_json()))
+
+    def by_key(cfg: RunConfig) -> Value:
+        optim = OptimConfig(bptt_rows=cfg.optim.bptt_rows)  # a row's tokens depend on it
+        neutral = {"seed": 0, "optim": optim, "eval": EvalConfig()}
+        return cached(cfg.model_copy(update=neutral).model_dump_json())
+
+    return wraps(measure)(by_key)
 
 
 @by_model
@@ -117,7 +122,8 @@ def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
     on_gpu, objective = bool(resources.gpus_per_worker), build_objective(cfg)
     groups = cfg.optim.stream_groups if cfg.data.rows == "streams" else 0
     streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
-    copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": cfg.optim.shard_workers or 1}
+    shards = cfg.optim.shard_workers or min(resources.max_workers, NODE_GPUS)
+    copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": shards}
     saved, held = 0, 4 * objective.least_activations(rows) // parts
     if on_gpu and objective.equal_blocks:
         saved, held = _activations(objective, rows, parts)
@@ -169,17 +175,13 @@ def seconds_per_token(config: RunConfig) -> float | None:
     """
     if sizes(config)["parameters"] > TIMED_PARAMETERS:
         return None
-    batch_size, length = config.optim.global_batch_size, config.data.sequence_length
+    batch_size = config.optim.global_batch_size
     if not (rows := min(config.optim.micro_batch_size or batch_size, batch_size, timed_rows(config))):
         return None
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
-        objective = build_objective(config)
-        if (batch := objective.sample_batch(rows)) is None:
+        if (trainer := sample_trainer(config.model_copy(update={"optim": optim}))) is None:
             return None
-        model = objective.build_model()
-        same: Any = SimpleNamespace(batch=lambda step: batch)
-        trainer = Trainer(model, optim, same, objective=objective, sequence_length=length)
         trainer.step()
         clock = time.process_time if config.threads == 1 else time.perf_counter
         seconds: list[float] = []
@@ -188,6 +190,16 @@ def seconds_per_token(config: RunConfig) -> float | None:
             trainer.step()
             seconds.append(clock() - started)
     return min(seconds) / (rows * config.row_tokens)
+
+
+def sample_trainer(cfg: RunConfig, device: str = "cpu") -> Trainer | None:
+    """Return a trainer on one batch of random rows; None if the objective has no sample rows."""
+    objective = build_objective(cfg)
+    if (batch := objective.sample_batch(cfg.optim.global_batch_size)) is None:
+        return None
+    stream: Any = SimpleNamespace(batch=lambda step: batch)
+    length = cfg.data.sequence_length
+    return Trainer(objective.build_model(), cfg.optim, stream, device, objective, sequence_length=length)
 
 
 def timed_rows(config: RunConfig) -> int:

@@ -214,8 +214,12 @@ class RunFolder:
         """
         if is_locked(self.path / LOCK):
             return True
-        elsewhere, progress = self.record().get("host", platform.node()) != platform.node(), self.progress()
-        return elsewhere and progress is not None and progress["age"] < ALIVE
+        record, progress = self.record(), self.progress()
+        elsewhere = record.get("host", platform.node()) != platform.node()
+        if not elsewhere or progress is None or "failure" in record:
+            return False
+        ended = record.get("attempt", {}).get("ended", 0.0) >= progress.get("time", 0.0)
+        return not ended and progress["age"] < ALIVE
 
     def state(self) -> str:
         """Return done, running, failed, interrupted (begun, but no process holds it) or missing."""
@@ -226,9 +230,10 @@ class RunFolder:
         record = self.record()
         return "failed" if "failure" in record else "interrupted" if "progress" in record else "missing"
 
-    def rungs(self) -> dict[int, float]:
-        """Return what a search measured at each rung, by optimiser step."""
-        return {int(step): float(value) for step, value in self.record().get("rungs", {}).items()}
+    def rungs(self, metric: str) -> dict[int, float]:
+        """Return a search's metric at each rung, by optimiser step."""
+        rungs = self.record().get("rungs", {}).get(metric, {})
+        return {int(step): float(value) for step, value in rungs.items()}
 
     def was_stopped(self) -> bool:
         """Return True if a search stopped the run early."""

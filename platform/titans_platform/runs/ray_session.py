@@ -100,7 +100,7 @@ def quiet() -> None:
 
 
 @contextmanager
-def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
+def ray_session(cpus: float, gpus: int = 0) -> Iterator[None]:
     """Start a local Ray with ``cpus`` and ``gpus``, and shut it down at the end of the block.
 
     If this process is already connected to a Ray, that one is used and left running. Raises ClusterError.
@@ -122,7 +122,7 @@ def ray_session(cpus: float, gpus: float = 0) -> Iterator[None]:
         tempfile.TemporaryFile(dir=folder).close()
     except (OSError, RuntimeError):
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-    with _connected(where | ({"num_gpus": max(1, round(gpus))} if gpus else {}), "on this machine"):
+    with _connected(where | ({"num_gpus": gpus} if gpus else {}), "on this machine"):
         yield
 
 

@@ -23,9 +23,10 @@ from typing import TYPE_CHECKING, Any
 from titans_kernels import Registry
 from titans_platform.errors import Interrupted, StorageError, TitansError, UsageError, one_line
 from titans_platform.files import write_error, write_json, write_text
-from titans_platform.runs.folder import METRICS, RESULT, Result, RunFolder, runs_under
+from titans_platform.runs.folder import CHECKPOINTS, METRICS, RESULT, Result, RunFolder, runs_under
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.text import flatten
+from titans_platform.training.checkpoint import last_step
 
 if TYPE_CHECKING:
     from titans_platform.tracking import RunLog, TrackingStore
@@ -92,8 +93,9 @@ class Reporter:
         self._written, self._full = 0.0, False
         self._rate = self._seconds_a_step = 0.0
         on_gpu = spec.resources.gpus_per_worker > 0 and spec.config.optim.compile is not False
+        step = last_step(self.folder.path / CHECKPOINTS)
         phase, self._compiling = ("compile", COMPILING) if on_gpu else ("train", 0)
-        self._state: dict[str, Any] = {"phase": phase, "step": 0, "steps": self.steps, "pid": os.getpid()}
+        self._state: dict[str, Any] = {"phase": phase, "step": step, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
         self.folder.update(
@@ -147,7 +149,8 @@ class Reporter:
     def reached(self, step: int, columns: Mapping[str, float]) -> None:
         """Record the one column that was measured at a rung, in the folder and in MLflow."""
         ((name, value),) = columns.items()
-        self.folder.update(rungs=self.folder.rungs() | {step: value})
+        rungs = self.folder.record().get("rungs", {})
+        self.folder.update(rungs=rungs | {name: self.folder.rungs(name) | {step: value}})
         self.journal.metrics(step, {f"rung.{name}": value})
         # the next rung opens its own journal
         self._end(lambda run: None, None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,13 @@ class Resources(Frozen):
     def gpus(self) -> float:
         """GPUs of all workers."""
         return self.max_workers * self.gpus_per_worker
+
+    def whole_gpus(self, runs: int = 1) -> int:
+        """Return the number of GPUs on which so many runs at once find their workers' shares."""
+        workers = runs * self.max_workers
+        if 0 < self.gpus_per_worker < 1:
+            return math.ceil(workers / _workers_on(1, self.gpus_per_worker))
+        return math.ceil(workers * self.gpus_per_worker)
 
 
 @dataclass(frozen=True)
@@ -179,9 +187,15 @@ class Machine:
             return sum(node.workers(resources) for node in self.nodes)
         fit = int(self.cpus // resources.cpus_per_worker)
         if resources.gpus_per_worker:
-            # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
-            fit = min(fit, round(self.gpus * 10_000) // round(resources.gpus_per_worker * 10_000))
+            fit = min(fit, _workers_on(self.gpus, resources.gpus_per_worker))
         return fit
+
+
+def _workers_on(gpus: float, each: float) -> int:
+    """Return how many workers with ``each`` of a GPU fit; a share does not span two GPUs."""
+    # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
+    share = round(each * 10_000)
+    return int(gpus) * (10_000 // share) if share < 10_000 else round(gpus * 10_000) // share
 
 
 def this_machine(resources: Resources = Resources()) -> Machine:

@@ -155,7 +155,8 @@ class StudyRun:
         if (search := self.study.search_at(self.scale_name)) is None:
             return self
         config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
-        state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps)
+        key = digest([config.model_dump(mode="json"), search.metric, search.model_dump(mode="json")["space"]])
+        state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps, key)
         return replace(self, search=state.read())
 
     def with_found(self) -> StudyRun:
@@ -185,7 +186,7 @@ class StudyRun:
         """Return the folders of the recorded cells that have a name, and of the trials."""
         cells = (read_json(self.path / RECORD) or {}).get("cells", [])
         names = [cell["cell"] for cell in cells if cell["cell"]]
-        names += [path.stem for path in self.path.glob(f"{TRIALS}/*.json")]
+        names += [path.stem for path in self.path.glob(f"{TRIALS}/*/*.json")]
         return [RunFolder(self.root, name) for name in names]
 
     @contextmanager
@@ -245,20 +246,25 @@ def load_study(name: str) -> Study:
     where = f"{path.parent.name}/{path.name}" if path.name == EXPERIMENT else path.name
     study = validate(Study, _read(path), where)
     for table in study.paper:
-        pick(table, read_paper().tables, "table of the paper", where)
+        _require(table, read_paper().tables, "table of the paper", where)
     for scale_name, scale in study.scales.items():
         for axis in scale.axes:
-            pick(axis, study.axes, f"axis (scale {scale_name})", where)
+            _require(axis, study.axes, f"axis (scale {scale_name})", where)
         for row in scale.rows:
-            pick(row, (row.name for row in study.rows), f"row (scale {scale_name}, rows)", where)
+            _require(row, [row.name for row in study.rows], f"row (scale {scale_name}, rows)", where)
         with within(f"{where}: scale {scale_name}"):
             _ = scale.machine
-        study.search_at(scale_name)
         columns = study.columns_at(scale_name)
         _check_rows(columns, study.rows_at(scale_name), where)
-        if study.search:
-            pick(study.search.metric, columns, "column (search.metric)", where)
+        if search := study.search_at(scale_name):
+            _require(search.metric, columns, f"column (scale {scale_name}, search.metric)", where)
     return study
+
+
+def _require(name: str, known: Collection[str], kind: str, where: str) -> None:
+    """Check a name in a study file, where case counts. Raises UsageError with the nearest one."""
+    if name not in known:
+        raise UsageError(f"{where}: no {kind} {name!r}; {nearest(name, known)}")
 
 
 def _read(path: Path, *readers: Path) -> dict[str, Any]:
@@ -289,7 +295,7 @@ def _check_rows(known: Mapping[str, Column], rows: Sequence[Row], where: str) ->
     for row in rows:
         for part, columns in (("paper", row.paper), ("expected", row.expected)):
             for column in columns:
-                pick(column, known, f"column (row {row.name!r}, {part})", where)
+                _require(column, known, f"column (row {row.name!r}, {part})", where)
 
 
 def expand(

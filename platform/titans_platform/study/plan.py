@@ -182,16 +182,19 @@ def estimate(study: StudyRun) -> tuple[float | None, str]:
     else from optimiser steps timed now. A search before the cells is included.
     """
     todo, search = study.todo, study.search
-    if not todo:
+    if not todo and not study.searching:
         return 0.0, "nothing to run"
-    seconds, basis = _from_finished(study, todo) or _from_flops(study, todo) or _from_timed_steps(study, todo)
+    # if only the search is left, by the first row's cell
+    timed = todo or study.cells[:1]
+    estimated = _from_finished(study, timed) or _from_flops(study, timed)
+    seconds, basis = estimated or _from_timed_steps(study, timed)
     if seconds is None or search is None or search.over:
         return seconds, basis
     # a rung trains about as long as the first one; the best trial becomes a row with all seeds
     run = search.search.rungs * search.milestones[0] / search.steps
     trials = (search.search.trials - search.finished) * run
     cells = len(todo) + len({cell.seed for cell in study.cells})
-    return seconds * (trials + cells) / len(todo), basis
+    return seconds * (trials + cells) / len(timed), basis
 
 
 def wall_seconds(cells: Sequence[float], concurrency: int) -> float:

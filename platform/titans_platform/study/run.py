@@ -12,11 +12,11 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import replace
 from typing import Any
 
-from titans_platform.errors import Interrupted, TitansError
+from titans_platform.errors import TitansError, UsageError
 from titans_platform.objectives import run_name
 from titans_platform.provenance import die_with_parent
 from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import CHECKPOINTS, Busy
+from titans_platform.runs.folder import CHECKPOINTS
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import ray_session
@@ -26,6 +26,7 @@ from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.search import number_trial
 from titans_platform.study.spec import Search
 from titans_platform.training.checkpoint import last_step
+from titans_platform.training.optim import Diverged
 
 LOG = "ray.log"
 MAX_FAILURES = 3
@@ -45,7 +46,7 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     tags = {"titans.scale": study.scale_name, "titans.commit": study.commit}
     seeds = ", ".join(map(str, sorted({cell.seed for cell in study.whole})))
     columns = {"study": study.study.name, "scale": study.scale_name, "seeds": seeds}
-    cpus, gpus = math.ceil(resources.cpus * study.concurrency), resources.gpus * study.concurrency
+    cpus, gpus = math.ceil(resources.cpus * study.concurrency), resources.whole_gpus(study.concurrency)
     with (
         (study.path / LOG).open("w", buffering=1, encoding="utf-8") as log,
         redirect_stdout(log),
@@ -153,7 +154,7 @@ def _run_trial(space: dict[str, Any]) -> None:
     params = {key: space[key] for key in search.space}
     config = located(study.trial_config(params), study.root)
     name = run_name(config, data, study.scale.resources.hashed_workers)
-    title = f"trial {number_trial(study.path, name, params)}"
+    title = f"trial {number_trial(study.search.trial_files, name, params)}"
     spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
         for step in search.milestones(spec.config.optim.steps):
@@ -172,15 +173,15 @@ def _measure(spec: RunSpec, step: int, metric: str) -> float | None:
     folder, rung = spec.folder, None if step == spec.config.optim.steps else (step, metric)
     if not rung and (result := folder.result()):
         return result.columns[metric]
-    if (known := folder.rungs().get(step)) is not None:
+    if (known := folder.rungs(metric).get(step)) is not None:
         return known
     if folder.was_stopped():
         return None
     try:
         return execute(replace(spec, rung=rung)).columns[metric]
     except Exception as error:
-        if isinstance(error, TitansError) and not isinstance(error, Busy | Interrupted):
-            # a learning rate that diverges would diverge again
+        # these would come again; a full disk or a lost node need not
+        if isinstance(error, Diverged | UsageError):
             folder.update(stopped=str(error))
         return None
 

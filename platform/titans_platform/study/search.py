@@ -42,29 +42,36 @@ class SearchState:
     """A search and its trials so far, in the order they were proposed."""
 
     folder: Path
-    """The study's folder; its subfolder `trials` has a JSON file for each trial, named by its cell."""
+    """The study's folder; its subfolder `trials/KEY` has a JSON file for each trial, named by its cell."""
     search: Search
     higher_is_better: bool
     tokens_per_step: int
     steps: int
     """Optimiser steps of a trial that is not stopped."""
+    key: str
+    """Hash of the first row's config, the metric and the space; trials of another search do not count."""
     trials: tuple[Trial, ...] = ()
 
     def read(self) -> SearchState:
         """Reload the search's trials from their files."""
-        listed = [entry for path in self.folder.glob(f"{TRIALS}/*.json") if (entry := read_json(path))]
+        listed = [entry for path in self.trial_files.glob("*.json") if (entry := read_json(path))]
         listed.sort(key=lambda entry: entry["began"])
         return replace(self, trials=tuple(self._trial(entry) for entry in listed))
 
     def _trial(self, entry: dict[str, Any]) -> Trial:
         folder = RunFolder(self.folder.parents[1], entry["cell"])
-        rungs, result = folder.rungs(), folder.result()
+        rungs, result = folder.rungs(self.search.metric), folder.result()
         if result:
             rungs[result.steps] = result.columns[self.search.metric]
         last = max(rungs, default=0)
         steps = last or int((folder.progress() or {}).get("step", 0))
         state = "done" if result else "stopped" if folder.was_stopped() else folder.state()
         return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
+
+    @property
+    def trial_files(self) -> Path:
+        """The folder of the files of its trials."""
+        return self.folder / TRIALS / self.key
 
     @property
     def milestones(self) -> list[int]:
@@ -133,9 +140,8 @@ def set_line(params: dict[str, Any]) -> str:
     return " ".join(f"--set {key}={value}" for key, value in zip(params, values, strict=True))
 
 
-def number_trial(folder: Path, name: str, params: dict[str, Any]) -> int:
-    """Return the number of the trial in run ``name``; list it in the study's ``folder`` if it is new."""
-    trials = folder / TRIALS
+def number_trial(trials: Path, name: str, params: dict[str, Any]) -> int:
+    """Return the number of the trial in run ``name``; list it in the folder ``trials`` if it is new."""
     path = trials / f"{name}.json"
     # two trials that start together must not get the same number
     with file_lock(trials / ".lock", timeout=-1):

@@ -80,6 +80,12 @@ class Needle(GeneratedTask):
     Options = NeedleOptions
 
     @property
+    def label(self) -> str:
+        """Name, kind and, if there are several, the number of keys: `needle-uuid-4-keys`."""
+        needles = self.options.needles
+        return f"{super().label}-{needles}-keys" if needles > 1 else super().label
+
+    @property
     def chance(self) -> float:
         """One over the number of possible values."""
         uuids = self.options.kind == "uuid"

@@ -23,6 +23,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from titans_core.config import Frozen, PositiveInt
+from titans_platform.config import Fraction
 from titans_platform.tasks import GeneratedTask, Heuristic
 from titans_platform.tasks.items import Item, ItemTokenizer, Piece, fill, make_item, scatter
 from titans_platform.tasks.story import commonest
@@ -34,7 +35,6 @@ VALUES = string.digits + string.ascii_lowercase
 
 Keys = Annotated[int, Field(ge=1, le=len(KEYS) ** 2)]
 Values = Annotated[int, Field(ge=2, le=len(VALUES) ** 2)]
-Share = Annotated[float, Field(ge=0, le=1)]
 Block = tuple[str, dict[str, str]]
 """Pairs as text, and the answer for each key that a question may ask for."""
 
@@ -68,7 +68,7 @@ class PairOptions(QueryOptions):
 class RecallOptions(PairOptions):
     """Options of `recall`."""
 
-    rebind: Share = 0.0
+    rebind: Fraction = 0.0
     """Share of the keys that are bound again to another value; the latest one is the answer."""
 
 
