@@ -64,7 +64,7 @@ def one_line(error: BaseException, most: int = 300) -> str:
 
 @contextmanager
 def within(place: str, kind: type[Exception] = UsageError, sep: str = ".") -> Iterator[None]:
-    """Raise errors of the class ``of`` as UsageErrors that begin with ``place``, a field of the config."""
+    """Raise errors of type ``kind`` as UsageErrors that begin with ``place``, a field of the config."""
     try:
         yield
     except kind as error:

@@ -55,7 +55,7 @@ def test_every_field_stands_in_it_with_its_default(book, tmp_path):
 @pytest.mark.parametrize(("arguments", "says"), [
     (["{there}"], "exists already; --force overwrites it"),
     (["new.yaml", "--data", "nowhere.txt"], "--data: no file, folder or match for"),
-    (["new.yaml", "--data", "short.txt"], "--data: 5 training tokens make no row of"),
+    (["new.yaml", "--data", "short.txt"], "--data: 5 training tokens are too few for a row of"),
     (["new.yaml", "--preset", "labtop"], "model.preset: no preset 'labtop'; did you mean laptop?"),
     (["no/such/run.yaml"], "no/such/run.yaml: cannot be written: No such file or directory"),
 ])  # fmt: skip

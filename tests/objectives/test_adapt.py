@@ -246,7 +246,7 @@ def test_flops_are_counted_with_low_rank_changes_too(adapted):
     (["--layers", "0,x"], "--layers: "), (["--lora", "2"], "--lora: peft is not installed; pip install peft"),
     (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
     (["--window", "7"], "--kept: needs a window of at least 8 tokens"),
-    (["--length", "18"], "data.sequence_length: 18 tokens do not leave window and sinks, 18"),
+    (["--length", "18"], "data.sequence_length: 18 tokens do not reach beyond window and sinks, 18"),
 ])  # fmt: skip
 def test_options_that_cannot_be_are_refused_in_one_line(place, options, message, capsys, monkeypatch):
     monkeypatch.setattr("titans_platform.cli.adapt.find_spec", lambda name: None)

@@ -65,8 +65,8 @@ def test_test_part_decides_no_number_of_training_or_validation():
 def test_split_that_does_not_fit_or_is_missing_is_refused():
     for split, says in (
         ((100, 50, 51), "split: 201 steps are more than the 200"),
-        ((100, 50, 3), "split: 3 test steps make no horizon of 4"),
-        ((0.97, 0.01, 0.02), "split: 2 validation steps make no horizon of 4"),
+        ((100, 50, 3), "split: 3 test steps are too few for a horizon of 4"),
+        ((0.97, 0.01, 0.02), "split: 2 validation steps are too few for a horizon of 4"),
     ):
         with pytest.raises(UsageError, match=says):
             SeriesData(line(200), 8, 4, 0.2, split)

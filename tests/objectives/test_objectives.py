@@ -78,7 +78,7 @@ def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     (["objective.options.patch=5"], "objective.options.patch: 5 does not divide data.sequence_length 16"),
     (["data.tokenizer=x.model"], "data.tokenizer: objective regression reads objective.options.path"),
     (["eval.columns.mse.0.task=perplexity"], "eval.columns.mse.0.task: perplexity is measured on tokens"),
-    (["objective.options.sines=20"], "data.sequence_length: 16 training steps make no window of 16 + 3"),
+    (["objective.options.sines=20"], "data.sequence_length: 16 training steps are too few for a window"),
 ])  # fmt: skip
 def test_wrong_config_is_one_line(run_yaml, refused, sets, says):
     words = (word for one in sets for word in ("--set", one))
@@ -124,7 +124,7 @@ def test_run_is_named_by_content_and_options_and_reads_its_file_once(tmp_path):
     made = objective.prepare(tmp_path / "root")
     (tmp_path / "a.csv").unlink()
     assert objective.open(tmp_path / "root").fingerprint == made.fingerprint
-    with pytest.raises(UsageError, match="channels: 2 are not the 1 of the series; set it to 1"):
+    with pytest.raises(UsageError, match="channels: 2, but the series has 1; set it to 1"):
         build_objective(of("a.csv", channels=2)).check(made)
 
 

@@ -42,7 +42,7 @@ def test_windows_are_cut_by_time_and_in_units_of_the_training_part():
     assert torch.equal(longer.targets, batch.targets)
     with pytest.raises(UsageError, match="lengths: 31 steps of input are more than the 30"):
         next(data.held_out(31, 1, 1))
-    with pytest.raises(UsageError, match=r"sequence_length: 30 training steps make no window of 29 \+ 2"):
+    with pytest.raises(UsageError, match=r"30 training steps are too few for a window of 29 \+ 2"):
         SeriesData(line(), 29, 2, 0.25)
 
 

@@ -156,7 +156,7 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
 @pytest.mark.parametrize(("arguments", "message"), [
     (("--dry-run", "--for", "1xH100"), "resources: a run takes 2 CPU and 2 GPU on 2 workers"),
     (("--dry-run", "--for", "8xH10"), "--for: 'H10' is not a known GPU; did you mean H100?"),
-    (("--dry-run", "--for", "H100"), "--for: 'H100' is no number of GPUs of a kind; give e.g. 8xH100"),
+    (("--dry-run", "--for", "H100"), "--for: 'H100' is not a number of GPUs of a kind; give e.g. 8xH100"),
     (("--for", "8xH100"), "--for: works only with --dry-run"),
     (("--dry-run", "--set", "model.memory.chunk_size=256"), "model.memory.chunk_size: 256 is not one of the"),
     (("--dry-run", "--set", "data.sequence_length=16384", "--set", "optim.global_batch_size=32768"),

@@ -102,7 +102,7 @@ def test_error_of_one_worker_ends_the_evaluation_of_all(both):
 def test_numbers_of_workers_that_do_not_fit_are_refused(monkeypatch):
     monkeypatch.setattr("titans_platform.training.parallel.dist.broadcast", lambda *_: None)
     monkeypatch.setattr("titans_platform.training.parallel.world_size", lambda: 4)
-    with pytest.raises(UsageError, match=r"optim\.shard_workers: 4 workers make no groups of 3"):
+    with pytest.raises(UsageError, match=r"optim\.shard_workers: 3 does not divide 4 workers"):
         workers.trainer("hsdp", shard_workers=3)
     config = ModelConfig(vocab_size=8, d_model=16, memory=MemoryConfig(heads=2, chunk_size=8))
     assert row_parts(64, 3, config) == [0, 16, 40, 64]

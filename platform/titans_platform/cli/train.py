@@ -32,7 +32,7 @@ PLAN_LINES = {
 PLAN_UNITS: dict[str, Callable[[Any], str]] = {
     "flops_per_token": lambda value: f"{value:.3g}",
     "worker_bytes": lambda value: f"at least {value / 2**30:,.2f} GiB",
-    "seconds": lambda value: f"{clock(value)} of training, extrapolated from two timed steps",
+    "seconds": lambda value: f"{clock(value)} of training, extrapolated from a few timed steps",
 }
 
 

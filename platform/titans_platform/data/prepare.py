@@ -65,10 +65,10 @@ class PreparedData:
 
     def __init__(self, config: DataConfig, tokenizer: Tokenizer, sources: list[SourceRows]):
         self.config, self.tokenizer, self.sources = config, tokenizer, sources
-        row = f"no row of {config.sequence_length} + 1"
+        row = f"too few for a row of {config.sequence_length} + 1"
         for i, source in enumerate(sources):
             if source.weight and not len(source.train):
-                cause = f"data.sources.{i}: {source.manifest.train.tokens} training tokens make {row}"
+                cause = f"data.sources.{i}: {source.manifest.train.tokens} training tokens are {row}"
                 raise UsageError(f"{cause}; lower data.sequence_length or give it more text")
 
     @property
@@ -101,7 +101,7 @@ class PreparedData:
         """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""
         if not any(len(source.validation) for source in self.sources):
             available = sum(source.manifest.validation.tokens for source in self.sources)
-            cause = f"{available} validation tokens make no row of {self.config.sequence_length} + 1"
+            cause = f"{available} validation tokens, too few for a row of {self.config.sequence_length} + 1"
             fix = "raise a text source's validation_fraction or documents, or lower data.sequence_length"
             raise UsageError(f"data.sources: {cause}; {fix}")
         return validation_batches(self.sources, batch_size)

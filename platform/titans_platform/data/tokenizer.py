@@ -299,5 +299,5 @@ def _from_hub(repository: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(repository, "tokenizer.json"))
     except Exception as error:  # HTTP's and the library's own have no common base
-        reason = f"is no file, and its tokenizer.json cannot be had from the Hub ({one_line(error, 120)})"
+        reason = f"is not a local file, and the Hub gave no tokenizer.json ({one_line(error, 120)})"
         raise UsageError(f"data.tokenizer: {repository} {reason}") from error

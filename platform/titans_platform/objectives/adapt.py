@@ -110,10 +110,10 @@ class Adapting(NextToken):
         config, length = self.adapted_config(), self.cfg.data.sequence_length
         options = options_of(config)
         if length <= (near := options.window + options.sinks):
-            cause = f"{length} tokens do not leave window and sinks, {near}"
+            cause = f"{length} tokens do not reach beyond window and sinks, {near}"
             raise UsageError(f"data.sequence_length: {cause}; raise it")
         if self.tokenizer().bos >= config.vocab_size:
-            raise UsageError(f"data.tokenizer: no start of a document among {config.vocab_size} tokens")
+            raise UsageError(f"data.tokenizer: its BOS id is not below vocab_size {config.vocab_size}")
         if self.cfg.data.packing != "plain":
             raise UsageError("data.packing: an adapted model reads rows without borders; set it to plain")
 

@@ -56,7 +56,7 @@ class Items(NamedTuple):
     labels: list[str]
 
     def take(self, mask: NDArray[np.bool_]) -> Items:
-        """Return the items at which the mask ``which`` [N] is True."""
+        """Return the items at which ``mask`` [N] is True."""
         index = np.flatnonzero(mask)
         return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
 
@@ -118,7 +118,7 @@ class LabelledData:
             yield self.batch(part, order[i : i + rows])
 
     def batch(self, part: str, indices: Sequence[int] | NDArray[Any], labelled: bool = True) -> Labelled:
-        """Return the items ``which`` of a split as one padded batch."""
+        """Return the items at ``indices`` of a split as one padded batch."""
         rows = [np.insert(self.tokens[part][i].astype(np.int64), 0, self.tokenizer.bos) for i in indices]
         tokens = pad_sequence([torch.from_numpy(row) for row in rows], True, self.tokenizer.pad)
         labels, lengths = torch.from_numpy(self.labels[part][indices]), torch.tensor([*map(len, rows)])
@@ -300,8 +300,8 @@ class Classification(Objective[LabelledData]):
             raise UsageError(f"{OPTIONS}.pretrain_steps: {cause}")
         check_vocabulary(self.cfg, self.tokenizer())
         if data is not None and (n := len(data.classes)) != options.classes:
-            present = f"the {n} of the sequences ({', '.join(data.classes[:10])})"
-            raise UsageError(f"{OPTIONS}.classes: {options.classes} are not {present}; set it to {n}")
+            present = f"the data have {n} ({', '.join(data.classes[:10])})"
+            raise UsageError(f"{OPTIONS}.classes: {options.classes}, but {present}; set it to {n}")
         super().check(data)
 
     def _read(self, root: Path) -> Split:

@@ -61,8 +61,8 @@ def read_table(name: str, field: str) -> pa.Table:
 class ItemStream:
     """The training batches of one worker: a function of the seed and the step, for any world size.
 
-    Every item is drawn once per epoch, in a new order each epoch. ``make(step, which)`` makes the batch of
-    the items ``which``.
+    Every item is drawn once per epoch, in a new order each epoch. ``make(step, indices)`` makes the batch of
+    the items at ``indices``.
     """
 
     def __init__(

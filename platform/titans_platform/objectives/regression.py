@@ -157,12 +157,12 @@ class SeriesData:
         training, validation, test = self.parts
         self.windows = training - length - horizon + 1
         if self.windows < 1:
-            short = f"{training} training steps make no window of {length} + {horizon}"
+            short = f"{training} training steps are too few for a window of {length} + {horizon}"
             raise UsageError(f"data.sequence_length: {short}; lower it, or objective.options.horizon")
         if validation < horizon or 0 < test < horizon:
             name = "split" if split else "validation_fraction"
             part = "test" if validation >= horizon else "validation"
-            short = f"{getattr(self.parts, part)} {part} steps make no horizon of {horizon}"
+            short = f"{getattr(self.parts, part)} {part} steps are too few for a horizon of {horizon}"
             raise UsageError(f"objective.options.{name}: {short}; raise it")
         train = table.values_NC[:training]
         # a constant channel has zero standard deviation
@@ -267,7 +267,7 @@ class Regression(Objective[SeriesData]):
             cause = f"{options.patch} does not divide data.sequence_length {length}"
             raise UsageError(f"objective.options.patch: {cause}")
         if data is not None and (n := len(data.channels)) != options.width:
-            cause = f"{options.width} are not the {n} of the series"
+            cause = f"{options.width}, but the series has {n}"
             raise UsageError(f"objective.options.channels: {cause}; set it to {n}, or name columns")
         super().check(data)
 

@@ -164,7 +164,9 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
         order = sorted({depth for _, depth in places}, key=lambda depth: int(depth.partition("-")[0]))
         down = Dimension("depth", tuple(order), "depth")
         owners = {task_of(key)[0] for key in keys if task_of(key)[1] == task}
-        column = next(column for key, column in data.table.columns.items() if key in owners)
+        column = next((column for key, column in data.table.columns.items() if key in owners), None)
+        if column is None:
+            continue  # the table lacks the column that measured it
         scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
         for name in names[:ROWS]:
             measured = by_row[name][task].items()

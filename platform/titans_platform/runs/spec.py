@@ -173,7 +173,7 @@ class Machine:
         """Read a cluster such as 16xH100, 8 GPUs a node. Raises UsageError that begins with ``where``."""
         count, x, name = text.strip().partition("x")
         if not (x and re.fullmatch("[1-9][0-9]{0,4}", count)):
-            raise UsageError(f"{where}: {text!r} is no number of GPUs of a kind; give e.g. 8xH100")
+            raise UsageError(f"{where}: {text!r} is not a number of GPUs of a kind; give e.g. 8xH100")
         if (gpu := {known.casefold(): gpu for known, gpu in GPUS.items()}.get(name.casefold())) is None:
             raise UsageError(f"{where}: {name!r} is not a known GPU; {nearest(name, GPUS)}")
         whole, rest = divmod(int(count), NODE_GPUS)

@@ -227,7 +227,7 @@ class Babilong(Babi):
         border = len(questions) - len(questions) // HELD_OUT
         parts = {"all": questions, "first": questions[:border], "last": questions[border:]}
         if not parts[self.options.part]:
-            raise UsageError(f"options.part: {len(questions)} questions make no held-out part; use part: all")
+            raise UsageError(f"options.part: {len(questions)} questions are too few to split; use part: all")
         return parts[self.options.part]
 
 

@@ -88,7 +88,7 @@ def parallelize(model: nn.Module, cfg: OptimConfig, device: torch.device) -> nn.
         # groups that each hold one sharded replica
         shared = cfg.shard_workers or int(os.environ.get("LOCAL_WORLD_SIZE", world_size()))
         if world_size() % shared:
-            raise UsageError(f"optim.shard_workers: {world_size()} workers make no groups of {shared}")
+            raise UsageError(f"optim.shard_workers: {shared} does not divide {world_size()} workers")
         sizes = world_size() // shared, shared
         mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("copies", "shards"))
     for block in blocks:
