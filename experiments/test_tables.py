@@ -14,6 +14,7 @@ HEADINGS = {
     "carried/cells.csv": "Streams that take turns",
     "carried/cells-every-step.csv": "Streams that are all read at every step",
     "far_text/cells.csv": "In short, so far",
+    "far_text/cells-large.csv": "4.5M parameters",
     "hybrids/cells.csv": "Ten reporting seeds",
     "letter/cells.csv": "What it showed",
     "long_ablation/cells.csv": "Ten seeds",

@@ -1,7 +1,8 @@
 """Draw the loss against the history that a state has read: `python -m experiments.far_text.figure`.
 
-Reads cells.csv, and the floor from the page's table; writes history.png. Intervals of 95% are over documents,
-by Student's t and the standard error of each cell; cells without one have a point alone.
+Reads cells.csv and cells-large.csv, and the floor from the page's table; writes history.png. Intervals of
+95% are over documents, by Student's t and the standard error of each cell; cells without one have a point
+alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from scipy.stats import t
 from experiments.tables import section, table
 
 FOLDER = Path(__file__).parent
+FILES = {"cells.csv": "0.95M", "cells-large.csv": "4.5M"}
+"""Cells by the size of their models, in parameters."""
 READ = {"256": "read_256", "1K": "read_1k", "4K": "read_4k", "all": "read_all"}
 COLOURS = {"Window": "#c98b3f", "LMM": "#9dbad5", "MAG": "#1f4e73", "Gated delta rule": "#8cc29a"}
 TOKENS_A_STEP = 8 * 512
@@ -30,38 +33,60 @@ APART = 0.09
 
 
 def main() -> None:
-    """Draw for each number of steps the losses, and what the whole file gains over 1K tokens of it."""
-    with (FOLDER / "cells.csv").open(encoding="utf-8") as file:
-        cells = [(*cell["row"].rsplit(" ", 2)[:2], cell) for cell in csv.DictReader(file)]
-    steps = sorted({int(number) for _, number, _ in cells})
+    """Draw for each size and number of steps the losses, and what the whole file gains over 1K tokens."""
+    drawn = [
+        (size, steps, cells)
+        for file, size in FILES.items()
+        for steps, cells in sorted(by_steps(FOLDER / file).items())
+    ]
     rows = table(section(FOLDER / "README.md", "In short, so far"))
-    shape = {"figsize": (3.8 * len(steps), 5.6), "height_ratios": [3, 2]}
-    figure, panels = pyplot.subplots(2, len(steps), sharey="row", squeeze=False, **shape)
-    for losses, gains, count in zip(*panels, steps, strict=True):
+    shape = {"figsize": (3.2 * len(drawn), 5.6), "height_ratios": [3, 2]}
+    figure, panels = pyplot.subplots(2, len(drawn), sharey="row", squeeze=False, **shape)
+    for losses, gains, (size, steps, cells) in zip(*panels, drawn, strict=True):
         for i, (row, colour) in enumerate(COLOURS.items()):
-            runs = [cell for name, number, cell in cells if name == row and int(number) == count]
+            runs = [cell for cell in cells if cell["row"].startswith(f"{row} {steps} ")]
+            if not runs:
+                continue
             seeds = [[value(cell, column) for column in READ.values()] for cell in runs]
             losses.plot(list(READ), [fmean(x) for x in zip(*seeds, strict=True)], color=colour, label=row)
             for j, cell in enumerate(runs):
                 for at, column in enumerate(READ.values()):
                     point(losses, at, cell, column, colour)
                 point(gains, i + APART * (j - (len(runs) - 1) / 2), cell, "far_gain", colour)
-        tokens = f"{count * TOKENS_A_STEP / 1e6:.2f}M tokens"
+        tokens = f"{steps * TOKENS_A_STEP / 1e6:.2f}M tokens"
         for name in rows:
             if name.startswith("floor") and name.endswith(tokens):
                 floor = [float(loss) for loss in rows[name][: len(READ)]]
                 losses.plot(list(READ), floor, "--", color="#7f7f7f", label="5-grams with a cache")
-        losses.set_title(tokens, fontsize=10)
+        losses.set_title(f"{tokens},\n{size} parameters", fontsize=10)
         losses.set_xlabel("tokens that the state has read")
+        gains.set_xlim(-0.5, len(COLOURS) - 0.5)
         gains.axhline(0, color="#7f7f7f", linewidth=0.8)
         gains.set_xticks(
-            range(len(COLOURS)), [name.replace(" delta ", "\ndelta ") for name in COLOURS], fontsize=8
+            range(len(COLOURS)), [name.replace(" delta ", "\ndelta ") for name in COLOURS], fontsize=7
         )
     panels[0][0].set_ylabel("nats a token beyond 4,096")
     panels[1][0].set_ylabel("nats gained,\nall for 1K")
-    panels[0][-1].legend(fontsize=8, frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
+    entries = dict(zip(*reversed(panels[0][0].get_legend_handles_labels()), strict=True))
+    panels[0][-1].legend(
+        entries.values(),
+        entries.keys(),
+        fontsize=8,
+        frameon=False,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
+    )
     figure.tight_layout()
     figure.savefig(FOLDER / "history.png", dpi=110)
+
+
+def by_steps(path: Path) -> dict[int, list[dict[str, str]]]:
+    """Return the cells of a file by their optimiser steps, which end the names of rows: LMM 256 steps."""
+    cells: dict[int, list[dict[str, str]]] = {}
+    with path.open(encoding="utf-8") as file:
+        for cell in csv.DictReader(file):
+            cells.setdefault(int(cell["row"].split()[-2]), []).append(cell)
+    return cells
 
 
 def value(cell: dict[str, str], column: str) -> float:

@@ -71,7 +71,7 @@ class Resources(Frozen):
         return self.max_workers * self.gpus_per_worker
 
     def whole_gpus(self, runs: int = 1) -> int:
-        """Return the number of GPUs on which so many runs at once find their workers' shares."""
+        """Return how many GPUs ``runs`` concurrent runs need; the share of a worker lies on one GPU."""
         workers = runs * self.max_workers
         if 0 < self.gpus_per_worker < 1:
             return math.ceil(workers / _workers_on(1, self.gpus_per_worker))
