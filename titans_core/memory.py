@@ -109,7 +109,8 @@ class NeuralMemory(Projections):
         channels, kernel = d_model, config.conv or None
         unit = ("qk" if config.qk_norm else "") + ("v" if config.value_norm else "")
         super().__init__(d_model, config.heads, d_model // config.heads, kernel, unit, pointwise=pointwise)
-        self.config, self.rule = config, (rule := _rule(config))
+        rule = _rule(config)
+        self.config, self.rule = config, rule
         self.carries_momentum = config.momentum or rule.has_own_chunk or type(rule).update is not Rule.update
         """True if a state holds momentum; if eta is always 0, it has one zero per head and layer instead."""
         outputs = dict.fromkeys(("alpha", "eta", "theta"), config.heads)

@@ -51,7 +51,7 @@ def test_a_worker_is_charged_for_its_own_tokens_only(tiny_run, monkeypatch):
     assert tokens == {("ddp", None): 2, ("ddp", 1): 1, ("sequence", None): 2, ("sequence", 1): 0.5}
 
 
-def test_a_row_of_several_and_shards_of_a_node_are_counted(tiny_run):
+def test_flops_of_several_rows_and_shards_of_a_node_are_counted(tiny_run):
     one, four = (changed(tiny_run, optim={"bptt_rows": n}, data={"rows": "streams"}) for n in (1, 4))
     assert check.training_flops(four) == pytest.approx(4 * check.training_flops(one), rel=0.05)
     ddp, hsdp = (changed(tiny_run, optim={"parallel": kind}) for kind in ("ddp", "hsdp"))

@@ -30,9 +30,9 @@ UNSEEN = -1e30
 """Score of a key that a query does not see, so that a softmax over such keys alone is finite."""
 
 Far = Literal["memory", "window", "full", "transfer"]
-"""Replaces the tokens beyond the window. memory: the memory and the kept tokens. window: nothing; only such a
-call can go on from its state. full: the tokens themselves, as in the source model; no state is returned.
-transfer: as full, and each memory's error against them is collected and differentiated."""
+"""Replaces the tokens beyond the window. memory: the memory and the kept tokens. window: nothing; its
+state can only be continued by such a call. full: the tokens themselves, as in the source model; no state
+is returned. transfer: as full, and each memory's error against them is collected and differentiated."""
 
 
 class Carry(NamedTuple):

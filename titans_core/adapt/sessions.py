@@ -121,7 +121,7 @@ class Sessions:
         turns = self._up_to(name, turn)
         self._folder(new).mkdir(parents=True, exist_ok=True)
         for number in range(1, turns + 1):
-            # a copy that is interrupted leaves no half file among the turns
+            # an interrupted copy leaves no partial file among the turns
             part = self._folder(new) / f"{number}.part"
             shutil.copyfile(self._file(name, number), part)
             os.replace(part, self._file(new, number))

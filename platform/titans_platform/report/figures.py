@@ -166,7 +166,7 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
         owners = {task_of(key)[0] for key in keys if task_of(key)[1] == task}
         column = next((column for key, column in data.table.columns.items() if key in owners), None)
         if column is None:
-            continue  # the table lacks the column that measured it
+            continue  # no column of the table measures it
         scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
         for name in names[:ROWS]:
             measured = by_row[name][task].items()

@@ -71,7 +71,7 @@ class Resources(Frozen):
         return self.max_workers * self.gpus_per_worker
 
     def whole_gpus(self, runs: int = 1) -> int:
-        """Return how many GPUs ``runs`` concurrent runs need; the share of a worker lies on one GPU."""
+        """Return how many GPUs ``runs`` concurrent runs need; a worker's fraction must fit on one GPU."""
         workers = runs * self.max_workers
         if 0 < self.gpus_per_worker < 1:
             return math.ceil(workers / _workers_on(1, self.gpus_per_worker))
@@ -192,10 +192,12 @@ class Machine:
 
 
 def _workers_on(gpus: float, each: float) -> int:
-    """Return how many workers with ``each`` of a GPU fit; a share does not span two GPUs."""
+    """Return how many workers fit that need ``each`` GPUs; a fraction of a GPU cannot span two."""
     # in units of 1/10,000, as Ray counts them: 1 // 0.1 is 9
     share = round(each * 10_000)
-    return int(gpus) * (10_000 // share) if share < 10_000 else round(gpus * 10_000) // share
+    if share < 10_000:
+        return int(gpus) * (10_000 // share)
+    return round(gpus * 10_000) // share
 
 
 def this_machine(resources: Resources = Resources()) -> Machine:

@@ -184,7 +184,7 @@ def estimate(study: StudyRun) -> tuple[float | None, str]:
     todo, search = study.todo, study.search
     if not todo and not study.searching:
         return 0.0, "nothing to run"
-    # if only the search is left, by the first row's cell
+    # if only the search is left, estimate from the first row's cell
     timed = todo or study.cells[:1]
     estimated = _from_finished(study, timed) or _from_flops(study, timed)
     seconds, basis = estimated or _from_timed_steps(study, timed)

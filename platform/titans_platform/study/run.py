@@ -180,7 +180,7 @@ def _measure(spec: RunSpec, step: int, metric: str) -> float | None:
     try:
         return execute(replace(spec, rung=rung)).columns[metric]
     except Exception as error:
-        # these would come again; a full disk or a lost node need not
+        # these would recur; a full disk or a lost node may not
         if isinstance(error, Diverged | UsageError):
             folder.update(stopped=str(error))
         return None

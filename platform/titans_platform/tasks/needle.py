@@ -82,8 +82,8 @@ class Needle(GeneratedTask):
     @property
     def label(self) -> str:
         """Name, kind and, if there are several, the number of keys: `needle-uuid-4-keys`."""
-        needles = self.options.needles
-        return f"{super().label}-{needles}-keys" if needles > 1 else super().label
+        label, needles = super().label, self.options.needles
+        return f"{label}-{needles}-keys" if needles > 1 else label
 
     @property
     def chance(self) -> float:
