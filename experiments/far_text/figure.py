@@ -21,8 +21,8 @@ from scipy.stats import t
 from experiments.tables import section, table
 
 FOLDER = Path(__file__).parent
-FILES = {"cells.csv": "0.95M", "cells-large.csv": "4.5M"}
-"""Cells by the size of their models, in parameters."""
+FILES = {"cells.csv": ("0.95M", "In short, so far"), "cells-large.csv": ("4.5M", "4.5M parameters")}
+"""Parameters of the models of a file's cells, and the page's section with their floors."""
 READ = {"256": "read_256", "1K": "read_1k", "4K": "read_4k", "all": "read_all"}
 COLOURS = {"Window": "#c98b3f", "LMM": "#9dbad5", "MAG": "#1f4e73", "Gated delta rule": "#8cc29a"}
 TOKENS_A_STEP = 8 * 512
@@ -35,14 +35,13 @@ APART = 0.09
 def main() -> None:
     """Draw for each size and number of steps the losses, and what the whole file gains over 1K tokens."""
     drawn = [
-        (size, steps, cells)
-        for file, size in FILES.items()
+        (size, steps, cells, table(section(FOLDER / "README.md", heading)))
+        for file, (size, heading) in FILES.items()
         for steps, cells in sorted(by_steps(FOLDER / file).items())
     ]
-    rows = table(section(FOLDER / "README.md", "In short, so far"))
     shape = {"figsize": (3.2 * len(drawn), 5.6), "height_ratios": [3, 2]}
     figure, panels = pyplot.subplots(2, len(drawn), sharey="row", squeeze=False, **shape)
-    for losses, gains, (size, steps, cells) in zip(*panels, drawn, strict=True):
+    for losses, gains, (size, steps, cells, rows) in zip(*panels, drawn, strict=True):
         for i, (row, colour) in enumerate(COLOURS.items()):
             runs = [cell for cell in cells if cell["row"].startswith(f"{row} {steps} ")]
             if not runs:
@@ -67,7 +66,8 @@ def main() -> None:
         )
     panels[0][0].set_ylabel("nats a token beyond 4,096")
     panels[1][0].set_ylabel("nats gained,\nall for 1K")
-    entries = dict(zip(*reversed(panels[0][0].get_legend_handles_labels()), strict=True))
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    entries = dict(zip(labels, handles, strict=True))
     panels[0][-1].legend(
         entries.values(),
         entries.keys(),

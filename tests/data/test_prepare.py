@@ -181,7 +181,7 @@ def test_task_rows_are_items_made_anew_by_version_and_length(sum_task, tmp_path,
     prepare(config(sum_task), tmp_path)
     assert len(folders(tmp_path)) == 3
     prepared = prepare(config(sum_task), tmp_path)
-    with pytest.raises(UsageError, match=r"data\.sources: 0 validation tokens .*validation_fraction"):
+    with pytest.raises(UsageError, match=r"data\.sources: 0 validation tokens, .*validation_fraction"):
         prepared.validation(4)
     with pytest.raises(UsageError, match="did you mean recall"):
         prepare(config(sum_task | {"tasks": [{"task": "recal"}]}), tmp_path)

@@ -69,7 +69,7 @@ def test_signal_to_the_command_is_a_checkpoint_at_the_step_it_is_at(cfg, tmp_pat
     (point,) = saved(folder.path / "checkpoints")
     step = int(point.name[-3:])
     assert 2 < step < 70
-    assert out.count("stopping at the next checkpoint; press Ctrl-C again to stop at once\n") == 1
+    assert out.count("saving a checkpoint after this step; press Ctrl-C again to stop at once\n") == 1
     assert f"error: interrupted after step {step}, at a checkpoint; run the same command to resume" in out
     assert folder.state() == "interrupted"
     again = execute(spec_for(cfg, tmp_path))

@@ -129,7 +129,8 @@ def _step(module: nn.Module, x: Tensor) -> Callable[[Tensor, Any], tuple[Tensor,
 
         def step(x: Tensor, state: Any, name: str = name) -> tuple[Tensor, Any]:
             output = module(x) if state is None else module(x, **{name: state})
-            if (state := getattr(output, "state", None)) is None and isinstance(output, tuple | list):
+            state = getattr(output, "state", None)
+            if state is None and isinstance(output, tuple | list):
                 state = output[1]
             return first_tensor(output), state
 

@@ -235,9 +235,10 @@ class RunFolder:
         rungs = self.record().get("rungs", {}).get(metric, {})
         return {int(step): float(value) for step, value in rungs.items()}
 
-    def was_stopped(self) -> bool:
-        """Return True if a search stopped the run early."""
-        return "stopped" in self.record()
+    def was_stopped(self, search: str = "") -> bool:
+        """Return True if a search stopped the run early; with a search's key, if this one did."""
+        stopped = self.record().get("stopped", {})
+        return search in stopped if search else bool(stopped)
 
     def request_interrupt(self) -> bool:
         """Ask the process that trains the run to stop at a checkpoint; False if training is over."""

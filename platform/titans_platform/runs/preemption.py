@@ -126,7 +126,7 @@ def interruptible(folder: RunFolder) -> Iterator[None]:
             raise KeyboardInterrupt
         timer.start()
         # not print: the interrupted code may hold the lock of the stream
-        os.write(2, b"\nstopping at the next checkpoint; press Ctrl-C again to stop at once\n")
+        os.write(2, b"\nsaving a checkpoint after this step; press Ctrl-C again to stop at once\n")
 
     before = {number: signal.signal(number, first) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -150,7 +150,8 @@ class Reporter:
         """Record the one column that was measured at a rung, in the folder and in MLflow."""
         ((name, value),) = columns.items()
         rungs = self.folder.record().get("rungs", {})
-        self.folder.update(rungs=rungs | {name: self.folder.rungs(name) | {step: value}})
+        measured = self.folder.rungs(name) | {step: value}
+        self.folder.update(rungs=rungs | {name: measured})
         self.journal.metrics(step, {f"rung.{name}": value})
         # the next rung opens its own journal
         self._end(lambda run: None, None)

@@ -13,7 +13,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from titans_platform.config import RunConfig, digest
+from titans_platform.config import NOT_IN_NAMES, RunConfig, digest
 from titans_platform.errors import UsageError, within
 from titans_platform.files import file_lock, read_json, write_json
 from titans_platform.loading import (
@@ -155,7 +155,9 @@ class StudyRun:
         if (search := self.study.search_at(self.scale_name)) is None:
             return self
         config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
-        key = digest([config.model_dump(mode="json"), search.metric, search.model_dump(mode="json")["space"]])
+        fields: dict[str, Any] = {"mode": "json", "exclude_defaults": True}
+        run, data = config.model_dump(exclude=NOT_IN_NAMES, **fields), config.data.model_dump(**fields)
+        key = digest([run, data, search.metric, search.model_dump(mode="json")["space"]])
         state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps, key)
         return replace(self, search=state.read())
 

@@ -184,8 +184,8 @@ def estimate(study: StudyRun) -> tuple[float | None, str]:
     todo, search = study.todo, study.search
     if not todo and not study.searching:
         return 0.0, "nothing to run"
-    # if only the search is left, estimate from the first row's cell
-    timed = todo or study.cells[:1]
+    # if only the search is left, estimate from cells of the first row
+    timed = todo or study.cells[:1] * study.concurrency
     estimated = _from_finished(study, timed) or _from_flops(study, timed)
     seconds, basis = estimated or _from_timed_steps(study, timed)
     if seconds is None or search is None or search.over:

@@ -12,23 +12,24 @@ from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdo
 from dataclasses import replace
 from typing import Any
 
-from titans_platform.errors import TitansError, UsageError
+from titans_platform.errors import ClusterError, Interrupted, NotWritable, StorageError, TitansError
 from titans_platform.objectives import run_name
 from titans_platform.provenance import die_with_parent
 from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import CHECKPOINTS
+from titans_platform.runs.folder import CHECKPOINTS, Busy
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import ray_session
 from titans_platform.runs.reporter import end_orphans
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.search import number_trial
+from titans_platform.study.search import SearchState, number_trial
 from titans_platform.study.spec import Search
 from titans_platform.training.checkpoint import last_step
-from titans_platform.training.optim import Diverged
 
 LOG = "ray.log"
+TRANSIENT = Busy, Interrupted, StorageError, NotWritable, ClusterError
+"""Errors after which a trial may run again; others would recur, such as a learning rate that diverges."""
 MAX_FAILURES = 3
 """Number of times that Tune restarts a trial whose process died without writing a new checkpoint."""
 
@@ -158,31 +159,31 @@ def _run_trial(space: dict[str, Any]) -> None:
     spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
         for step in search.milestones(spec.config.optim.steps):
-            if (value := _measure(spec, step, search.metric)) is None:
+            if (value := _measure(spec, step, study.search)) is None:
                 return
             tune.report({"steps": step, "value": value})
     except SystemExit:
         # how Tune stops a trial, inside report
         if not spec.folder.result():
-            spec.folder.update(stopped="ASHA")
+            spec.folder.update(stopped={study.search.key: "ASHA"})
         raise
 
 
-def _measure(spec: RunSpec, step: int, metric: str) -> float | None:
+def _measure(spec: RunSpec, step: int, search: SearchState) -> float | None:
     """Return the metric at a rung, from the folder or by training up to it; None if the trial has ended."""
-    folder, rung = spec.folder, None if step == spec.config.optim.steps else (step, metric)
+    folder, metric = spec.folder, search.search.metric
+    rung = None if step == spec.config.optim.steps else (step, metric)
     if not rung and (result := folder.result()):
         return result.columns[metric]
     if (known := folder.rungs(metric).get(step)) is not None:
         return known
-    if folder.was_stopped():
+    if folder.was_stopped(search.key):
         return None
     try:
         return execute(replace(spec, rung=rung)).columns[metric]
     except Exception as error:
-        # these would recur; a full disk or a lost node may not
-        if isinstance(error, Diverged | UsageError):
-            folder.update(stopped=str(error))
+        if isinstance(error, TitansError) and not isinstance(error, TRANSIENT):
+            folder.update(stopped={search.key: str(error)})
         return None
 
 

@@ -65,7 +65,7 @@ class SearchState:
             rungs[result.steps] = result.columns[self.search.metric]
         last = max(rungs, default=0)
         steps = last or int((folder.progress() or {}).get("step", 0))
-        state = "done" if result else "stopped" if folder.was_stopped() else folder.state()
+        state = "done" if result else "stopped" if folder.was_stopped(self.key) else folder.state()
         return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
 
     @property

@@ -81,7 +81,7 @@ def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
     Its ``cells`` are `CellStatus`. The study's own file is only needed if it has not run. Raises UsageError.
     """
     known = {label.casefold(): label for label in labels_of(root)}
-    if (label := known.get(study.casefold()) or known.get(f"{study}-{scale}".casefold())) is None:
+    if (label := known.get(f"{study}-{scale}".casefold()) or known.get(study.casefold())) is None:
         file = load_study(study)
         label = f"{file.name}-{file.scale_name(scale)}"
     path = root / STUDIES / label
