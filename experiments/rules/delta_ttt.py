@@ -53,13 +53,15 @@ class DeltaTTT(Rule):
         x, v, f, after = now.k, now.v, ACTIVATIONS[options.activation], []
         alpha, eta = (gate[:, :, 0] for gate in (now.alpha, now.eta))
         thetas = now.theta, *[now.extra[..., 0] / 2] * (len(state.weights) - 1)
-        B = options.base or (None,) * len(state.weights)
-        for V, S, base_W, theta in zip(*state, B, thetas, strict=True):
-            W = V if base_W is None else V + base_W
+        bases = options.base or tuple(torch.zeros_like(V) for V in state.weights)
+        for V, S, base, theta in zip(*state, bases, thetas, strict=True):
+            W = V + base
             gradient = x.mT @ clip_norm(2 * (x @ W - v), options.surprise_bound)
             forget = broadcast_gate(alpha, W.shape[-1], alpha.ndim > 2)
             V, S = self.update(V, S, gradient, forget, eta[..., None, None], theta[..., None])
             after.append((V, S))
-            x = f.value(x @ ((V if base_W is None else V + base_W) if self.post else W))
+            if self.post:
+                W = V + base
+            x = f.value(x @ W)
         weights, momentum = zip(*after, strict=True)
         return MemoryState(weights, momentum)
