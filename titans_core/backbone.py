@@ -117,6 +117,9 @@ def _positions(
 ) -> tuple[Positions, int]:
     if starts is not None:
         documents = starts if isinstance(starts, Documents) else Documents.from_starts(starts)
+        if documents.index_BT.shape != x_BTD.shape[:2]:
+            expected = f"the tokens have {list(x_BTD.shape[:2])}"
+            raise ValueError(f"document_starts: {list(documents.index_BT.shape)}, but {expected}")
         if documents.one_per_row:  # a plain batch, which needs no packing
             return Positions(documents.position_BT[:1]), 0
         return Positions(documents.position_BT, documents), 0

@@ -55,12 +55,18 @@ class SequenceClassifier(LanguageModel):
             state: of a language model.
             lengths_B: [B] int64, at least 1.
             kwargs: further arguments of `LanguageModel.forward`.
+
+        Raises:
+            ValueError: ``lengths_B`` with a state or another argument of a language model.
         """
         if lengths_B is None:
             out = super().forward(tokens_BT, state, **kwargs)
             if out.losses is None:
                 return out
             return out._replace(losses=out.losses + self._zero_gradient(self.classifier))
+        if state is not None or kwargs:
+            name = next(iter(kwargs), "state")
+            raise ValueError(f"{name}: a classifier reads whole sequences; leave it out, or lengths_B")
         x_BTD, _ = self.features(tokens_BT)
         logits = self.classifier(pool(x_BTD, lengths_B, self.pooling))
         return ClassOutput(logits + self._zero_gradient(self.head))

@@ -56,7 +56,7 @@ class Documents(NamedTuple):
     index_BT: Tensor  # which document a token belongs to
     segments: Segments | None = None  # for MAC; see `Segments.of`
     part: int = 0
-    """If not 0, these are parts of documents, of at most so many tokens, each with a state of its own."""
+    """If not 0, documents are cut into parts of at most this many tokens, each with its own state."""
 
     @property
     def one_per_row(self) -> bool:

@@ -137,7 +137,7 @@ class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
             inputs_embeds: [B, T, D], outputs of the embedding, in place of ``input_ids``.
             labels: [B, T], the tokens themselves (they are shifted here), -100 for no loss.
             use_cache: return the state; by default in inference without labels.
-            logits_to_keep: logits of the last so many tokens, 0 for all, or of the given positions [N].
+            logits_to_keep: number of last tokens to return logits for, 0 for all, or positions [N].
             num_items_in_batch: divides the sum of the losses, in place of the number of labels, less the
                 share of labels behind padding, which it counts and which have no loss.
             cu_seq_lens_q, cu_seq_lens_k: [N + 1] borders of packed documents in the flattened batch.

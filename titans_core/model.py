@@ -67,7 +67,15 @@ class LanguageModel(Backbone):
                 logits. At most LOGITS_PER_BLOCK logits are in memory; they are recomputed in the backward
                 pass.
             reset_B: [B] bool, rows that start a new sequence although a state is given; see `encode`.
+
+        Raises:
+            ValueError: targets of another shape than the tokens, or with ``last`` or ``start``.
         """
+        if targets_BT is not None:
+            if targets_BT.shape != tokens_BT.shape:
+                raise ValueError(f"targets_BT: {list(targets_BT.shape)} is not {list(tokens_BT.shape)}")
+            if last or start:
+                raise ValueError("targets_BT: losses are of all tokens; leave out last and start")
         x, state = self.features(tokens_BT, state, document_starts, reset_B)
         if targets_BT is not None:
             return ModelOutput(None, state, self._losses(x, targets_BT))

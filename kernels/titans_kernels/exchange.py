@@ -242,7 +242,7 @@ def _attend(
     before = 0 if keys is None else keys.k.shape[2]
     if (
         module.cut
-        or (alone and len(position_BT) != 1)
+        or (alone and position_BT.shape != (1, T))
         or (keys is not None and len(keys.k) != len(q))
         or not serves_window(q, [k, v, *(prefix or ()), *(keys or ())], module.window, before)
     ):

@@ -89,6 +89,7 @@ def linear_attention(
     Arguments and results as in `recurrent_linear_attention`.
     """
     T, dtype = q.shape[1], state_dtype(q)
+    state = _checked(q, k, v, log_decay, state)
     if not T:
         return v.to(dtype), state.to(dtype)
     if chunk_size is None:
@@ -125,6 +126,19 @@ def linear_attention(
             y, state = _chunked(*here, state, index, size)
             outputs.append(y)
     return torch.cat(outputs, 1), state
+
+
+def _checked(q: Tensor, k: Tensor, v: Tensor, log_decay: Tensor, state: Tensor) -> Tensor:
+    """Return a state of each row; raise ValueError where shapes differ, which compiled kernels do not see."""
+    B, T, H, E = q.shape
+    for name, x, expected in (("k", k, q.shape), ("v", v, (B, T, H, v.shape[-1]))):
+        if x.shape != expected:
+            raise ValueError(f"{name}: {list(x.shape)} does not fit q {list(q.shape)}")
+    if log_decay.shape[:3] != (B, T, H) or log_decay.shape[-1] not in (1, E):
+        raise ValueError(f"log_decay: {list(log_decay.shape)} does not fit q {list(q.shape)}")
+    if state.shape[1:] != (H, E, v.shape[-1]) or state.shape[0] not in (1, B):
+        raise ValueError(f"state: {list(state.shape)} is not [{B}, {H}, {E}, {v.shape[-1]}]")
+    return state.expand(B, -1, -1, -1)
 
 
 def _chunked(

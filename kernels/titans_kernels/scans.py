@@ -145,7 +145,14 @@ def selective_scan(
     Returns:
         y [B, T, C] and the state after the last token [B, C, N], in the common dtype of the arguments.
     """
-    starts = resets(index_BT)
+    (B, T, C), N = x.shape, rate.shape[-1]
+    given = {"dt": (dt, (B, T, C)), "b": (b, (B, T, N)), "c": (c, (B, T, N)), "rate": (rate, (C, N))}
+    for name, (tensor, shape) in given.items():
+        if tensor.shape != shape:
+            raise ValueError(f"{name}: {list(tensor.shape)} is not {list(shape)}")
+    if state.shape[1:] != (C, N) or state.shape[0] not in (1, B):
+        raise ValueError(f"state: {list(state.shape)} is not [{B}, {C}, {N}]")
+    state, starts = state.expand(B, C, N), resets(index_BT)
     if x.numel() and serves(dt, x, b, c, rate, state):
         return _Select.apply(dt, x, b, c, rate, state, starts)  # pyright: ignore[reportReturnType]
     if not x.shape[1]:

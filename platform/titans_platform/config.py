@@ -45,7 +45,7 @@ class TaskConfig(Frozen):
 
     task: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    lengths: tuple[Annotated[float, Field(gt=0)], ...] = (1.0,)
+    lengths: tuple[Annotated[float, Field(gt=0, le=2**20)], ...] = (1.0,)
     """Multiples of the training length; each is a separate measurement, and their mean the task's value."""
     weight: NonNegative = 1.0
     """Share of the rows of a `task` source; evaluation does not use it."""
@@ -244,8 +244,8 @@ class RunConfig(Frozen):
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
     eval: EvalConfig = EvalConfig()
-    seed: int = 0
-    threads: PositiveInt = 1
+    seed: Annotated[int, Field(ge=0, lt=2**62)] = 0
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1
     """CPU threads per worker. Part of the run's hash, as the order of summation depends on it."""
     start_from: str | None = None
     """Initialise the weights from the newest checkpoint of another run: its name, folder or MLflow run id, or
@@ -269,10 +269,11 @@ class RunConfig(Frozen):
 
     @model_validator(mode="after")
     def _best_is_kept(self) -> RunConfig:
-        needs = "at" if self.eval.at == "best" else "patience" if self.eval.patience else ""
-        if needs and not (self.eval.every and self.checkpoint.best):
-            setting = getattr(self.eval, needs)
-            raise ValueError(f"eval.{needs}: {setting} needs eval.every and checkpoint.best: true")
+        if not (self.eval.every and self.checkpoint.best):
+            if self.eval.at == "best":
+                raise ValueError("eval.at: best needs eval.every and checkpoint.best: true")
+            if patience := self.eval.patience:
+                raise ValueError(f"eval.patience: {patience} needs eval.every and checkpoint.best: true")
         return self
 
     @property

@@ -55,6 +55,9 @@ def test_report_is_a_table_and_json_and_a_finding_exit_code_1(capsys, answer):
     ([f"{LAYERS}:Blocks", "--dim", "8", "--only", "causal"], "'causal' is not one of causal_gradient, "),
     ([f"{LAYERS}:Blocks", "--dim", "5"], "cannot be called without an adapter"),
     (["--variant", "mca"], "did you mean mac?"),
+    (["--variant", "mac", "--adapter", "os:path"], "--adapter: works only with TARGET"),
+    (["--variant", "mac", "--dim", "7"], "--variant mac: memory.heads: 2 does not divide d_model 7"),
+    (["--variant", "mac", "--kwargs", '{"nope": 1}'], "--variant mac: nope: Extra inputs are not permitted"),
     (["--variant", "mac", "--kwargs", '{"memory": {"rule": "gated_delt"}}'], "did you mean gated_delta?"),
 ])  # fmt: skip
 def test_bad_input_is_one_line_and_exit_code_2(arguments, message, refused):

@@ -46,6 +46,9 @@ def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, cap
     ):
         assert run(["chat", model, *words]) == 2
         assert f"{model}: {message}" in capsys.readouterr().err
+    assert run(["chat", model, "--session", "anna", "--list", "--delete"]) == 2
+    assert "--list, --delete: exclude each other" in capsys.readouterr().err
+    assert "anna" in command("--list")[0]
 
 
 def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):

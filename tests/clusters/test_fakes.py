@@ -7,6 +7,7 @@ import re
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,7 @@ def slurm(fake, tmp_path):
     log = 'log=$(sed -n "s/^#SBATCH --output=//p" "$2")\nbash "$2" > "$log" 2>&1\necho 77\nexit 0'
     fake("sbatch", given + log)
     fake("squeue", 'cat "$FAKE/queue" 2>/dev/null; exit 0')
-    fake("scancel", 'rm "$FAKE/queue"')
+    fake("scancel", 'rm -f "$FAKE/queue"')
     fake("scontrol", "echo n1")
     fake("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
     rest = 'while [[ $1 != -- ]]; do shift; done; shift; "$@"'
@@ -82,6 +83,17 @@ def test_slurm_job_runs_the_code_that_was_sent(slurm, tmp_path, capfd):
     subprocess.run(["bash", "-n", str(job / "job.sbatch")], check=True)
     assert run(["cluster", "logs", slurm, job.name]) == 0
     assert "ablation: Table 5" in capfd.readouterr().out
+    # a signal to the batch script reaches the driver alone, which takes a while to write its checkpoints
+    (job / "pid").unlink()
+    driver = f"echo $$ > {job}/pid\ntrap 'sleep 0.5; exit 7' TERM\nwhile :; do sleep 0.1; done\n"
+    (job / "run.sh").write_text(driver)
+    allocation = {"JOB_ID": "77", "JOB_NODELIST": "n1", "JOB_NUM_NODES": "1", "CPUS_PER_TASK": "2"}
+    variables = os.environ | {f"SLURM_{name}": value for name, value in allocation.items()}
+    batch = subprocess.Popen(["bash", str(job / "job.sbatch")], env=variables)
+    while not (job / "pid").exists() or not (job / "pid").read_text():
+        time.sleep(0.05)
+    batch.terminate()
+    assert batch.wait(30) == 7
 
 
 @pytest.mark.slow
@@ -98,7 +110,8 @@ def test_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
     assert [(result["id"], result["state"]) for result in status["jobs"]] == [(job.name, "running")]
     assert run(["cluster", "down", slurm]) == 0
     # the other job is somebody else's
-    assert [call for call in calls(tmp_path) if call.startswith("scancel")] == ["scancel 77"]
+    cancelled = [call for call in calls(tmp_path) if call.startswith("scancel")]
+    assert cancelled == ["scancel --state=PENDING 77", "scancel --batch --signal=TERM 77"]
     capfd.readouterr()
     for command in ("stop", "logs"):
         assert run(["cluster", command, slurm, "none"]) == 3

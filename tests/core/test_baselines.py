@@ -145,6 +145,7 @@ def test_bf16_autocast_keeps_the_state_in_float32(variant):
     assert {s.dtype for s in ssm} == {torch.float32}
     out.logits.float().square().sum().backward()
     assert all(torch.isfinite(p.grad).all() for p in m.parameters())
+    assert torch.isfinite(m.bfloat16()(x).logits).all()
 
 
 @pytest.mark.parametrize("variant", SETTINGS)

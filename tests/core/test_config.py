@@ -69,3 +69,14 @@ def test_fields_of_earlier_versions_load_with_their_defaults_and_are_named_with_
     ):
         with pytest.raises(ValueError, match=message):
             MemoryConfig.model_validate(fields)
+
+
+def test_calls_whose_tensors_do_not_fit_are_refused():
+    model, tokens = LanguageModel(ModelConfig(vocab_size=9, d_model=8, n_layers=1)), torch.zeros(2, 6).long()
+    for options, message in (
+        ({"document_starts": torch.zeros(2, 4, dtype=torch.bool)}, r"document_starts: \[2, 4\]"),
+        ({"targets_BT": tokens.T}, r"targets_BT: \[6, 2\] is not \[2, 6\]"),
+        ({"targets_BT": tokens, "last": True}, "targets_BT: losses are of all tokens"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(tokens, **options)

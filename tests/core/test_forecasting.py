@@ -121,3 +121,11 @@ def test_dlinear_and_einfft_are_their_equations():
         weight = torch.complex(*mixer.weights[index])
         z = on_parts(act, torch.einsum("bngd,gde->bnge", z, weight) + torch.complex(*mixer.biases[index]))
     torch.testing.assert_close(mixer(x), both(z, True).real.reshape(3, tokens, -1))
+
+
+def test_fourier_transforms_of_bfloat16_are_computed_in_float32():
+    x = torch.randn(2, 48, 8, dtype=torch.bfloat16)
+    for layer in (EinFFT(8, SimbaOptions()), TimesBlock(8, 4, TimesNetOptions(periods=2, kernels=1))):
+        exact, y = layer(x.float()), layer.bfloat16()(x)
+        assert y.dtype == torch.bfloat16
+        torch.testing.assert_close(y.float(), exact, rtol=0.1, atol=0.1)

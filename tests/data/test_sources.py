@@ -13,7 +13,7 @@ import pytest
 
 from tests import small
 from tests.data.small import PREPARE, config, documents
-from titans_platform.data import PreparedData, prepare, sources
+from titans_platform.data import PreparedData, encode, prepare, sources
 from titans_platform.data.encode import split_documents
 from titans_platform.data.sources import CORPUS, Document
 from titans_platform.errors import UsageError
@@ -195,3 +195,11 @@ def test_nothing_is_left_in_the_home_folder(tmp_path):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240)
     assert (done.returncode, len(done.stdout.split()), done.stderr) == (0, 1, "")
     assert not list(home.rglob("*"))
+
+
+def test_a_few_long_documents_do_not_set_the_share_of_a_source(monkeypatch):
+    monkeypatch.setattr(encode, "WINDOW_CHARACTERS", 1000)
+    for seed in range(4):
+        documents = (Document(400 * "x", str(i), None) for i in range(2000))
+        held_out = sum(validation for _, validation in split_documents(documents, 0.05, seed))
+        assert 60 < held_out < 140

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 from titans_platform.config import VOCABULARIES
 from titans_platform.data import load_tokenizer, sources
@@ -15,6 +15,7 @@ from titans_platform.errors import UsageError
 from titans_platform.objectives import check_vocabulary
 from titans_platform.objectives.next_token import NextToken
 from titans_platform.study.grid import known_studies, load_study, resolve
+from titans_platform.tasks.items import count_tokens, encode_item, make_item
 
 HUB = "TinyLlama/TinyLlama-1.1B-Chat-v1.0"
 """The tokenizer that the studies name at the paper's scales."""
@@ -171,3 +172,19 @@ def test_too_few_ids_are_refused_before_the_data_are_asked_for(tmp_path, monkeyp
     (tmp_path / "run.yaml").write_text(json.dumps({"model": {"vocab_size": 31_999}, "data": data}))
     error = refused("data", "prepare", tmp_path / "run.yaml", "--root", tmp_path / "root")
     assert f"model.vocab_size: 31999 is less than the 32000 of tokenizer {HUB}" in error
+
+
+def test_text_within_a_row_has_no_space_of_a_document_start(tmp_path):
+    words = {piece: i for i, piece in enumerate(["<unk>", "\u2581", "\u2581\u2581", "\n", *"is:74a"])}
+    llama = Tokenizer(models.BPE(words, [("\u2581", "\u2581")], unk_token="<unk>"))
+    space = [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    llama.normalizer = normalizers.Sequence(space)
+    llama.save(str(path := tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(path))
+    whole = tokenizer.encode("is: 74")
+    item = make_item([("is:", False), (" 74", True)])
+    assert encode_item(item, tokenizer, 1 + len(whole))[0][1:] == whole
+    assert count_tokens(item, tokenizer) == 1 + len(whole)
+    # bytes have no such space
+    byte = load_tokenizer("byte")
+    assert (byte.adds_space, byte.encode_within(" 74")) == (False, byte.encode(" 74"))

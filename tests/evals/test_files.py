@@ -210,3 +210,15 @@ def test_harness_results_become_a_measurement(fake_lm_eval):
 def test_harness_options_that_do_not_fit_are_named(options, message, fake_lm_eval):
     with pytest.raises(UsageError, match=message):
         evaluate(Likes("q"), PREPARED, one("lm_eval", options), 50)
+
+
+def test_harness_is_checked_before_training_and_a_perplexity_has_no_chance():
+    options = {"names": ["wikitext"], "metric": "word_perplexity"}
+    task = build_task(TaskConfig(task="lm_eval", options=options))
+    assert math.isnan(task.chance)
+    task.check(None, 50, None)
+    with pytest.raises(UsageError, match=f"^{re.escape(MISSING)}$"):
+        task.check(None, 50, PREPARED)
+    unknown = build_task(TaskConfig(task="lm_eval", options={"names": ["mmlu"]}))
+    with pytest.raises(UsageError, match=r"options\.chance: give it for mmlu"):
+        unknown.check(None, 50, None)

@@ -25,6 +25,8 @@ class WordTokenizer:
     def encode(self, text):
         return [self.ids.setdefault(word, len(self.ids) + 2) for word in re.findall(r"\s*\S+|\s+$", text)]
 
+    encode_within = encode
+
     def decode(self, tokens):
         words = {number: word for word, number in self.ids.items()}
         return "".join(words.get(token, "") for token in tokens)

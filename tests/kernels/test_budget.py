@@ -320,3 +320,11 @@ def test_gradient_at_the_surprise_bound_is_that_within_it(backend, dtype, depth)
     grads = [torch.autograd.grad(_written(zero, c, backend, depth).sum(), zero)[0] for c in (None, at)]
     assert grads[0].any()
     same(*grads)
+
+
+@pytest.mark.parametrize("name", ["eta", "theta"])
+def test_gates_of_another_shape_than_the_keys_are_refused(name):
+    k, eta, theta, *_ = inputs(2, 9, 3, 4, grad=False)
+    gates = {"eta": eta, "theta": theta} | {name: torch.zeros(1, 1, 1)}
+    with pytest.raises(ValueError, match=rf"^{name}: \[1, 1, 1\] does not fit keys \[2, 9, 3, 4\]"):
+        write_budget(k, gates["eta"], gates["theta"], 4)

@@ -133,3 +133,22 @@ def test_tokens_of_a_part_are_known_where_the_number_of_rows_is_open():
     tokens = torch.compile(scans._part_tokens, fullgraph=True, dynamic=True, backend="eager")
     for rows in (2, 3):
         assert tokens(torch.zeros(rows, 2**20)) == scans.PART_BYTES // (rows * 2**22)
+
+
+def test_one_state_serves_all_rows_and_shapes_that_do_not_fit_are_refused():
+    q, k, v, decay, state = inputs(9, 4)
+    y, end = linear_attention(q, k, v, decay, state[:1])
+    compare((y, end), linear_attention(q, k, v, decay, state[:1].expand(2, -1, -1, -1)), [])
+    for given, name in (
+        ((q, k[:1], v, decay, state), "k"), ((q, k, v[:, :8], decay, state), "v"),
+        ((q, k, v, decay[:1], state), "log_decay"), ((q, k, v, decay, state[:, :1]), "state"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            linear_attention(*given)
+    dt, x, b, rate = torch.rand(2, 9, 6), torch.rand(2, 9, 6), torch.rand(2, 9, 4), torch.rand(6, 4)
+    start = torch.rand(1, 6, 4)
+    y, end = selective_scan(dt, x, b, b, rate, start)
+    assert torch.equal(y, selective_scan(dt, x, b, b, rate, start.expand(2, -1, -1))[0])
+    for given, name in (((dt[:1], x, b, b, rate, start), "dt"), ((dt, x, b, b, rate, start[:, :5]), "state")):
+        with pytest.raises(ValueError, match=f"^{name}: "):
+            selective_scan(*given)

@@ -245,6 +245,7 @@ def test_flops_are_counted_with_low_rank_changes_too(adapted):
     (["--window", "63"], "window: 65 tokens with the sinks, but the source's context has 64"),
     (["--layers", "0,x"], "--layers: "), (["--lora", "2"], "--lora: peft is not installed; pip install peft"),
     (["--layers", "2"], "layers: 2 does not exist; the source has 2"),
+    (["--data", "nothing.txt"], "no file, folder or match for nothing.txt"),
     (["--window", "7"], "--kept: needs a window of at least 8 tokens"),
     (["--length", "18"], "data.sequence_length: 18 tokens do not reach beyond window and sinks, 18"),
 ])  # fmt: skip

@@ -108,12 +108,14 @@ def test_needle_depths_are_a_heat_map_over_length(tmp_path):
     cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
     for cell in cells:
         shares = {"0-10%": float(cell.row == "LMM"), "90-100%": 1.0 - cell.seed / 2}
-        keys = ("pk_1/needle-passkey@64", "pk_2/needle-passkey@128")
-        buckets = dict.fromkeys(keys, shares) | {"ppl/perplexity@64": {"64-127": 3.0}}
+        keys = ("pk_1/needle-passkey@64", "pk_1/needle-passkey@128", "pk_2/needle-passkey@64")
+        others = {"ppl/perplexity@64": {"64-127": 3.0}}
+        buckets = dict.fromkeys(keys[:2], shares) | {keys[2]: {"0-10%": 0.5}} | others
         finish(tmp_path, cell, 0, keys, buckets=buckets)
     table = table_of(tmp_path, study([Row(name="LMM"), Row(name="Window")], **columns), cells)
-    (picture,) = depth_maps(figure_data(table))
-    assert picture.key == "depth-needle-passkey"
+    # the second column's task has other options, and the same label
+    picture, other = depth_maps(figure_data(table))
+    assert (picture.key, other.key) == ("depth-needle-passkey", "depth-needle-passkey-pk_2")
     numbers = re.findall(r">([^<>]+)</text>", svg(picture))
     # LMM at 0-10% and 90-100%, then Window, each at 64 and 128 tokens
     assert [float(n) for n in numbers if n.endswith(".0")] == [100, 100, 75, 75, 0, 0, 75, 75]
@@ -162,7 +164,7 @@ def test_row_of_several_runs_joins_their_numbers_and_has_its_expectation(tmp_pat
     cells = [replace(cell, name=f"{i}") for i, cell in enumerate(expand(across, "small", seeds=[0, 1, 2]))]
     for i, cell in enumerate(cells[:-1]):  # the last, one of Linear's, is missing
         key = next(iter(cell.config.eval.columns))
-        finish(tmp_path, cell, i, columns={key: 0.5 - 0.2 * (cell.row[:3] == "Lin") + i / 1000})
+        finish(tmp_path, cell, i, columns={key: 0.5 - 0.2 * (cell.row[:3] == "Lin") + i**2 / 1e5})
     table = table_of(tmp_path, across, cells)
     assert [row.row.name for row in table.rows] == ["LMM", "Linear"]
     counts = [[(len(e.values), e.wanted) for e in row.entries.values()] for row in table.rows]

@@ -196,3 +196,16 @@ def test_empty_table_has_a_report_and_counts_are_abbreviated(tmp_path):
     assert {value: text.count(value) for value in short} == short
     assert text.commit("deadbeef" * 5) == "deadbeefdead"
     assert text.commit("deadbeef" * 5 + "-dirty") == "deadbeefdead-dirty"
+
+
+def test_cell_that_failed_when_it_ran_again_is_unfinished(tmp_path):
+    first, *others = cells()
+    for cell in (first, *others):
+        finish(tmp_path, cell)
+    folder = RunFolder(tmp_path, first.name)
+    folder.set_aside()
+    folder.record_failure(ValueError("loss is nan"), "c0ffee")
+    view = table(tmp_path)
+    assert view.missing == 1
+    assert any("failed: ValueError: loss is nan" in note for note in build_report(view).footnotes)
+    assert view.rows[0].runs("lm_ppl") != view.rows[0].runs("other")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.small import RUN
-from titans_platform.config import RunConfig
+from titans_platform.config import OptimConfig, RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.runs.execute import Worker
@@ -18,6 +18,7 @@ from titans_platform.runs.folder import Result
 from titans_platform.runs.load import check_start, checkpoint_of_shorter, load_run, located, spec_for
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
+from titans_platform.training.optim import equal_steps
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
 
@@ -73,7 +74,7 @@ def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_fa
 @pytest.mark.parametrize(("first", "then", "why"), [
     (run_of(8, schedule="cosine"), run_of(30, schedule="cosine"), "keeps no checkpoint of its first 3 steps"),
     (run_of(8, warmup_steps=None, warmup_fraction=0.25), run_of(30, warmup_steps=None, warmup_fraction=0.25),
-     "it keeps no checkpoint of its first 0 steps, whose rates are equal; give optim.schedule"),
+     "it keeps no checkpoint of its first 0 steps, which are equal; give optim.schedule"),
     (run_of(8), run_of(30, lr=1e-3), "its optim.lr is 0.003, this run's 0.001; leave it out to"),
 ])  # fmt: skip
 def test_run_that_cannot_be_resumed_is_refused_with_the_reason(root, first, then, why):
@@ -144,3 +145,11 @@ def test_start_that_does_not_fit_is_one_line(root):
         located(run_of().model_copy(update={"start_from": str(root / "empty")}), root)
     with pytest.raises(UsageError, match=r"^start_from: elsewhere is not a checkpoint"):
         run_of().model_copy(update={"start_from": "elsewhere"}).fingerprint("data", "eval")
+
+
+def test_the_last_tenth_of_a_run_with_several_windows_is_its_own():
+    short, long = (OptimConfig(steps=steps, schedule="constant", warmup_steps=2) for steps in (100, 200))
+    assert equal_steps(short, long, seed=0) == 100
+    short, long = (run.model_copy(update={"windows": (8, 16, 32)}) for run in (short, long))
+    # the longest may also be the one that is drawn
+    assert 90 <= equal_steps(short, long, seed=0) <= 92

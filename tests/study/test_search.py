@@ -1,16 +1,19 @@
 """A search: no trial runs twice, and the best trial becomes a row."""
 
 import json
+import math
 import shutil
+from dataclasses import replace
 
 import pytest
 
 from tests.small import RUN, texts
 from titans_platform import cli
+from titans_platform.data import prepare
 from titans_platform.errors import UsageError
-from titans_platform.study.grid import StudyRun, load_study
+from titans_platform.study.grid import StudyRun, load_study, resolve
 from titans_platform.study.plan import check_space
-from titans_platform.study.search import set_line
+from titans_platform.study.search import Trial, set_line
 from titans_platform.study.spec import Parameter, Search
 
 STUDY = {
@@ -118,3 +121,24 @@ def test_dry_run_shows_the_search(answer):
 def test_milestones_are_those_of_asha(steps, rungs, milestones):
     search = Search(metric="loss", rungs=rungs, space={"optim.lr": Parameter(low=1e-4, high=1e-2)})
     assert search.milestones(steps) == milestones
+
+
+@pytest.mark.parametrize("field", ["seed", "rungs", "reduction"])
+def test_trials_of_another_search_do_not_count(hunt, field):
+    key = searched(hunt).key
+    (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], field: 7}}))
+    assert searched(hunt).key != key
+    (hunt / "hunt.yaml").write_text(json.dumps({**STUDY, "search": {**STUDY["search"], "trials": 7}}))
+    assert searched(hunt).key == key
+
+
+@pytest.mark.usefixtures("hunt")
+def test_trials_of_other_data_do_not_count_and_nan_is_not_the_best(hunt):
+    before = searched(hunt)
+    assert before.data is None
+    config = load_study("hunt.yaml")
+    prepared = prepare(resolve(config, "small", config.rows[0]).data, hunt / "runs")
+    after = searched(hunt)
+    assert (after.data, after.key == before.key) == (prepared.fingerprint, False)
+    trials = [Trial(f"{i}", i, {}, "done", 27, value) for i, value in enumerate((math.nan, 2.0, 1.0))]
+    assert replace(after, trials=tuple(trials)).best == trials[2]

@@ -297,9 +297,11 @@ def compare(
     """Return the largest difference of outputs [B, T, E], and the first token beyond the tolerance."""
     gap = difference(a, b)
     over = (gap > tolerance).nonzero().flatten()
-    where = int(over[0]) if len(over) else int(gap.argmax()) if len(gap) else None
-    size = float(gap.max()) if len(gap) else 0.0
-    return size, Example(a.shape[1], size, where, source, note)
+    if not len(gap):
+        return 0.0, Example(a.shape[1], 0.0, None, source, note)
+    size = float(gap.max())
+    token = int(over[0]) if len(over) else int(gap.argmax())
+    return size, Example(a.shape[1], size, token, source, note)
 
 
 def tensors_in(value: Any, seen: set[int] | None = None) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from torch import Tensor
 
 from titans_core.audit.adapter import WIDTHS, Adapter
@@ -38,7 +39,7 @@ def variant_factory(name: str, width: int = 32, **fields: Any) -> Callable[[], A
     Args:
         name: a variant, or the import path of a block class.
         width: d_model.
-        fields: of `ModelConfig`, such as ``memory={"rule": "yaad"}``.
+        fields: of `ModelConfig`, such as ``memory={"rule": "gated_delta"}``.
 
     Raises:
         AuditError: there is no such variant, or it refuses the fields; one line.
@@ -46,6 +47,11 @@ def variant_factory(name: str, width: int = 32, **fields: Any) -> Callable[[], A
     try:
         config = _config(name, width, fields)
         LanguageModel(config)
+    except ValidationError as error:
+        first = error.errors()[0]
+        # an error of our own names its field
+        message = str(first.get("ctx", {}).get("error", first["msg"]))
+        raise AuditError(": ".join(filter(None, (".".join(map(str, first["loc"])), message)))) from None
     except ValueError as error:
         raise AuditError(" ".join(str(error).split())) from None
     return lambda: adapt(LanguageModel(config))

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import cast
 
 import torch
-from pydantic import PositiveInt
+from pydantic import NonNegativeFloat, PositiveInt
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -26,7 +26,7 @@ class SimbaOptions(PatchOptions):
 
     groups: PositiveInt = 4
     """G, the number of channel groups that EinFFT mixes separately; divides d_model."""
-    shrink: float = 0.01
+    shrink: NonNegativeFloat = 0.01
     """Soft-thresholding (softshrink) of the spectrum."""
 
 
@@ -59,7 +59,7 @@ class EinFFT(nn.Module):
 
     def _layer(self, index: int, real: Tensor, imaginary: Tensor) -> tuple[Tensor, Tensor]:
         """W x + b of complex numbers, group by group; [B, N, G, D / G]."""
-        (w, v), (b, c) = self.weights[index], self.biases[index]
+        (w, v), (b, c) = (x[index].to(real.dtype) for x in (self.weights, self.biases))
         return _grouped(real, w) - _grouped(imaginary, v) + b, _grouped(real, v) + _grouped(imaginary, w) + c
 
 

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 from titans_core.config import Frozen, ModelConfig
 from titans_core.forecasting.base import Forecaster, Window
 from titans_core.forecasting.normalize import RevIN
+from titans_kernels import state_dtype, without_autocast
 
 
 class TimesNetOptions(Frozen):
@@ -53,10 +54,12 @@ class TimesBlock(nn.Module):
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         """[B, L, D] to [B, L, D]."""
-        amplitude_BF = torch.fft.rfft(x_BLD, dim=1).abs().mean(-1)
+        # transforms know no lower precision
+        with without_autocast(x_BLD):
+            amplitude_BF = torch.fft.rfft(x_BLD.to(state_dtype(x_BLD)), dim=1).abs().mean(-1)
         strongest = self._strongest(amplitude_BF)
         parts = torch.stack([self._folded(x_BLD, x_BLD.shape[1] // f) for f in strongest], -1)
-        weights = amplitude_BF[:, strongest].softmax(-1)
+        weights = amplitude_BF[:, strongest].softmax(-1).to(parts.dtype)
         return x_BLD + (parts * weights[:, None, None]).sum(-1)
 
     def _strongest(self, amplitude_BF: Tensor) -> list[int]:

@@ -36,12 +36,12 @@ CHECKED_ELEMENTS = 2**26
 
 
 class Target(NamedTuple):
-    """Goal of a pass: at most so many ns a token and head, or at least a share or a ratio."""
+    """Goal of a pass: at most ``value`` ns a token and head, or at least that share or ratio."""
 
     phase: str
     """forward, backward, or step: both."""
     unit: str
-    """ns; share, of the measured matmul rate; or the name of what to be so many times as fast as."""
+    """ns; share, of the measured matmul rate; or the name of the peer of a ratio of speeds."""
     value: float
     then: float | None = None
     """The next goal, once ``value`` is met."""
@@ -93,7 +93,7 @@ class BenchShape:
     """Batch and length where there is no GPU."""
     targets: tuple[Target, ...] = ()
     beside: str | None = None
-    """A shape of as many tokens, timed first, for a target that is to be so many times as fast as it."""
+    """A shape with as many tokens, timed first, that a target compares its speed with."""
 
     @property
     def widths(self) -> list[int]:

@@ -85,6 +85,9 @@ def effective_steps(
 ) -> tuple[Tensor, Tensor]:
     """`write_budget`, and the effective steps e / c [B, T, H], which are part of an open chunk's state."""
     dtype, p = state_dtype(k), 0
+    for name, x in (("eta", eta), ("theta", theta)):
+        if x.shape[:3] != k.shape[:3]:
+            raise ValueError(f"{name}: {list(x.shape)} does not fit keys {list(k.shape)}")
     if 0 in k.shape[:3]:
         return theta.to(dtype), k.new_zeros(k.shape[:3], dtype=dtype)
     if k.ndim in (eta.ndim, theta.ndim):
@@ -99,6 +102,8 @@ def effective_steps(
     theta = own / budget
     if held is not None and held[1].shape[-1]:
         keys, steps = (x.transpose(1, 2) for x in held)
+        if keys.shape != (len(k), steps.shape[1], *k.shape[2:]) or steps.shape != keys.shape[:3]:
+            raise ValueError(f"held: keys {list(held[0].shape)} do not fit keys {list(k.shape)}")
         p = steps.shape[1]
         # with eta = 0 the full step of theta = e / 2 is e
         eta = torch.cat([torch.zeros_like(steps), eta], 1)
@@ -208,7 +213,12 @@ budget_steps.register_autograd(_autograd, setup_context=_setup)
 
 def _has_kernel(k: Tensor) -> bool:
     """Return True if the Triton kernels support the call."""
-    return k.is_cuda and k.dtype != torch.float64
+    if not k.is_cuda or k.dtype == torch.float64:
+        return False
+    from titans_kernels.memory.forms.triton import assembler
+    from titans_kernels.memory.forms.triton.refusal import no_compiler
+
+    return no_compiler(assembler.arch_of(k.device.index)) is None
 
 
 def _forward(

@@ -45,7 +45,7 @@ def check_shapes(
 
 
 def _check_groups(name: str, groups: int, gates: Layers, weights: Layers) -> None:
-    """Raise ValueError unless all gates have so many groups of columns, or one, and all layers fit."""
+    """Raise ValueError unless each gate has ``groups`` groups of columns or one, and all layers fit."""
     if wrong := [W.shape[-1] for W in weights if W.shape[-1] % max(groups, 1)]:
         raise ValueError(f"{name}: {groups} groups of columns, which {wrong[0]} columns do not divide into")
     if wrong := [x.shape[-1] for x in gates if x.ndim == 4 and x.shape[-1] not in (1, groups) and groups > 1]:

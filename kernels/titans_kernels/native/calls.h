@@ -8,7 +8,7 @@ struct Spec {
   int64_t norm;  // 1 for x + LN(f(x)) of the layers f, else 0
   double bound;  // 0: none
   int64_t parts;  // of a layer's stack: 3 with a base, else 2
-  int64_t every;  // a forward keeps the state of every so many chunks
+  int64_t every;  // chunks between two states that a forward keeps
   const int64_t* widths;   // depth + 1
   const int64_t* borders;  // of the documents, in tokens
   const int64_t* kept;     // states kept of all documents before each

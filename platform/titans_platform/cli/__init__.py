@@ -76,6 +76,8 @@ class OSPath(click.Path):
     """A path of names that file systems take: a longer one is refused before anything is done."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if not os.fspath(value):
+            self.fail("is empty; give a path", param, ctx)
         if any(len(name) > 255 for name in os.fsencode(value).split(b"/")):
             self.fail(f"{value}: has a name of more than 255 bytes; give a shorter one", param, ctx)
         return super().convert(value, param, ctx)

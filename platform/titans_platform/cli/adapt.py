@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 import sys
 import time
 from contextlib import nullcontext
@@ -85,6 +86,8 @@ def adapt(
     import torch
 
     from titans_core.adapt import MemoryOptions, change_kept
+    from titans_platform.config import SourceConfig
+    from titans_platform.data.sources import FilesSource
 
     if gpus and not torch.cuda.is_available():
         raise UsageError("--gpus: this machine has no GPU that torch can use; leave it out")
@@ -102,7 +105,12 @@ def adapt(
     settings = options.model_dump(mode="json") | {"source": source, "lora": lora, "length": length}
     settings |= {"data": data and str(Path(data).resolve()), "rows": list(rows), "threads": threads}
     console = Console(stderr=as_json)
-    if saved:
+    if not saved:
+        if data is not None:
+            FilesSource(SourceConfig(kind="files", path=data), "data.sources.0", Path()).text_bytes()
+        if out.is_dir() and any(out.iterdir()):
+            raise UsageError(f"{out}: is not empty; give another folder")
+    else:
         _check_settings(out, settings, saved)
         if not dry_run:
             change_kept(out, options.kept)
@@ -113,7 +121,9 @@ def adapt(
             _convert(source, folder, options, settings)
         if dry_run:
             planned = {stage: _plan(cfg, gpus, console) for stage, cfg in _stages(folder, overrides).items()}
-            return echo_json(planned) if as_json else None
+            if as_json:
+                echo_json(planned)
+            return
         result = _train(folder, root, overrides, gpus, console)
     if as_json:
         echo_json(result)
@@ -142,12 +152,10 @@ def _convert(source: str, out: Path, options: MemoryOptions, settings: dict[str,
     path, gguf = Path(source).expanduser(), {}
     if path.suffix == ".gguf":
         source, gguf = str(path.parent), {"gguf_file": path.name}
-    if out.is_dir() and any(out.iterdir()):
-        raise UsageError(f"{out}: is not empty; give another folder")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto", **gguf)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **gguf)
-    except (ImportError, OSError, ValueError) as error:
+    except (ImportError, OSError, ValueError, struct.error) as error:
         raise UsageError(f"{source}: cannot be loaded by transformers: {one_line(error)}") from None
     with within(f"{source}: ", ValueError, ""):
         adapted = convert(model, options)
@@ -290,6 +298,10 @@ def chat(
     from titans_core.adapt import Chat
 
     sampling = from_options(Sampling, temperature=temperature, seed=seed)
+    given = {"--list": listed or None, "--fork": fork, "--rollback": rollback, "--delete": delete or None}
+    actions = [name for name, value in (given | {"--say": say}).items() if value is not None]
+    if len(actions) > 1:
+        raise UsageError(f"{', '.join(actions)}: exclude each other; give one of them")
     with within(f"{folder}: ", ValueError, ""):
         chatbot = Chat(folder)
         sessions = chatbot.sessions

@@ -43,10 +43,12 @@ def audit(
     \b
     Example:
       titans audit my_lab.layers:MyLayer --dim 64
-      titans audit --variant mac --kwargs '{"memory": {"rule": "yaad"}}'
+      titans audit --variant mac --kwargs '{"memory": {"rule": "gated_delta"}}'
     """
     if (target is None) == (variant is None):
         raise UsageError("audit: give either TARGET, package.module:Class, or --variant NAME")
+    if variant is not None and adapter is not None:
+        raise UsageError("--adapter: works only with TARGET")
     try:
         arguments = json.loads(kwargs)
     except json.JSONDecodeError as error:
@@ -79,11 +81,14 @@ def audit(
     except AuditError as error:
         where = f"--variant {variant}" if variant else f"TARGET: {target}"
         raise UsageError(f"{where}: {error}") from None
-    echo_json(report.to_dict()) if as_json else _show(report)
+    _show(report, as_json)
     return 0 if report.passed else 1
 
 
-def _show(report: Report) -> None:
+def _show(report: Report, as_json: bool) -> None:
+    """Print the checks as a table, or as JSON."""
+    if as_json:
+        return echo_json(report.to_dict())
     grid = table("check", "verdict", "finding", left=3, width=WIDTH)
     styles = {"pass": "green", "fail": "bold red", "not applicable": "dim"}
     for result in report.results:

@@ -220,7 +220,10 @@ def _submit(cluster: Cluster, name: str, job: Job, dry_run: bool, as_json: bool,
     with cluster.connected() as jobs:
         job_id = jobs.submit(job)
         if detach:
-            echo_json({"job": job_id}) if as_json else click.echo(job_id)
+            if as_json:
+                echo_json({"job": job_id})
+            else:
+                click.echo(job_id)
             return 0
         click.echo(f"job {job_id} on {name}; Ctrl-C detaches", err=True)
         code = _follow(jobs, name, job_id, Log(partial(_echo, err=as_json)))
@@ -250,5 +253,8 @@ def _follow(jobs: Jobs, name: str, job_id: str, log: Log) -> int:
 def _show(steps: Sequence[Step], as_json: bool = False) -> int:
     """Print the steps as a shell script, or as a JSON list."""
     lines = [step.shown for step in steps]
-    echo_json(lines) if as_json else click.echo("\n".join(lines))
+    if as_json:
+        echo_json(lines)
+    else:
+        click.echo("\n".join(lines))
     return 0

@@ -62,7 +62,10 @@ def prepare(
         try:
             _show(open_prepared(loaded, root), as_json)
         except NotPrepared as error:
-            echo_json({"prepared": False}) if as_json else click.echo(str(error))
+            if as_json:
+                echo_json({"prepared": False})
+            else:
+                click.echo(str(error))
         return 0
     run = by_processes(processes) if processes and not in_job() else None
     with joined(root), preparing(Console(stderr=True)) as progress:

@@ -59,9 +59,9 @@ def evaluate(
     --set overrides the evaluation: only eval.* may be set. It is measured on the data it was trained on; if
     they are gone, --other-data prepares its sources anew.
 
-    --by-position measures what memory brings beyond the training length. Long texts are read with the state
-    carried from their start, with a fresh state every row, and with a fresh state that first reads a window
-    of preceding rows. Prints a table and saves a figure to the run's folder.
+    --by-position measures the gain from the carried state beyond the training length. Long texts are read
+    with the state carried from their start, with a fresh state every row, and with a fresh state that first
+    reads a window of preceding rows. Prints a table and saves a figure to the run's folder.
 
     \b
     Example:
@@ -121,8 +121,11 @@ def _by_position(
     from titans_platform.training.loop import deterministic
 
     row, folder = cfg.data.sequence_length, point.parents[1]
-    remedy = "give a longer text" if file else "raise a text source's validation_fraction"
-    field = "--rows" if rows else "--read" if file else "data.sources"
+    field, remedy = "data.sources", "raise a text source's validation_fraction"
+    if file:
+        field, remedy = "--read", "give a longer text"
+    if rows:
+        field = "--rows"
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
@@ -149,7 +152,7 @@ def _by_position(
     sample = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
     sample += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
     gain = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({sample})"
-    console.print(f"what memory brings: {gain}", highlight=False)
+    console.print(f"gain from the carried state: {gain}", highlight=False)
     if losses.length > cfg.trained_context:
         console.print(beyond_training(losses.length, cfg.trained_context), highlight=False)
     console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
@@ -247,6 +250,8 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
 
     if study and tasks:
         raise UsageError("--task: give either a study or --task")
+    if scale and not study:
+        raise UsageError("--scale: works only with STUDY")
     listed = []
     for column, config, tokens, tokenizer in _of_study(study, scale) if study else _of_options(tasks, length):
         task = build_generated(config)

@@ -188,6 +188,9 @@ def inspect(run: str, file: Path, out: Path, arrow: Path | None, tokens: int, ro
     from titans_platform.report.inspect import inspect_text, page, write_arrow
     from titans_platform.training.loop import deterministic
 
+    paths = [path.resolve() for path in (file, out, arrow) if path]
+    if len(set(paths)) < len(paths):
+        raise UsageError(f"--out {out}: --text, --out and --arrow are to be three files")
     text = _read_text("--text", str(file))
     model, tokenizer, cfg = _reader(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):

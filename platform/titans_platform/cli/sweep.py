@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -279,7 +280,10 @@ def _dry_run(
         "estimate_seconds": seconds, "estimate_basis": basis, "warning": warning or None,
         "restarts": study.restarts, "refused": str(refusal) if refusal else None,
     }  # fmt: skip
-    echo_json(record) if as_json else _print_plan(record, console)
+    if as_json:
+        echo_json(record)
+    else:
+        _print_plan(record, console)
     if refusal:
         raise refusal
     return 0
@@ -428,15 +432,22 @@ def _exit_code(table: Table, as_json: bool) -> int:
     return 4 if table.unfinished else 0
 
 
+MAX_SEEDS = 10_000
+"""Most seeds of one command."""
+
+
 def parse_seeds(text: str | None) -> list[int]:
     """`0,2,5-7` as a list. Raises UsageError."""
     if text is None:
         return []
     parts = [part.partition("-") for part in text.split(",")]
     try:
-        seeds = [n for low, dash, high in parts for n in range(int(low), int(high if dash else low) + 1)]
+        ranges = [range(int(low), int(high if dash else low) + 1) for low, dash, high in parts]
     except ValueError:
         raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
+    if (count := sum(map(len, ranges))) > MAX_SEEDS:
+        raise UsageError(f"--seeds {text}: {count:,} seeds; give at most {MAX_SEEDS:,}")
+    seeds = list(chain.from_iterable(ranges))
     if not seeds:
         raise UsageError(f"--seeds {text}: names no seed; give e.g. 0,1,2 or 0-4, the lower one first")
     return seeds

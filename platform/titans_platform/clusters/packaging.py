@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -91,7 +92,8 @@ def titans_job(
 ) -> Job:
     """Package any `titans` command as a job."""
     words = [word for word in arguments if not word.startswith("-")]
-    name = name or "-".join(words[:2]) or "titans"
+    # the name is part of a path and of a URL
+    name = name or re.sub(r"[^A-Za-z0-9_.-]+", "-", "-".join(words[:2])).strip("-") or "titans"
     return Job(name, tuple(arguments), files or {}, job_environment(cluster), cluster.pip)
 
 

@@ -211,6 +211,9 @@ class Existing(Cluster):
     def down_steps(self) -> list[Step]:
         return [Note("nothing to stop: `up` started nothing")]
 
+    def down(self) -> None:
+        perform(self.down_steps())
+
     def where(self) -> str:
         return self.address
 

@@ -18,7 +18,7 @@ from titans_core.config import PositiveInt
 from titans_platform.clusters import packaging
 from titans_platform.clusters.base import Cluster, Count, Job, JobInfo, Jobs, Log
 from titans_platform.clusters.steps import Note, Run, Step, Write, new_token, perform, token_variables
-from titans_platform.errors import UsageError
+from titans_platform.errors import Interrupted, UsageError
 from titans_platform.text import render
 
 JOB = Path(__file__).parent / "templates" / "job.sbatch"
@@ -96,6 +96,7 @@ class SlurmJobs(Jobs):
         code, wheel = at / "code", f"<{packaging.DISTRIBUTION} wheel>"
         variables = {"RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT": "300", "PYTHONPATH": f"{code}:{at / 'files'}"}
         exports = {**job.env, **token_variables(token), **variables}
+        command = f"(echo $BASHPID > {shlex.quote(str(at / 'pid'))}; exec {shlex.join(job.command)})"
         script = render(JOB, spec=self.spec, at=at, exports=exports)
         unpack = f"python -m zipfile --extract {wheel} {shlex.quote(str(code))}"
         return [
@@ -103,7 +104,7 @@ class SlurmJobs(Jobs):
             *(Write(at / "files" / name, content) for name, content in job.files.items()),
             *([] if configured else [new_token(token)]),
             # srun mixes the command's exit code with the other nodes'
-            Write(at / "run.sh", f"{shlex.join(job.command)}\ncode=$?\necho $code > {ended}\nexit $code\n"),
+            Write(at / "run.sh", f"{command}\ncode=$?\necho $code > {ended}\nexit $code\n"),
             # it names the token's file, on the shared storage, not the token
             Write(at / "job.sbatch", script),
             Run(("sbatch", "--parsable", str(at / "job.sbatch")), into=at / "slurm_id"),
@@ -114,8 +115,11 @@ class SlurmJobs(Jobs):
             log.add(path.read_text(encoding="utf-8", errors="replace"))
 
     def stop_steps(self, job_id: str) -> list[Step]:
-        number = _number(self.folder / job_id)
-        return [Run(("scancel", number))] if number else [Note(f"Slurm never accepted {job_id}")]
+        """Return the steps: cancel it in the queue; a running one ends at its checkpoints."""
+        if not (number := _number(self.folder / job_id)):
+            return [Note(f"Slurm never accepted {job_id}")]
+        running = Run(("scancel", "--batch", "--signal=TERM", number))
+        return [Run(("scancel", "--state=PENDING", number)), running]
 
     def list(self) -> list[JobInfo]:
         ids = sorted(self.folder.glob("*/slurm_id"), key=lambda path: path.stat().st_mtime)
@@ -133,6 +137,8 @@ def _job_info(folder: Path, queued: str | None) -> JobInfo:
         state = "pending" if queued in _WAITS else "running"
     elif code is not None:
         state = "failed" if code else "succeeded"
+        if code == Interrupted.exit_code:
+            state = "stopped"
     else:
         # cancelled, out of time, or a node that died
         state = "stopped" if (folder / "log.txt").exists() else "failed"

@@ -91,8 +91,8 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
             break
     following = list(islice(documents, 1))
     threshold = fraction
-    if len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
-        if len(window) == 1 and not following:
+    if not following and len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
+        if len(window) == 1:
             yield from _split_by_position(window[0], fraction)
             return
         kept = min(max(round(fraction * len(window)), 1), len(window) - 1)

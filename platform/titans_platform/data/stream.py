@@ -91,6 +91,13 @@ def gather(sources: Sequence[SourceRows], validation: bool, source_ids: Integers
     return Batch(*map(torch.from_numpy, (tokens, starts, np.ascontiguousarray(loss[:, 1:]))))
 
 
+def _cycle_of(sources: Sequence[SourceRows]) -> list[int]:
+    """Return a cycle of source indices, each as often as its weight says. Raises UsageError."""
+    if not any(source.weight for source in sources):
+        raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
+    return interleave([source.weight for source in sources])
+
+
 class RowStream:
     """Training batches: `batch(step)` is a function of the seed and the step, for any world size.
 
@@ -101,11 +108,9 @@ class RowStream:
     def __init__(self, sources: Sequence[SourceRows], cfg: RunConfig, rank: int = 0, world_size: int = 1):
         self.sources, self.batch_size, self.seed = sources, cfg.optim.global_batch_size, cfg.seed
         self.mine = slice(rank, None, world_size)
-        if not any(source.weight for source in sources):
-            raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
         self._orders = [SourceOrder(len(each.train), f"{cfg.seed}/{i}") for i, each in enumerate(sources)]
         # source and turn at each place of a cycle, and turns per source
-        self._cycle = cycle = np.array(interleave([source.weight for source in sources]))
+        self._cycle = cycle = np.array(_cycle_of(sources))
         taken = np.cumsum(cycle[:, None] == np.arange(len(sources)), axis=0)
         self._turn, self._per_cycle = taken[np.arange(len(cycle)), cycle] - 1, taken[-1]
 
@@ -226,7 +231,7 @@ class Streams:
         self.batch_size, self.groups = cfg.optim.global_batch_size, cfg.optim.stream_groups
         self.mine, self.reset_probability = slice(rank, None, world_size), cfg.optim.reset_probability
         width, batch_size, groups = self.width, self.batch_size, self.groups
-        self.source = np.resize(interleave([source.weight for source in sources]), batch_size)
+        self.source = np.resize(_cycle_of(sources), batch_size)
         """[B] the source of each stream of a group."""
         self.tables: dict[int, RowTable] = {}
         self.begin = np.zeros((groups, batch_size), np.int64)

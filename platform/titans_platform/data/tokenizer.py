@@ -7,6 +7,7 @@ import re
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ class Tokenizer(ABC):
     @abstractmethod
     def encode(self, text: str) -> list[int]:
         """Ids of ``text``, without special tokens."""
+
+    def encode_within(self, text: str) -> list[int]:
+        """Ids of a text after another one: without the space that some tokenizers put before a document."""
+        before, ids = self.encode("\n"), self.encode(f"\n{text}")
+        return ids[len(before) :] if self.adds_space and ids[: len(before)] == before else self.encode(text)
+
+    @cached_property
+    def adds_space(self) -> bool:
+        """True if ``encode`` puts a space before a text."""
+        return self.encode("\na") != [*self.encode("\n"), *self.encode("a")]
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from statistics import fmean
 from typing import Annotated, Any
 
@@ -93,17 +94,24 @@ class LmEval(Task):
 
     @property
     def chance(self) -> float:
-        """`options.chance`, or the mean of the tasks' chance levels.
+        """`options.chance`, or the mean of the tasks' chance levels; NaN for a metric that is no accuracy.
 
         Raises:
-            UsageError: a task whose chance is not known, and none given.
+            UsageError: an accuracy of a task whose chance is not known, and none given.
         """
         if self.options.chance is not None:
             return self.options.chance
-        unknown = [name for name in self.options.names if name not in CHANCES]
-        if unknown or "perplexity" in self.options.metric:
-            raise UsageError(f"options.chance: give it for {', '.join(unknown) or self.options.metric}")
+        if not self.options.metric.startswith("acc"):
+            return math.nan
+        if unknown := [name for name in self.options.names if name not in CHANCES]:
+            raise UsageError(f"options.chance: give it for {', '.join(unknown)}")
         return fmean(CHANCES[name] for name in self.options.names)
+
+    def check(self, objective: Any, length: int, data: Any) -> None:
+        """Reject a task whose chance is unknown; where data are prepared, also a missing harness."""
+        _ = self.chance  # raises if it is unknown
+        if data is not None and find_spec("lm_eval") is None:
+            raise UsageError(MISSING)
 
     def measure(self, context: Context) -> Measurement:
         """Measure `config.items` documents of each task; stderr is 0 if the harness reports none."""

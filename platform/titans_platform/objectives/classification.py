@@ -213,8 +213,8 @@ class ClassificationOptions(Frozen):
     network: Literal["backbone", "cnn"] = "backbone"
     """The model of ``model``, or GenomicBenchmarks' own baseline, which takes of it vocab_size alone."""
     pretrain_steps: Annotated[int, Field(ge=0)] = 0
-    """So many of optim.steps, the first, train on next tokens of the training part instead. A run that begins
-    from a checkpoint of next-token training (start_from) needs none."""
+    """Number of first steps of optim.steps that predict next tokens of the training part instead. A run that
+    begins from a checkpoint of next-token training (start_from) needs none."""
 
     @model_validator(mode="after")
     def _consistent(self) -> ClassificationOptions:

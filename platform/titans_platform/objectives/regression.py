@@ -61,7 +61,7 @@ class SeriesOptions(Frozen):
     channels: PositiveInt = 1
     """C, where ``columns`` does not say it."""
     sines: PositiveInt | None = None
-    """In place of a file: so many steps of generated waves, by data.seed."""
+    """In place of a file: number of steps of generated waves, seeded by data.seed."""
     horizon: PositiveInt = 1
     """h, steps to predict."""
     patch: PositiveInt = 1

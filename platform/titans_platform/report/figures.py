@@ -154,40 +154,43 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
 
 
 def depth_maps(data: FigureData) -> Iterator[Picture]:
-    """Yield a heat map of depth against length for each task that has buckets of depth."""
-    keys = {key for result in data.table.results for key in result.buckets}
+    """Yield a heat map of depth against length for each task that has buckets of depth.
+
+    A task that several columns measure alike has one map.
+    """
     by_row = {row.row.name: depths(row) for row in data.table.rows}
-    for task in dict.fromkeys(task for by_task in by_row.values() for task in by_task):
-        names = [name for name, by_task in by_row.items() if task in by_task]
-        places = {place for name in names for place in by_row[name][task]}
+    drawn: list[tuple[str, Any]] = []
+    for key, task in dict.fromkeys(measured for by_task in by_row.values() for measured in by_task):
+        maps = {name: by_task[key, task] for name, by_task in by_row.items() if (key, task) in by_task}
+        column = data.table.columns.get(key)
+        if column is None or (task, maps) in drawn:
+            continue  # no column of the table measures it, or one before did
+        suffix = f"-{key}" if any(task == other for other, _ in drawn) else ""
+        drawn.append((task, maps))
+        places = {place for at in maps.values() for place in at}
         across = Dimension("length", tuple(sorted({length for length, _ in places})), "tokens")
         order = sorted({depth for _, depth in places}, key=lambda depth: int(depth.partition("-")[0]))
         down = Dimension("depth", tuple(order), "depth")
-        owners = {task_of(key)[0] for key in keys if task_of(key)[1] == task}
-        column = next((column for key, column in data.table.columns.items() if key in owners), None)
-        if column is None:
-            continue  # no column of the table measures it
         scale, panels = plot.heat_scale([0.0, column.factor], column, None), []
-        for name in names[:ROWS]:
-            measured = by_row[name][task].items()
-            at = {place: column.factor * statistics.fmean(values) for place, values in measured}
+        for name, measured in list(maps.items())[:ROWS]:
+            at = {place: column.factor * statistics.fmean(values) for place, values in measured.items()}
             panels.append(heat_panel(name, at, across, down, column=column, scale=scale))
         caption = "Accuracy by the needle's depth in the context (0%: at its beginning) and the length in "
         caption += "tokens; mean over seeds."
         size = (0.9 + 0.52 * len(across.values), 0.75 + 0.3 * len(down.values))
-        yield Picture(f"depth-{task}", f"{task} over depth and length", caption, panels, size)
+        yield Picture(f"depth-{task}{suffix}", f"{task}{suffix} over depth and length", caption, panels, size)
 
 
-def depths(row: TableRow) -> dict[str, dict[tuple[float, str], list[float]]]:
-    """Return accuracy at (tokens, depth) by task, a number for each seed."""
-    by_task: dict[str, dict[tuple[float, str], list[float]]] = {}
+def depths(row: TableRow) -> dict[tuple[str, str], dict[tuple[float, str], list[float]]]:
+    """Return accuracy at (tokens, depth) by column and task, a number for each seed."""
+    by_task: dict[tuple[str, str], dict[tuple[float, str], list[float]]] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():
-            _, task, length = task_of(key)
+            column, task, length = task_of(key)
             for depth, value in buckets.items():
                 if depth.endswith("%"):
                     at = float(length or 0), depth
-                    by_task.setdefault(task, {}).setdefault(at, []).append(float(value))
+                    by_task.setdefault((column, task), {}).setdefault(at, []).append(float(value))
     return by_task
 
 
@@ -203,7 +206,7 @@ def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
     gain = Line("gain", {x: (result.gain(*bucket)[0],) for x, bucket in buckets.items() if x > result.row})
     panels = [
         panel("Loss", plot.by_position, POSITION, "nats a token", shown=lines, row=result.row),
-        panel("What memory brings", plot.by_position, POSITION, "nats a token", shown=[gain]),
+        panel("Gain from the carried state", plot.by_position, POSITION, "nats a token", shown=[gain]),
     ]
     return Picture(key, title, f"{READ} {GAIN}", panels, ALONE, lines)
 

@@ -348,7 +348,7 @@ def terminal(report: StudyReport, width: int = 80) -> RenderableType:
 
 
 def so_far(report: StudyReport, seeds: int, width: int = 80) -> RenderableType:
-    """Lay out the table of a study that still runs, of which so many seeds are finished in every row."""
+    """Lay out the table of a running study, with the ``seeds`` seeds that are finished in every row."""
     grids = _fitting(report, list(report.table.columns), width)
     note = "one seed has no spread, so that no difference is resolved" if seeds == 1 else "paired by seed"
     progress = f"{seeds} of {plural(len(report.table.seeds), 'seed')} finished"

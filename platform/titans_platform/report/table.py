@@ -104,9 +104,8 @@ class TableRow:
 
     @property
     def failures(self) -> list[CellStatus]:
-        """The cells that failed."""
-        done = {result.cell for result in self.results}
-        return [cell for cell in self.statuses if cell.reason and cell.cell not in done]
+        """The cells that failed; one that was to run again has its former result."""
+        return [cell for cell in self.statuses if cell.reason]
 
     @property
     def lines(self) -> list[tuple[CellStatus, Result | None]]:
@@ -114,10 +113,9 @@ class TableRow:
         results = {result.cell: result for result in self.results}
         return [(cell, results.get(cell.cell or "")) for cell in self.statuses]
 
-    @property
-    def runs(self) -> dict[int, str]:
-        """MLflow run ids by seed."""
-        return {result.seed: result.mlflow_run_id for result in self.results if result.mlflow_run_id}
+    def runs(self, key: str) -> list[str]:
+        """MLflow ids of the runs that measured a column."""
+        return [r.mlflow_run_id for r in self.results if r.mlflow_run_id and key in r.columns]
 
     @property
     def rates(self) -> set[float]:
@@ -179,13 +177,14 @@ class Table:
 
     @property
     def missing(self) -> int:
-        """Cells that have no result."""
-        return sum(len(row.cells) - len(row.results) for row in self.rows)
+        """Cells that have no result, or a former one that was to be replaced."""
+        return sum(cell.state != "done" for row in self.rows for cell in row.statuses)
 
     @property
     def unfinished(self) -> int:
         """Requested cells that have no result."""
-        return len({cell.name for cell in self.run.cells} - {result.cell for result in self.results})
+        done = {cell.cell for row in self.rows for cell in row.statuses if cell.state == "done"}
+        return len({cell.name for cell in self.run.cells} - done)
 
 
 def build_table(run: StudyRun) -> Table:
@@ -290,8 +289,16 @@ class Difference:
 
     @cached_property
     def p(self) -> float | None:
-        """Two-sided p value of the paired t test, unadjusted; None for one seed, 1 where nothing differs."""
-        return None if self._test is None else float(np.nan_to_num(self._test.pvalue, nan=1.0))
+        """Two-sided p value of the paired t test, unadjusted; None for one seed, 1 where nothing differs.
+
+        Where all seeds differ by the same number, as accuracies over few items may, t is infinite; p is then
+        the smallest p value of a sign-flip test, 2^(1 - n).
+        """
+        if self._test is None:
+            return None
+        if np.ptp(self.pairs) <= 1e-9 * abs(self.mean):
+            return 2.0 ** (1 - len(self.pairs)) if self.mean else 1.0
+        return float(self._test.pvalue)
 
     @cached_property
     def _test(self) -> Any:
@@ -301,7 +308,7 @@ class Difference:
         from scipy.stats import ttest_rel
 
         with warnings.catch_warnings():
-            # the same difference in every seed: t is infinite and p is 0, which is meant
+            # the same difference in every seed: t is infinite, and `p` does not use it
             warnings.simplefilter("ignore", RuntimeWarning)
             return ttest_rel(self.pairs, [0.0] * len(self.pairs))
 
@@ -446,7 +453,11 @@ def cell(comparison: Comparison | None, decimals: int) -> str:
         return NONE
     signed, ours = f"+.{decimals}f", comparison.ours
     ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval else ""
-    p = "" if comparison.p is None else "p<0.001" if comparison.p < 0.001 else f"p={comparison.p:.3f}"
+    p = ""
+    if comparison.p is not None:
+        # 0.0497 is below the level, and 0.050 would not be
+        digits = 4 if round(comparison.p, 3) == ALPHA else 3
+        p = "p<0.001" if comparison.p < 0.001 else f"p={comparison.p:.{digits}f}"
     return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, comparison.outcome) if part)
 
 

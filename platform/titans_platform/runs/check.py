@@ -159,8 +159,11 @@ def _activations(objective: Objective[Any], rows: int, parts: int) -> tuple[int,
             return USUALLY_SAVED * block.d_model
 
     kept = saved(recompute)
-    # a block that was recomputed holds all that it would have saved
-    once = saved(False) if recompute is True else RECOMPUTED * kept if recompute else kept
+    once = kept
+    if recompute is True:
+        once = saved(False)  # a block that was recomputed holds all that it would have saved
+    elif recompute:
+        once = RECOMPUTED * kept
     return round(tokens * layers * kept), round(tokens * once) + head + recalled_bytes(cfg.model, tokens)
 
 

@@ -228,7 +228,9 @@ class RunFolder:
         if self.is_held():
             return "running"
         record = self.record()
-        return "failed" if "failure" in record else "interrupted" if "progress" in record else "missing"
+        if "failure" in record:
+            return "failed"
+        return "interrupted" if "progress" in record else "missing"
 
     def rungs(self, metric: str) -> dict[int, float]:
         """Return a search's metric at each rung, by optimiser step."""

@@ -34,7 +34,7 @@ from titans_platform.training.checkpoint import (
     saved,
     step_of,
 )
-from titans_platform.training.optim import equal_rates
+from titans_platform.training.optim import equal_steps
 
 SCHEDULE = ("steps", "schedule", "min_lr_ratio", "warmup_fraction", "warmup_steps")
 """Fields of `OptimConfig` that affect only the learning rate of each step."""
@@ -200,19 +200,20 @@ def find_run(run: str, root: Path) -> RunFolder:
 def checkpoint_of_shorter(spec: RunSpec, shorter: RunFolder) -> Start:
     """Find the checkpoint of a shorter run of the same config from which a run can start.
 
-    Two runs that differ only in their schedule take the same steps as long as their learning rates are equal,
-    so the result is identical to training from the start. Raises UsageError with the reason if no checkpoint
-    of the shorter run will do.
+    Two runs that differ only in their schedule take the same steps as long as their learning rates and
+    windows are equal, so the result is identical to training from the start. Raises UsageError with the
+    reason if no checkpoint of the shorter run will do.
     """
     cfg, at = config_of(shorter.path), f"--resume-from {shorter.name}"
     if reason := _why_not_resumed(spec, shorter, cfg):
         raise UsageError(f"{at}: {reason}; leave it out to train from the start")
     # the final loss is a mean over the last twentieth of the steps, so none of those may be done yet
-    last = min(equal_rates(cfg.optim, spec.config.optim), int(0.95 * spec.config.optim.steps))
+    optim = spec.config.optim
+    last = min(equal_steps(cfg.optim, optim, cfg.seed), int(0.95 * optim.steps))
     points = (point for point in saved(shorter.path / CHECKPOINTS) if step_of(point) <= last)
     if (point := next((point for point in points if find_corruption(point) is None), None)) is None:
         raise UsageError(
-            f"{at}: it keeps no checkpoint of its first {last} steps, whose rates are equal; give "
+            f"{at}: it keeps no checkpoint of its first {last} steps, which are equal; give "
             "optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
         )
     return Start(shorter, point)

@@ -266,7 +266,9 @@ def _end(folder: RunFolder) -> tuple[Callable[[RunLog], None], str]:
     """Last call on the MLflow run of a folder in which nothing runs, and the status it ends with."""
     if result := folder.result():
         return lambda run: log_result(run, result, folder.ended()), "FINISHED"
-    status = "FAILED" if folder.failure() else "FINISHED" if folder.was_stopped() else "KILLED"
+    status = "FINISHED" if folder.was_stopped() else "KILLED"
+    if folder.failure():
+        status = "FAILED"
     return lambda run: run.close(status, folder.ended()), status
 
 

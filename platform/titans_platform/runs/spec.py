@@ -133,7 +133,7 @@ class RunSpec:
     start: Start | None = None
     """Start of a run that has not begun; None: its own checkpoint, or step 0."""
     rung: tuple[int, str] | None = None
-    """Of a trial: stop after so many optimiser steps, and measure this column alone."""
+    """For a trial: the optimiser step to stop after, and the only column to measure."""
     profile: bool = False
     """Write a trace of a few steps to the run's folder."""
 

@@ -154,11 +154,18 @@ class StudyRun:
         """Load the state of the study's search, if it has one. Raises UsageError."""
         if (search := self.study.search_at(self.scale_name)) is None:
             return self
+        # they import pyarrow
+        from titans_platform.data import NotPrepared
+        from titans_platform.objectives import build_objective
+
         config, higher = self.config(self.rows[0]), self.columns[search.metric].higher_is_better
-        fields: dict[str, Any] = {"mode": "json", "exclude_defaults": True}
-        run, data = config.model_dump(exclude=NOT_IN_NAMES, **fields), config.data.model_dump(**fields)
-        key = digest([run, data, search.metric, search.model_dump(mode="json")["space"]])
-        state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps, key)
+        try:
+            data = build_objective(config).open(self.root).fingerprint
+        except NotPrepared:
+            data = None
+        run = config.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IN_NAMES)
+        key = digest([run, data, search.model_dump(mode="json", exclude={"trials"})])
+        state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps, key, data)
         return replace(self, search=state.read())
 
     def with_found(self) -> StudyRun:

@@ -103,6 +103,9 @@ def prepare(study: StudyRun, progress: PrepareProgress | None = None) -> StudyRu
     """
     make = lambda config: build_objective(config).prepare(study.root, progress)  # noqa: E731
     study = name_cells(study, make if progress else None)
+    if study.searching:
+        make(study.config(study.rows[0]))
+        study = study.with_search()
 
     def check(config: RunConfig) -> None:
         check_start(config)

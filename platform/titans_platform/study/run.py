@@ -151,7 +151,7 @@ def _run_trial(space: dict[str, Any]) -> None:
 
     die_with_parent()
     study = space["study"]
-    search, data = study.search.search, study.cells[0].data
+    search, data = study.search.search, study.search.data
     params = {key: space[key] for key in search.space}
     config = located(study.trial_config(params), study.root)
     name = run_name(config, data, study.scale.resources.hashed_workers)
@@ -160,6 +160,9 @@ def _run_trial(space: dict[str, Any]) -> None:
     try:
         for step in search.milestones(spec.config.optim.steps):
             if (value := _measure(spec, step, study.search)) is None:
+                return
+            if not math.isfinite(value):
+                spec.folder.update(stopped={study.search.key: f"{search.metric} is {value} at step {step}"})
                 return
             tune.report({"steps": step, "value": value})
     except SystemExit:

@@ -7,6 +7,7 @@ search that is resumed replays these numbers to the sampler and to ASHA, and tra
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -49,7 +50,9 @@ class SearchState:
     steps: int
     """Optimiser steps of a trial that is not stopped."""
     key: str
-    """Hash of the first row's config, the metric and the space; trials of another search do not count."""
+    """Hash of the first row's config and data and of the search; trials of another search do not count."""
+    data: str | None
+    """Fingerprint of the trials' data; None: not prepared."""
     trials: tuple[Trial, ...] = ()
 
     def read(self) -> SearchState:
@@ -65,7 +68,9 @@ class SearchState:
             rungs[result.steps] = result.columns[self.search.metric]
         last = max(rungs, default=0)
         steps = last or int((folder.progress() or {}).get("step", 0))
-        state = "done" if result else "stopped" if folder.was_stopped(self.key) else folder.state()
+        state = folder.state()
+        if state != "done" and folder.was_stopped(self.key):
+            state = "stopped"
         return Trial(entry["cell"], entry["number"], entry["params"], state, steps, rungs.get(last))
 
     @property
@@ -91,7 +96,8 @@ class SearchState:
     @property
     def best(self) -> Trial | None:
         """The best of the trials that were trained to the end."""
-        done = [trial for trial in self.trials if trial.state == "done" and trial.value is not None]
+        ended = [trial for trial in self.trials if trial.state == "done" and trial.value is not None]
+        done = [trial for trial in ended if math.isfinite(trial.value or 0)]
         sign = -1 if self.higher_is_better else 1
         return min(done, key=lambda trial: sign * float(trial.value or 0), default=None)
 

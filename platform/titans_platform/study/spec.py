@@ -95,7 +95,7 @@ class Search(Frozen):
     seed: int = 1000
     """Seed of the sampler and of the trials; different from the seeds of the table's rows."""
     reduction: Annotated[int, Field(ge=2)] = 3
-    """ASHA's reduction factor: one trial of so many is promoted, to so many times the steps."""
+    """ASHA's reduction factor r: one trial in r is promoted, and trained for r times the steps."""
     rungs: PositiveInt = 3
     """Number of rungs, the last step included."""
     space: Annotated[dict[str, Parameter], Field(min_length=1)]

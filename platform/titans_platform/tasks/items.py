@@ -23,7 +23,7 @@ from titans_platform.files import opened
 from titans_platform.text import plain
 
 LONG = 32_768
-"""Rows of at least so many tokens estimate their filler from the tokens per character first."""
+"""Rows of at least this many tokens first estimate their filler from the tokens per character."""
 
 
 Piece = tuple[str, bool]
@@ -39,6 +39,10 @@ class ItemTokenizer(Protocol):
 
     def encode(self, text: str, /) -> list[int]:
         """Token ids of `text`, without the document start."""
+        ...
+
+    def encode_within(self, text: str, /) -> list[int]:
+        """Token ids of `text` after another text."""
         ...
 
     def decode(self, tokens: list[int], /) -> str:
@@ -85,7 +89,13 @@ def make_item(pieces: Iterable[Piece], buckets: tuple[str, ...] = ()) -> Item:
 
 def count_tokens(item: Item, tokenizer: ItemTokenizer) -> int:
     """Tokens of `item`, its document start included."""
-    return 1 + sum(len(tokenizer.encode(text)) for text, _ in item.pieces)
+    return 1 + sum(map(len, _encoded(item, tokenizer)))
+
+
+def _encoded(item: Item, tokenizer: ItemTokenizer) -> Iterator[list[int]]:
+    """Token ids of each piece."""
+    for i, (text, _) in enumerate(item.pieces):
+        yield tokenizer.encode_within(text) if i else tokenizer.encode(text)
 
 
 def encode_item(item: Item, tokenizer: ItemTokenizer, length: int) -> tuple[list[int], list[bool]]:
@@ -99,9 +109,9 @@ def encode_item(item: Item, tokenizer: ItemTokenizer, length: int) -> tuple[list
     """
     tokens: list[int] = []
     answers: list[bool] = []
-    for text, is_answer in item.pieces:
-        tokens += tokenizer.encode(text)
-        answers += [is_answer] * (len(tokens) - len(answers))
+    for (_, is_answer), ids in zip(item.pieces, _encoded(item, tokenizer), strict=True):
+        tokens += ids
+        answers += [is_answer] * len(ids)
     missing = length - 1 - len(tokens)
     if missing < 0:
         raise UsageError(f"lengths: an item of {len(tokens) + 1} tokens does not fit in {length}")

@@ -186,7 +186,7 @@ class Reasoning(GeneratedTask):
         while self.options.facts is None or len(story) < self.options.facts:
             fact = world.next_fact(rng, things=things, drops=drops, alone=self.options.kind != "yes_no")
             sentence = self._sentence(fact, rng)
-            space -= len(tokenizer.encode(sentence))
+            space -= len(tokenizer.encode_within(sentence))
             if self.options.facts is None and space < 0:
                 break
             world.apply(fact)
@@ -199,10 +199,10 @@ class Reasoning(GeneratedTask):
         person, place, thing = (max(names, key=len) for names in self._names)
         subject = thing if kind in ("two_facts", "three_facts") else person
         answer = {"yes_no": "Y", "counting": "1"}.get(kind, place)
-        # at most so many characters are other answers longer than `one` and `yes`
+        # other answers are longer by at most this many characters than `one` and `yes`
         slack = 3 if not self._compact and kind in ("yes_no", "counting") else 0
         pieces = self._question(Question(subject, place, answer))
-        return slack + sum(len(tokenizer.encode(text)) for text, _ in pieces)
+        return slack + sum(len(tokenizer.encode_within(text)) for text, _ in pieces)
 
     def _candidates(self, world: World) -> list[Question]:
         """Questions that can be asked now."""

@@ -54,10 +54,16 @@ def warmup_steps(cfg: OptimConfig) -> int:
     return max(1, round(cfg.warmup_fraction * cfg.steps) if configured is None else configured)
 
 
-def equal_rates(one: OptimConfig, other: OptimConfig) -> int:
-    """Return the number of initial steps that have the same learning rate in both configs."""
+def equal_steps(one: OptimConfig, other: OptimConfig, seed: int) -> int:
+    """Return the number of initial steps that have the same learning rate and window in both configs."""
+
+    def differ(step: int) -> bool:
+        if learning_rate(step, one) != learning_rate(step, other):
+            return True
+        return drawn_window(one, seed, step) != drawn_window(other, seed, step)
+
     both = min(one.steps, other.steps)
-    return next((s for s in range(both) if learning_rate(s, one) != learning_rate(s, other)), both)
+    return next(filter(differ, range(both)), both)
 
 
 def before_decay(cfg: OptimConfig) -> int | None:

@@ -72,9 +72,9 @@ class ImplicitFilter(nn.Module):
         angle = 2 * math.pi / length * place * frequencies
         h = torch.cat([t, angle.cos(), -angle.sin()], -1)
         for weight, bias in zip(self.weights, self.biases, strict=True):
-            h = torch.sin(self.frequency * (h @ weight + bias))
+            h = torch.sin(self.frequency.to(dtype) * (h @ weight.to(dtype) + bias.to(dtype)))
         rate = torch.linspace(1 / self.SLOW, 1 / self.FAST, self.channels, device=t.device, dtype=dtype)
-        return h @ self.last * torch.exp(math.log(self.LEFT) * rate * t)
+        return h @ self.last.to(dtype) * torch.exp(math.log(self.LEFT) * rate * t)
 
 
 def _uniform(fan_in: int, *shape: int) -> nn.Parameter:

@@ -108,7 +108,7 @@ class Plan(NamedTuple):
     """Division of a call into blocks, and the tensors that each block saves for its backward."""
 
     heads: list[slice]
-    """Heads are independent; on a CPU, so many are processed at a time that states fit the caches."""
+    """Heads processed together; on a CPU, few enough for their states to fit the caches."""
     steps: list[tuple[int, int]]
     """First and last + 1 of each block."""
     keep_states: bool

@@ -23,7 +23,7 @@ from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 24 * 2**20
-"""Chunk-start states up to this size are all saved for the backward; beyond it only every so many, and the
+"""Chunk-start states up to this size are all saved for the backward; beyond it one in ``every``, and the
 backward recomputes the others. That is no slower: allocations above 32 MB get new pages in every call."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 
@@ -225,7 +225,7 @@ def kept_numel(widths: Sequence[int]) -> int:
 
 @lru_cache(maxsize=32)
 def tables(lengths: tuple[int, ...], every: int) -> tuple[ctypes.Array, ctypes.Array]:
-    """Cumulative lengths of the documents, in tokens and in states, one every so many tokens."""
+    """Cumulative lengths of the documents, in tokens and in states, one per ``every`` tokens."""
     borders, states = [0], [0]
     for n in lengths:
         borders.append(borders[-1] + n)

@@ -202,8 +202,10 @@ def backward(tensors: list[Tensor], chunk_size: int, cu_seqlens: Tensor | None) 
         _backward, (layout.M, H), *tensors, deta, dtheta, shares, layout.chunks, max(layout.length, 1), H, D,
         warps=1, **options,
     )  # fmt: skip
-    most = 64 if k.element_size() == 2 else 32 if D <= 64 else 16  # float32 operands are split into parts
-    b = max(16, min(most, triton.next_power_of_2(chunk_size)))
+    largest = 64
+    if k.element_size() == 4:  # float32 operands are split into parts
+        largest = 32 if D <= 64 else 16
+    b = max(16, min(largest, triton.next_power_of_2(chunk_size)))
     programs = triton.cdiv(chunk_size, b) * features["TILES"]
     launch(
         _keys_backward, (layout.M, H, programs), k, steps, shares, dk, layout.chunks, max(layout.length, 1),

@@ -187,7 +187,11 @@ def backward(
     """Gradients of q, k, v, alpha, eta, theta, of the starting state, and of the base if there is one."""
     gates = Gates(kept.C, kept.gates)
     BV = columns.columns_per_program(shape) if shape.path == "columns" else 0
-    parts = shape.layers[0].F // BV if BV else stepped.partial_sums(shape) if shape.path == "stepped" else 1
+    parts = 1
+    if BV:
+        parts = shape.layers[0].F // BV
+    elif shape.path == "stepped":
+        parts = stepped.partial_sums(shape)
     grads = _Grads.empty(shape, kept, parts)
     dq, dk, dv, dkeys = (
         torch.empty_like(x.q),
