@@ -146,8 +146,8 @@ def selective_scan(
         y [B, T, C] and the state after the last token [B, C, N], in the common dtype of the arguments.
     """
     (B, T, C), N = x.shape, rate.shape[-1]
-    given = {"dt": (dt, (B, T, C)), "b": (b, (B, T, N)), "c": (c, (B, T, N)), "rate": (rate, (C, N))}
-    for name, (tensor, shape) in given.items():
+    expected = {"dt": (dt, (B, T, C)), "b": (b, (B, T, N)), "c": (c, (B, T, N)), "rate": (rate, (C, N))}
+    for name, (tensor, shape) in expected.items():
         if tensor.shape != shape:
             raise ValueError(f"{name}: {list(tensor.shape)} is not {list(shape)}")
     if state.shape[1:] != (C, N) or state.shape[0] not in (1, B):

@@ -51,7 +51,7 @@ def slurm(fake, tmp_path):
     log = 'log=$(sed -n "s/^#SBATCH --output=//p" "$2")\nbash "$2" > "$log" 2>&1\necho 77\nexit 0'
     fake("sbatch", given + log)
     fake("squeue", 'cat "$FAKE/queue" 2>/dev/null; exit 0')
-    fake("scancel", 'rm -f "$FAKE/queue"')
+    fake("scancel", 'rm "$FAKE/queue"')
     fake("scontrol", "echo n1")
     fake("srun", 'while [[ $1 == --* ]]; do shift; done; exec "$@"')
     rest = 'while [[ $1 != -- ]]; do shift; done; shift; "$@"'
@@ -111,7 +111,7 @@ def test_slurm_job_s_exit_code_is_ours_and_stop_cancels(slurm, tmp_path, capfd):
     assert run(["cluster", "down", slurm]) == 0
     # the other job is somebody else's
     cancelled = [call for call in calls(tmp_path) if call.startswith("scancel")]
-    assert cancelled == ["scancel --state=PENDING 77", "scancel --batch --signal=TERM 77"]
+    assert cancelled == ["scancel --batch --signal=TERM 77"]
     capfd.readouterr()
     for command in ("stop", "logs"):
         assert run(["cluster", command, slurm, "none"]) == 3

@@ -203,3 +203,5 @@ def test_a_few_long_documents_do_not_set_the_share_of_a_source(monkeypatch):
         documents = (Document(400 * "x", str(i), None) for i in range(2000))
         held_out = sum(validation for _, validation in split_documents(documents, 0.05, seed))
         assert 60 < held_out < 140
+        few = (Document(400 * "x", str(i), None) for i in range(8))
+        assert any(validation for _, validation in split_documents(few, 0.01, seed))

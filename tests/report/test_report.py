@@ -104,18 +104,17 @@ def test_figures_follow_from_the_axes(tmp_path, rows, expected):
 
 
 def test_needle_depths_are_a_heat_map_over_length(tmp_path):
-    columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2)}
+    columns = {f"pk_{n}": Column(title=f"PK {n}T", unit="%", factor=100) for n in (1, 2, 3)}
     cells = [Cell(row, seed, RunConfig(), f"{row}{seed}") for row in ("LMM", "Window") for seed in (0, 1)]
     for cell in cells:
         shares = {"0-10%": float(cell.row == "LMM"), "90-100%": 1.0 - cell.seed / 2}
-        keys = ("pk_1/needle-passkey@64", "pk_1/needle-passkey@128", "pk_2/needle-passkey@64")
-        others = {"ppl/perplexity@64": {"64-127": 3.0}}
-        buckets = dict.fromkeys(keys[:2], shares) | {keys[2]: {"0-10%": 0.5}} | others
-        finish(tmp_path, cell, 0, keys, buckets=buckets)
+        keys = ("pk_1/needle-passkey@64", "pk_2/needle-passkey@128")
+        others = {"pk_3/needle-passkey@64": {"0-10%": 0.5}, "ppl/perplexity@64": {"64-127": 3.0}}
+        finish(tmp_path, cell, 0, keys, buckets=dict.fromkeys(keys, shares) | others)
     table = table_of(tmp_path, study([Row(name="LMM"), Row(name="Window")], **columns), cells)
-    # the second column's task has other options, and the same label
+    # the third column's task has other options, and the same label
     picture, other = depth_maps(figure_data(table))
-    assert (picture.key, other.key) == ("depth-needle-passkey", "depth-needle-passkey-pk_2")
+    assert (picture.key, other.key) == ("depth-needle-passkey", "depth-needle-passkey-pk_3")
     numbers = re.findall(r">([^<>]+)</text>", svg(picture))
     # LMM at 0-10% and 90-100%, then Window, each at 64 and 128 tokens
     assert [float(n) for n in numbers if n.endswith(".0")] == [100, 100, 75, 75, 0, 0, 75, 75]

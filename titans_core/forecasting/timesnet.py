@@ -59,8 +59,8 @@ class TimesBlock(nn.Module):
             amplitude_BF = torch.fft.rfft(x_BLD.to(state_dtype(x_BLD)), dim=1).abs().mean(-1)
         strongest = self._strongest(amplitude_BF)
         parts = torch.stack([self._folded(x_BLD, x_BLD.shape[1] // f) for f in strongest], -1)
-        weights = amplitude_BF[:, strongest].softmax(-1).to(parts.dtype)
-        return x_BLD + (parts * weights[:, None, None]).sum(-1)
+        weights = amplitude_BF[:, strongest].softmax(-1)
+        return x_BLD + (parts * weights[:, None, None]).sum(-1).to(x_BLD.dtype)
 
     def _strongest(self, amplitude_BF: Tensor) -> list[int]:
         """Frequencies, in oscillations over the L steps; the constant part is none."""

@@ -93,7 +93,7 @@ class BenchShape:
     """Batch and length where there is no GPU."""
     targets: tuple[Target, ...] = ()
     beside: str | None = None
-    """A shape with as many tokens, timed first, that a target compares its speed with."""
+    """A shape with as many tokens, timed first, whose speed a target is compared with."""
 
     @property
     def widths(self) -> list[int]:

@@ -107,7 +107,7 @@ def adapt(
     console = Console(stderr=as_json)
     if not saved:
         if data is not None:
-            FilesSource(SourceConfig(kind="files", path=data), "data.sources.0", Path()).text_bytes()
+            FilesSource(SourceConfig(kind="files", path=data), "--data", Path()).files()
         if out.is_dir() and any(out.iterdir()):
             raise UsageError(f"{out}: is not empty; give another folder")
     else:
@@ -298,10 +298,11 @@ def chat(
     from titans_core.adapt import Chat
 
     sampling = from_options(Sampling, temperature=temperature, seed=seed)
-    given = {"--list": listed or None, "--fork": fork, "--rollback": rollback, "--delete": delete or None}
-    actions = [name for name, value in (given | {"--say": say}).items() if value is not None]
-    if len(actions) > 1:
-        raise UsageError(f"{', '.join(actions)}: exclude each other; give one of them")
+    options = {"--say": say, "--fork": fork, "--rollback": rollback}
+    options |= {"--list": listed or None, "--delete": delete or None}
+    chosen = [name for name, value in options.items() if value is not None]
+    if len(chosen) > 1:
+        raise UsageError(f"{', '.join(chosen)}: exclude each other; give one of them")
     with within(f"{folder}: ", ValueError, ""):
         chatbot = Chat(folder)
         sessions = chatbot.sessions

@@ -190,7 +190,7 @@ def inspect(run: str, file: Path, out: Path, arrow: Path | None, tokens: int, ro
 
     paths = [path.resolve() for path in (file, out, arrow) if path]
     if len(set(paths)) < len(paths):
-        raise UsageError(f"--out {out}: --text, --out and --arrow are to be three files")
+        raise UsageError("--text, --out, --arrow: two of them are one file; give different ones")
     text = _read_text("--text", str(file))
     model, tokenizer, cfg = _reader(run, root, "read text")
     with deterministic(cfg.seed, cfg.threads):

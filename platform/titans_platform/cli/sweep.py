@@ -445,7 +445,8 @@ def parse_seeds(text: str | None) -> list[int]:
         ranges = [range(int(low), int(high if dash else low) + 1) for low, dash, high in parts]
     except ValueError:
         raise UsageError(f"--seeds {text}: should be whole numbers, e.g. 0,1,2 or 0-4") from None
-    if (count := sum(map(len, ranges))) > MAX_SEEDS:
+    count = sum(max(0, seeds.stop - seeds.start) for seeds in ranges)
+    if count > MAX_SEEDS:
         raise UsageError(f"--seeds {text}: {count:,} seeds; give at most {MAX_SEEDS:,}")
     seeds = list(chain.from_iterable(ranges))
     if not seeds:

@@ -115,11 +115,12 @@ class SlurmJobs(Jobs):
             log.add(path.read_text(encoding="utf-8", errors="replace"))
 
     def stop_steps(self, job_id: str) -> list[Step]:
-        """Return the steps: cancel it in the queue; a running one ends at its checkpoints."""
-        if not (number := _number(self.folder / job_id)):
+        """Return the steps: cancel a queued job; a running one gets SIGTERM and ends at its checkpoints."""
+        number = _number(self.folder / job_id)
+        if not number:
             return [Note(f"Slurm never accepted {job_id}")]
-        running = Run(("scancel", "--batch", "--signal=TERM", number))
-        return [Run(("scancel", "--state=PENDING", number)), running]
+        running = any(job.id == job_id and job.state == "running" for job in self.list())
+        return [Run(("scancel", *(("--batch", "--signal=TERM") if running else ()), number))]
 
     def list(self) -> list[JobInfo]:
         ids = sorted(self.folder.glob("*/slurm_id"), key=lambda path: path.stat().st_mtime)

@@ -81,8 +81,9 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
     """Yield each document, marked if it is held out for validation, by the hash of its key.
 
     Documents of a small source are ranked by that hash, and a ``fraction`` of them (at least one, never all)
-    is held out; in a larger source each is held out with probability ``fraction``. A single document
-    is split by position: the last ``fraction`` of its text is held out.
+    is held out; in a larger source each is held out with probability ``fraction``, and of a few long ones
+    that fill the window the one of lowest rank. A single document is split by position: the last
+    ``fraction`` of its text is held out.
     """
     window: list[Document] = []
     for document in islice(documents, WINDOW_DOCUMENTS):
@@ -90,16 +91,20 @@ def split_documents(documents: Iterator[Document], fraction: float, seed: int) -
         if sum(len(each.text) for each in window) >= WINDOW_CHARACTERS:
             break
     following = list(islice(documents, 1))
-    threshold = fraction
-    if not following and len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
-        if len(window) == 1:
+    threshold, lowest = fraction, -1.0
+    if len(window) < WINDOW_DOCUMENTS and 0 < fraction < 1:
+        ranks = sorted(_unit(seed, document.key) for document in window)
+        if following:
+            lowest = ranks[0]
+        elif len(window) == 1:
             yield from _split_by_position(window[0], fraction)
             return
-        kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
-        ranks = sorted(_unit(seed, document.key) for document in window)
-        # copies of a document have one rank, so all are held out or none
-        threshold = next((rank for rank in ranks[kept:] if rank > ranks[0]), 0.0)
-    yield from _by_hash(chain(window, following, documents), threshold, seed)
+        else:
+            kept = min(max(round(fraction * len(window)), 1), len(window) - 1)
+            # copies of a document have one rank, so all are held out or none
+            threshold = next((rank for rank in ranks[kept:] if rank > ranks[0]), 0.0)
+    for document, validation in _by_hash(chain(window, following, documents), threshold, seed):
+        yield document, validation or _unit(seed, document.key) == lowest
 
 
 def _by_hash(documents: Iterable[Document], threshold: float, seed: int) -> Placed:

@@ -59,8 +59,11 @@ class Tokenizer(ABC):
 
     def encode_within(self, text: str) -> list[int]:
         """Ids of a text after another one: without the space that some tokenizers put before a document."""
-        before, ids = self.encode("\n"), self.encode(f"\n{text}")
-        return ids[len(before) :] if self.adds_space and ids[: len(before)] == before else self.encode(text)
+        if self.adds_space:
+            before, ids = self.encode("\n"), self.encode(f"\n{text}")
+            if ids[: len(before)] == before:
+                return ids[len(before) :]
+        return self.encode(text)
 
     @cached_property
     def adds_space(self) -> bool:

@@ -36,7 +36,7 @@ class LmEvalOptions(Frozen):
     metric: str = "acc"
     """A metric that all of them have, e.g. acc, acc_norm, perplexity, word_perplexity."""
     chance: float | None = None
-    """Value of guessing; None: known for the tasks of the paper's Table 1."""
+    """Value of guessing; None: known for accuracies of the paper's Table 1. Other metrics have none."""
     num_fewshot: Annotated[int, Field(ge=0)] = 0
     include_path: str | None = None
     """A folder of additional task files (YAML), e.g. ones that read local data."""

@@ -28,8 +28,9 @@ class Perplexity(Task):
 
     def check(self, objective: Any, length: int, data: Any) -> None:
         """Reject a length beyond the validation rows, which have ``data.sequence_length`` tokens."""
-        if length > (rows := objective.cfg.data.sequence_length):
-            raise UsageError(f"lengths: validation rows have {rows} tokens, {self.name} needs {length}")
+        available = objective.cfg.data.sequence_length
+        if length > available:
+            raise UsageError(f"lengths: validation rows have {available} tokens, {self.name} needs {length}")
 
     def measure(self, context: Context) -> Measurement:
         """Perplexity on `config.perplexity_tokens` tokens of rows cut to `context.length`.

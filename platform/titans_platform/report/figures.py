@@ -156,12 +156,12 @@ def against_measured_length(data: FigureData) -> Iterator[Picture]:
 def depth_maps(data: FigureData) -> Iterator[Picture]:
     """Yield a heat map of depth against length for each task that has buckets of depth.
 
-    A task that several columns measure alike has one map.
+    Columns that measure a task at different lengths share a map, and columns that measure it alike have one.
     """
     by_row = {row.row.name: depths(row) for row in data.table.rows}
     drawn: list[tuple[str, Any]] = []
-    for key, task in dict.fromkeys(measured for by_task in by_row.values() for measured in by_task):
-        maps = {name: by_task[key, task] for name, by_task in by_row.items() if (key, task) in by_task}
+    for task, key in dict.fromkeys(measured for by_task in by_row.values() for measured in by_task):
+        maps = {name: by_task[task, key] for name, by_task in by_row.items() if (task, key) in by_task}
         column = data.table.columns.get(key)
         if column is None or (task, maps) in drawn:
             continue  # no column of the table measures it, or one before did
@@ -182,16 +182,20 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
 
 
 def depths(row: TableRow) -> dict[tuple[str, str], dict[tuple[float, str], list[float]]]:
-    """Return accuracy at (tokens, depth) by column and task, a number for each seed."""
-    by_task: dict[tuple[str, str], dict[tuple[float, str], list[float]]] = {}
+    """Return accuracy at (tokens, depth) by task and its first column, a number for each seed."""
+    maps: dict[tuple[str, str], dict[tuple[float, str], list[float]]] = {}
+    columns: dict[tuple[str, float, str], str] = {}
     for result in row.results:
         for key, buckets in result.buckets.items():
             column, task, length = task_of(key)
-            for depth, value in buckets.items():
-                if depth.endswith("%"):
-                    at = float(length or 0), depth
-                    by_task.setdefault((column, task), {}).setdefault(at, []).append(float(value))
-    return by_task
+            at = {(float(length or 0), d): float(x) for d, x in buckets.items() if d.endswith("%")}
+            # another column may measure a task of this name, at this length, with other options
+            taken = any(columns.setdefault((task, *place), column) != column for place in at)
+            first = next((known for name, known in maps if name == task), column)
+            measured = maps.setdefault((task, column if taken else first), {})
+            for place, value in at.items():
+                measured.setdefault(place, []).append(value)
+    return {key: measured for key, measured in maps.items() if measured}
 
 
 def loss_picture(result: ByPosition, key: str, title: str) -> Picture:

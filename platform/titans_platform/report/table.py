@@ -104,7 +104,7 @@ class TableRow:
 
     @property
     def failures(self) -> list[CellStatus]:
-        """The cells that failed; one that was to run again has its former result."""
+        """The cells whose last run failed; one that ran again keeps the result before."""
         return [cell for cell in self.statuses if cell.reason]
 
     @property
@@ -177,7 +177,7 @@ class Table:
 
     @property
     def missing(self) -> int:
-        """Cells that have no result, or a former one that was to be replaced."""
+        """Cells that are not done: without a result, or with a former one that is to be replaced."""
         return sum(cell.state != "done" for row in self.rows for cell in row.statuses)
 
     @property
@@ -455,7 +455,7 @@ def cell(comparison: Comparison | None, decimals: int) -> str:
     ends = "[{:{f}}, {:{f}}]".format(*ours.interval, f=signed) if ours.interval else ""
     p = ""
     if comparison.p is not None:
-        # 0.0497 is below the level, and 0.050 would not be
+        # 0.0497 would print as 0.050, which is not below the level
         digits = 4 if round(comparison.p, 3) == ALPHA else 3
         p = "p<0.001" if comparison.p < 0.001 else f"p={comparison.p:.{digits}f}"
     return " ".join(part for part in (f"{ours.mean:{signed}}", ends, p, comparison.outcome) if part)

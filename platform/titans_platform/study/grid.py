@@ -162,7 +162,8 @@ class StudyRun:
         try:
             data = build_objective(config).open(self.root).fingerprint
         except NotPrepared:
-            data = None
+            # its trials are still shown; `prepare` loads the state again
+            data = (read_json(self.path / "search.json") or {}).get("data")
         run = config.model_dump(mode="json", exclude_defaults=True, exclude=NOT_IN_NAMES)
         key = digest([run, data, search.model_dump(mode="json", exclude={"trials"})])
         state = SearchState(self.path, search, higher, config.tokens_per_step, config.optim.steps, key, data)
@@ -180,7 +181,8 @@ class StudyRun:
         config, seeds = self.config(row), dict.fromkeys(cell.seed for cell in self.cells)
         new = tuple(Cell(FOUND, seed, self.scale.seeded(config, seed)) for seed in seeds)
         file = self.study.model_copy(update={"rows": (*rows, row)})
-        return replace(self, study=file, cells=self.cells + new, whole=self.whole + new)
+        cells, whole = (tuple(c for c in each if c.row != FOUND) + new for each in (self.cells, self.whole))
+        return replace(self, study=file, cells=cells, whole=whole)
 
     def trial_row(self, params: Mapping[str, Any]) -> Row:
         """Return the study's first row, overridden by a trial's parameters."""

@@ -102,10 +102,11 @@ def prepare(study: StudyRun, progress: PrepareProgress | None = None) -> StudyRu
     prepared. Raises UsageError, StorageError.
     """
     make = lambda config: build_objective(config).prepare(study.root, progress)  # noqa: E731
-    study = name_cells(study, make if progress else None)
-    if study.searching:
+    if study.search:
         make(study.config(study.rows[0]))
         study = study.with_search()
+        study = study if study.searching else study.with_found()
+    study = name_cells(study, make if progress else None)
 
     def check(config: RunConfig) -> None:
         check_start(config)

@@ -32,7 +32,7 @@ class Trial:
     number: int
     params: dict[str, Any]
     state: str
-    """A run's state, or `stopped` if ASHA ended it at a rung."""
+    """A run's state, or `stopped` if ASHA ended it at a rung or its metric was not finite."""
     steps: int
     value: float | None
     """The metric at the last rung it reached; at the end of training if it is done."""
@@ -96,8 +96,8 @@ class SearchState:
     @property
     def best(self) -> Trial | None:
         """The best of the trials that were trained to the end."""
-        ended = [trial for trial in self.trials if trial.state == "done" and trial.value is not None]
-        done = [trial for trial in ended if math.isfinite(trial.value or 0)]
+        ended = [trial for trial in self.trials if trial.state == "done"]
+        done = [trial for trial in ended if trial.value is not None and math.isfinite(trial.value)]
         sign = -1 if self.higher_is_better else 1
         return min(done, key=lambda trial: sign * float(trial.value or 0), default=None)
 
@@ -127,8 +127,9 @@ class SearchState:
         """Return the state as a JSON value; ``set`` is the best configuration for a command line."""
         best = self.best
         return {
-            "line": self.line, "over": self.over, "trials": [asdict(trial) for trial in self.trials],
-            "tokens": self.tokens, "tokens_of_grid": self.tokens_of_grid,
+            "line": self.line, "over": self.over, "data": self.data,
+            "trials": [asdict(trial) for trial in self.trials], "tokens": self.tokens,
+            "tokens_of_grid": self.tokens_of_grid,
             "best": asdict(best) if best else None, "set": set_line(best.params) if best else None,
         }  # fmt: skip
 

@@ -219,7 +219,7 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Item
     return Floor(scores[best], best, scores) if beaten else Floor(task.chance, None, scores)
 
 
-PROTOCOL = 2
+PROTOCOL = 1
 """Version of what all tasks share: filling, encoding, scoring, sampling. Increment it as a task's own."""
 
 T = TypeVar("T", bound=type[Task])

@@ -37,7 +37,7 @@ from titans_platform.text import plain
 
 Part = Literal["all", "first", "last"]
 HELD_OUT = 10
-"""The last 1/HELD_OUT of the questions is held out (`part: last`)."""
+"""The last 1 / HELD_OUT of the questions are held out (`part: last`)."""
 SEAM = 8
 """Extra tokens that a subword tokenizer may need where pieces are joined."""
 ENDS = re.compile(r"[.!?] ")

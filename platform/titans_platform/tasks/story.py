@@ -133,7 +133,7 @@ def _place_before(story: ParsedStory, target: str) -> list[str]:
 
 
 def _picked_up(story: ParsedStory, less: int) -> list[str]:
-    """Count the things the person picked up, including any put down again, minus ``less``."""
+    """Return the word for the number of things that the person picked up, minus ``less``."""
     count = sum(fact.person == story.subject and fact.action == "get" for fact in story.facts)
     return [story.words[str(min(max(count - less, 0), 6))]]
 

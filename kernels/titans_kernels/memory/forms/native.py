@@ -23,7 +23,7 @@ from titans_kernels.memory.parts.layout import document_borders
 from titans_kernels.native import library, numbers, parallel_for, pointer, pointers
 
 KEEP_BYTES = 24 * 2**20
-"""Chunk-start states up to this size are all saved for the backward; beyond it one in ``every``, and the
+"""Chunk-start states up to this size are all saved for the backward; beyond it one of every few, and the
 backward recomputes the others. That is no slower: allocations above 32 MB get new pages in every call."""
 ACTIVATIONS = ("silu", "gelu", "identity")  # in the order of `memory.cpp`
 
