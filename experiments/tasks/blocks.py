@@ -17,6 +17,7 @@ from typing import Annotated, Any
 from pydantic import Field, model_validator
 
 from titans_core.config import PositiveInt
+from titans_platform.config import Fraction
 from titans_platform.tasks import Heuristic, recall
 from titans_platform.tasks.recall import (
     KEYS,
@@ -24,7 +25,6 @@ from titans_platform.tasks.recall import (
     Block,
     QueryOptions,
     Recall,
-    Share,
     Values,
     key_and_pairs,
     spread,
@@ -117,7 +117,7 @@ class EpisodeOptions(PairOptions):
 
     tokens: PositiveInt = 20
     """Tokens of an episode; a row has as many episodes as fit."""
-    renewed: Share = 0.0
+    renewed: Fraction = 0.0
     """Share of an episode's keys that the previous one did not have; 0: the same keys throughout."""
 
     @model_validator(mode="after")
