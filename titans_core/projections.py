@@ -90,8 +90,10 @@ class Projections(nn.Module):
 
     def zero_conv_state(self, names: str = "qkv") -> ConvState:
         """Return the convolution state before the first token, for a batch of one."""
+        if not self.has_conv:
+            return {}
         dtype = operand_dtype(self.w_q.weight)  # later ones are inputs of the convolution
-        zeros = {name: getattr(self, f"conv_{name}").zero_state(1) for name in names if self.has_conv}
+        zeros = {name: getattr(self, f"conv_{name}").zero_state(1) for name in names}
         return {name: inputs.to(dtype) for name, inputs in zeros.items()}
 
     def conv_bytes(self, names: str = "qkv") -> int:

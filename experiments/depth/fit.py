@@ -326,7 +326,7 @@ def picture(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     panels = [
         panel(
             f"{kind}, {count} pairs", draw, "passes",
-            of=[row for row in shown if (row["kind"], row["pairs"], row["width"]) == (kind, count, width)],
+            records=[row for row in shown if (row["kind"], row["pairs"], row["width"]) == (kind, count, width)],
         )
         for kind, count, width in settings
     ]  # fmt: skip
