@@ -325,10 +325,10 @@ def picture(rows: Sequence[dict[str, Any]], folder: Path) -> Path:
     settings = dict.fromkeys((row["kind"], row["pairs"], row["width"]) for row in shown)
     panels = [
         panel(
-            f"{kind}, {count} pairs", draw, "passes",
-            records=[row for row in shown if (row["kind"], row["pairs"], row["width"]) == (kind, count, width)],
+            f"{setting[0]}, {setting[1]} pairs", draw, "passes",
+            records=[row for row in shown if (row["kind"], row["pairs"], row["width"]) == setting],
         )
-        for kind, count, width in settings
+        for setting in settings
     ]  # fmt: skip
     caption = f"Squared error over variance of stored pairs, chunks of {chunk}."
     return save(Picture("fit", "Fixed pairs", caption, panels, legend=list(lines.values())), folder)[0]
