@@ -110,7 +110,7 @@ class LmEval(Task):
     def check(self, objective: Any, length: int, data: Any) -> None:
         """Reject a task whose chance is unknown; where data are prepared, also a missing harness."""
         _ = self.chance  # raises if it is unknown
-        if data is not None and find_spec("lm_eval") is None:
+        if data is not None and not find_spec("lm_eval"):
             raise UsageError(MISSING)
 
     def measure(self, context: Context) -> Measurement:

@@ -163,7 +163,7 @@ def depth_maps(data: FigureData) -> Iterator[Picture]:
     for task, key in dict.fromkeys(measured for by_task in by_row.values() for measured in by_task):
         maps = {name: by_task[task, key] for name, by_task in by_row.items() if (task, key) in by_task}
         column = data.table.columns.get(key)
-        if column is None or (task, maps) in drawn:
+        if not column or (task, maps) in drawn:
             continue  # no column of the table measures it, or one before did
         suffix = f"-{key}" if any(task == other for other, _ in drawn) else ""
         drawn.append((task, maps))

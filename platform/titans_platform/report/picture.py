@@ -399,10 +399,8 @@ def by_position(axis: Axes, shown: Sequence[Line], row: int = 0) -> None:
     """Lines against the position in a text; dotted: the end of the first row of ``row`` tokens, or zero."""
     lines(axis, shown)
     dotted = {"color": LIGHT["reference"], "linestyle": (0, (1, 2)), "linewidth": 1}
-    if row:
-        axis.axvline(row, **dotted)
-    else:
-        axis.axhline(0, **dotted)
+    draw_line = axis.axvline if row else axis.axhline
+    draw_line(row, **dotted)
     across_tokens(axis, LogLocator(base=2, numticks=6))
 
 

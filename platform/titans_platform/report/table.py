@@ -282,7 +282,7 @@ class Difference:
     @cached_property
     def interval(self) -> tuple[float, float] | None:
         """Student's 95% interval of the mean; None for one seed."""
-        if self._test is None:
+        if len(self.pairs) < 2:
             return None
         low, high = self._test.confidence_interval(1 - ALPHA)
         return float(low), float(high)
@@ -294,7 +294,7 @@ class Difference:
         Where all seeds differ by the same number, as accuracies over few items may, t is infinite; p is then
         the smallest p value of a sign-flip test, 2^(1 - n).
         """
-        if self._test is None:
+        if len(self.pairs) < 2:
             return None
         if np.ptp(self.pairs) <= 1e-9 * abs(self.mean):
             return 2.0 ** (1 - len(self.pairs)) if self.mean else 1.0
@@ -302,8 +302,6 @@ class Difference:
 
     @cached_property
     def _test(self) -> Any:
-        if len(self.pairs) == 1:
-            return None
         # scipy.stats takes a second to import
         from scipy.stats import ttest_rel
 

@@ -184,7 +184,7 @@ def seconds_per_token(config: RunConfig) -> float | None:
     optim = config.optim.model_copy(update={"global_batch_size": rows, "micro_batch_size": None})
     with deterministic(0, config.threads):
         trainer = sample_trainer(config.model_copy(update={"optim": optim}))
-        if trainer is None:
+        if not trainer:
             return None
         trainer.step()
         clock = time.process_time if config.threads == 1 else time.perf_counter

@@ -159,7 +159,8 @@ def _run_trial(space: dict[str, Any]) -> None:
     spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
         for step in search.milestones(spec.config.optim.steps):
-            if (value := _measure(spec, step, study.search)) is None:
+            value = _measure(spec, step, study.search)
+            if value is None:
                 return
             if not math.isfinite(value):
                 spec.folder.update(stopped={study.search.key: f"{search.metric} is {value} at step {step}"})

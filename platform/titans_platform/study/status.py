@@ -81,7 +81,8 @@ def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
     Its ``cells`` are `CellStatus`. The study's own file is only needed if it has not run. Raises UsageError.
     """
     known = {label.casefold(): label for label in labels_of(root)}
-    if (label := known.get(f"{study}-{scale}".casefold()) or known.get(study.casefold())) is None:
+    label = known.get(f"{study}-{scale}".casefold()) or known.get(study.casefold())
+    if not label:
         file = load_study(study)
         label = f"{file.name}-{file.scale_name(scale)}"
     path = root / STUDIES / label

@@ -204,7 +204,8 @@ class Trainer:
         local = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
         loss = self._over_workers(local).item()
         lowest = self.progress.best_loss
-        if hooks.checkpoint_best and math.isfinite(loss) and (lowest is None or loss < lowest):
+        improved = lowest is None or loss < lowest
+        if hooks.checkpoint_best and improved and math.isfinite(loss):
             self.progress.best_loss, self.progress.best_step = loss, self.progress.step
         return loss
 
