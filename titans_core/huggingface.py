@@ -35,8 +35,8 @@ from titans_core.config import ModelConfig
 from titans_core.model import LanguageModel
 from titans_core.pretrained import MODEL_TYPE, model_config, summary
 from titans_core.ragged import (
+    PretrainedMixin,
     RaggedState,
-    RefusesUnknown,
     check_labels,
     document_starts,
     documents,
@@ -69,7 +69,7 @@ class TitansConfig(PreTrainedConfig):
         return model_config({"model_type": MODEL_TYPE, "titans": self.titans or {}})
 
 
-class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
+class TitansForCausalLM(PretrainedMixin, PreTrainedModel, GenerationMixin):
     """A `LanguageModel`, as ``.model``, with the interface of transformers.
 
     Raises:
@@ -262,7 +262,7 @@ class TitansForCausalLM(RefusesUnknown, PreTrainedModel, GenerationMixin):
         return super()._prepare_position_ids_for_generation(inputs_tensor, model_kwargs)
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Do nothing: `LanguageModel` initialises its parameters."""
+        """Do nothing: `LanguageModel` initialises its parameters, and loading refuses missing ones."""
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:

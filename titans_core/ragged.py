@@ -62,11 +62,28 @@ class RaggedState:
         return [read[row] for row in sorted(read)]
 
 
-class RefusesUnknown:
-    """Mixed into models whose ``forward`` refuses unknown arguments: `generate` gives them its tokenizer."""
+class PretrainedMixin:
+    """What the models for transformers share. Their ``forward`` refuses unknown arguments."""
+
+    @classmethod
+    def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:
+        """Load as transformers does, but only models whose weights are all there.
+
+        Raises:
+            ValueError: a weight is missing or has another shape; transformers would leave it uninitialised.
+        """
+        load = super().from_pretrained  # pyright: ignore[reportAttributeAccessIssue]
+        model, info = load(*args, output_loading_info=True, **kwargs)
+        absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
+        if absent:
+            raise ValueError(
+                f"{model.name_or_path}: weights are missing or have another shape ({len(absent)} of them, the "
+                f"first is {absent[0]}); the file is incomplete or of another config"
+            )
+        return (model, info) if output_loading_info else model
 
     def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-        """Leave out the tokenizer, which ``stop_strings`` need."""
+        """Leave out the tokenizer, which `generate` gives with ``stop_strings``."""
         return super().prepare_inputs_for_generation(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,6 +1,7 @@
 """Adapted models of every family: the source within the window, a memory of constant size beyond it."""
 
 import itertools
+import pickle
 import random
 
 import pytest
@@ -215,6 +216,7 @@ def test_saved_model_and_its_memory_file_are_loaded_again(family, tmp_path):
     model, text = adapted(family, kind="titans"), tokens(1)[0].tolist()
     model.save_pretrained(tmp_path / "model")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert pickle.loads(pickle.dumps(loaded.config)).titans == model.config.titans
     reading = model.read(text)
     save_memory(tmp_path / "text.memory", reading, model)
     back = load_memory(tmp_path / "text.memory", loaded)

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.utils.checkpoint import checkpoint
 
 from tests.core.small import config, tokens
@@ -330,3 +331,18 @@ def test_checkpointing_of_every_second_block_and_contradicting_configs(tmp_path)
         transformers.AutoModelForCausalLM.from_pretrained(tmp_path, vocab_size=50)
     about = huggingface.TitansConfig(titans={"d_model": 24, "n_layers": 3})
     assert (about.hidden_size, about.num_hidden_layers) == (24, 3)
+
+
+@pytest.mark.parametrize("change", ["missing", "shape"])
+def test_folder_without_a_weight_or_with_another_shape_is_refused(change, tmp_path):
+    auto, name = transformers.AutoModelForCausalLM, "model.blocks.1.memory.eta.bias"
+    titans().save_pretrained(tmp_path)
+    _, about = auto.from_pretrained(tmp_path, output_loading_info=True)
+    assert not about["missing_keys"]
+    weights = load_file(tmp_path / "model.safetensors")
+    bias = weights.pop(name)
+    if change == "shape":
+        weights[name] = bias[:1]
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=f"1 of them, the first is {name}"):
+        auto.from_pretrained(tmp_path, ignore_mismatched_sizes=True)

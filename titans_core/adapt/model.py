@@ -39,8 +39,8 @@ from titans_core.adapt.sessions import Sessions
 from titans_core.generation import EMPTY_READING, Reading, Writing, read
 from titans_core.memory_file import hash_of
 from titans_core.ragged import (
+    PretrainedMixin,
     RaggedState,
-    RefusesUnknown,
     check_labels,
     document_starts,
     front,
@@ -57,7 +57,7 @@ PIECE = 2048
 """Tokens of a call while a text is read."""
 
 
-class Adapted(RefusesUnknown):
+class Adapted(PretrainedMixin):
     """Mixed into a family's class for causal language models: the window, the memories and their state."""
 
     family: Family
@@ -310,6 +310,7 @@ def _classes(name: str, family: Family) -> Any:
     config = type(f"Titans{title}Config", (config,), fields | {"model_type": f"titans_{name}"})
     attributes = {"config_class": config, "family": family, "__module__": __name__}
     model = type(f"Titans{title}ForCausalLM", (Adapted, model), attributes)
+    globals().update({config.__name__: config, model.__name__: model})  # by which they are pickled
     transformers.AutoConfig.register(f"titans_{name}", config)
     transformers.AutoModelForCausalLM.register(config, model)
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"titans_{name}"] = model.__name__
