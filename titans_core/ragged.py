@@ -63,7 +63,7 @@ class RaggedState:
 
 
 class PretrainedMixin:
-    """What the models for transformers share. Their ``forward`` refuses unknown arguments."""
+    """Mixed into the models for transformers, whose ``forward`` refuses unknown arguments."""
 
     @classmethod
     def from_pretrained(cls, *args: Any, output_loading_info: bool = False, **kwargs: Any) -> Any:

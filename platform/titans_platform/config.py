@@ -51,6 +51,13 @@ class TaskConfig(Frozen):
     """Share of the rows of a `task` source; evaluation does not use it."""
 
 
+FIELD_KINDS = {
+    "path": ["files"], "dataset": ["hub"], "subset": ["hub", "corpus"], "revision": ["hub"], "split": ["hub"],
+    "text_field": ["files", "hub"], "tasks": ["task"], "rows": ["task"], "item_length": ["task"],
+}  # fmt: skip
+"""The kinds of sources that have a field; every kind has the others."""
+
+
 class SourceConfig(Frozen):
     """A source of training rows."""
 
@@ -90,6 +97,9 @@ class SourceConfig(Frozen):
                 raise ValueError(f"{needed}: missing; a source of kind {self.kind} needs it")
         if self.kind == "corpus" and self.subset not in (None, "prose", "code"):
             raise ValueError(f"subset: the corpus has prose and code, not {self.subset}")
+        for key, kinds in FIELD_KINDS.items():
+            if self.kind not in kinds and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key}: a source of kind {self.kind} has none; leave it out")
         return self
 
     @property

@@ -1,5 +1,7 @@
 """`titans chat` and `titans generate` with a model of `titans adapt`; other commands name what to use."""
 
+from pathlib import Path
+
 import pytest
 from pandas import read_feather
 
@@ -49,6 +51,12 @@ def test_sessions_are_continued_forked_rolled_back_listed_and_deleted(model, cap
     assert run(["chat", model, "--session", "anna", "--list", "--delete"]) == 2
     assert "--list, --delete: exclude each other" in capsys.readouterr().err
     assert "anna" in command("--list")[0]
+    command("--session", "anna", "--fork", "bert")
+    (Path(model) / "sessions" / "anna" / "000002.memory").write_bytes(b"half")
+    assert run(["chat", model, "--list"]) == 2
+    out, err = capsys.readouterr()
+    assert out.count("bert, turn") == 2
+    assert "000002.memory: damaged" in err
 
 
 def test_turns_of_a_template_are_the_text_of_the_whole_chat(model):

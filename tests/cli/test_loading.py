@@ -65,6 +65,8 @@ def test_missing_fields_sections_and_vocabularies_are_defaults(tmp_path):
     ("data: {sources: []}", "data.sources: should have at least 1 item, got []"),
     ("seed: 1.5\nthreads: 0", "seed: should be a valid integer, got 1.5 (and 1 more)"),
     ("data: {sources: [{kind: files}]}", "data.sources.0.path: missing; a source of kind files needs it"),
+    ("data: {sources: [{kind: corpus, path: book.txt}]}",
+     "data.sources.0.path: a source of kind corpus has none; leave it out"),
     ("data: {sources: [{kind: web}]}",
      "data.sources.0.kind: should be 'corpus', 'files', 'hub' or 'task', got \"web\""),
     ("data: {sources: [{weight: 1}]}", "data.sources.0.kind: missing; the config must set it"),

@@ -117,10 +117,11 @@ class BenchShape:
     def short(self, heads: int = 2) -> BenchShape:
         """Return a short shape, for a check against the token-by-token recurrence.
 
-        It has two whole chunks, or blocks of single tokens, and a ragged one.
+        It has two whole chunks, or blocks of single tokens, and a ragged one. Of wide layers it has one row:
+        the recurrence keeps weights of every token for its gradients.
         """
-        length = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3
-        return replace(self, batch=2, heads=heads, length=min(self.length, length))
+        length, batch = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3, 1 + (max(self.widths) <= 256)
+        return replace(self, batch=batch, heads=min(self.heads, heads), length=min(self.length, length))
 
     def checked(self) -> BenchShape:
         """Return a shape for a check at real size: only the length is cut, as far as memory requires."""

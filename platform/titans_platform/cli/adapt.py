@@ -317,7 +317,15 @@ def chat(
                 for piece in chatbot.say(session, line.rstrip("\n"), max_new_tokens, sampling):
                     click.echo(piece, nl=False)
                 click.echo()
+        damaged = []
         for name in sessions.names() if listed else [fork or session]:
-            for turn in sessions.turns(name)[0 if listed else -1 :]:
+            try:
+                turns = sessions.turns(name)
+            except ValueError as error:  # the other sessions are listed first
+                damaged.append(error)
+                continue
+            for turn in turns[0 if listed else -1 :]:
                 line = f"{name}, turn {turn.number}: {turn.tokens:,} tokens, memory {turn.hash}"
                 click.echo(line, err=not listed)
+        if damaged:
+            raise damaged[0]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 @click.option("--top-p", type=click.FloatRange(0, 1, min_open=True), help="Nucleus sampling probability.")
 @click.option("--seed", type=click.IntRange(0), default=0, help="Sampling seed.")
 @click.option("--memory-in", type=OSPath(path_type=Path), help="Resume from this memory file.")
-@click.option("--memory-out", type=OSPath(path_type=Path), help="Save the final state here.")
+@click.option("--memory-out", type=file_type, help="Save the final state here.")
 @root_option
 def generate(
     run: str, prompt: str, file: str | None, max_new_tokens: int, memory_in: Path | None,
