@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, cast
 
-import torch
 from torch import Tensor, nn
 from transformers import (  # pyright: ignore[reportMissingImports]
     AutoConfig,
@@ -37,14 +36,12 @@ from titans_core.pretrained import MODEL_TYPE, model_config, summary
 from titans_core.ragged import (
     PretrainedMixin,
     RaggedState,
-    check_labels,
-    document_starts,
+    check_call,
     documents,
-    front,
+    embedded,
     keep,
     read_ragged,
     targets,
-    unmasked,
 )
 from titans_core.state import ModelState
 
@@ -151,18 +148,11 @@ class TitansForCausalLM(PretrainedMixin, PreTrainedModel, GenerationMixin):
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: a Titans model returns no attention weights; leave it out")
-        if not isinstance(past_key_values, RaggedState | None):
-            kind = type(past_key_values).__name__
-            raise ValueError(f"past_key_values: a {kind}; give a call's output.past_key_values")
-        x_BTD = self._embed(input_ids, inputs_embeds)
-        B, T = x_BTD.shape[:2]
-        if past_key_values is not None and (rows := len(past_key_values.positions())) != B:
-            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}; give these rows' own")
-        check_labels(labels, B, T)
-        read_BT = unmasked(attention_mask, past_key_values, B, T)
-        document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, B, T, x_BTD.device)
-        order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
-        starts_BT = document_starts(position_ids, document_BT, read_BT, order_BT, past_key_values, B, T)
+        x_BTD = self.model.scaled(embedded(self.model.embedding, input_ids, inputs_embeds))
+        document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, *x_BTD.shape[:2], x_BTD.device)
+        x_BTD, read_BT, starts_BT = check_call(
+            x_BTD, attention_mask, position_ids, document_BT, past_key_values, labels
+        )
         if starts_BT is not None and (past_key_values is not None or use_cache):
             raise ValueError("use_cache, past_key_values: packed documents leave no state and continue none")
         if use_cache is None:
@@ -170,9 +160,7 @@ class TitansForCausalLM(PretrainedMixin, PreTrainedModel, GenerationMixin):
         hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         encode = lambda x, state: self._encode(x, state, starts_BT, bool(hidden))  # noqa: E731
         count = 1 + bool(hidden) * len(self.model.blocks)
-        streams, state = read_ragged(
-            encode, count, front(x_BTD, order_BT), read_BT, past_key_values, use_cache
-        )
+        streams, state = read_ragged(encode, count, x_BTD, read_BT, past_key_values, use_cache)
         loss = None
         if labels is None:
             logits = self.model.head(keep(streams[-1], logits_to_keep))
@@ -186,16 +174,6 @@ class TitansForCausalLM(PretrainedMixin, PreTrainedModel, GenerationMixin):
             loss=loss, logits=logits, past_key_values=cast("Any", state),
             hidden_states=tuple(streams) if hidden else None,
         )  # fmt: skip
-
-    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-        """[B, T, D] inputs of the blocks."""
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: give one of them")
-        if inputs_embeds is not None:
-            return self.model.scaled(inputs_embeds)
-        if input_ids is None or input_ids.ndim != 2:
-            raise ValueError(f"input_ids: {list(cast(Tensor, input_ids).shape)}, not [rows, tokens]")
-        return self.model.scaled(self.model.embedding(input_ids))
 
     def _encode(
         self, x_BTD: Tensor, state: ModelState | None, starts_BT: Tensor | None, hidden: bool

@@ -6,10 +6,10 @@ Shapes: B rows, T tokens of a call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from titans_core.state import ModelState
@@ -77,8 +77,8 @@ class PretrainedMixin:
         absent = sorted({*info["missing_keys"], *(name for name, *_ in info["mismatched_keys"])})
         if absent:
             raise ValueError(
-                f"{model.name_or_path}: weights are missing or have another shape ({len(absent)} of them, the "
-                f"first is {absent[0]}); the file is incomplete or of another config"
+                f"{model.name_or_path}: weights are missing or have another shape ({len(absent)} of them, "
+                f"the first is {absent[0]}); the file is incomplete or of another config"
             )
         return (model, info) if output_loading_info else model
 
@@ -87,10 +87,46 @@ class PretrainedMixin:
         return super().prepare_inputs_for_generation(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def check_labels(labels: Tensor | None, B: int, T: int) -> None:
-    """Raise ValueError unless ``labels`` are tokens [B, T]."""
-    if labels is None:
-        return
+class Call(NamedTuple):
+    """The tokens of a call, the unmasked ones of each row first."""
+
+    x_BTD: Tensor
+    read_BT: Tensor | None
+    """True for the unmasked tokens; None if all are."""
+    starts_BT: Tensor | None
+    """Where packed documents begin; None if no row has several."""
+
+
+def check_call(
+    x_BTD: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, document_BT: Tensor | None,
+    past: Any, labels: Tensor | None,
+) -> Call:  # fmt: skip
+    """Check the arguments of a ``forward`` against each other. Raises ValueError, one line."""
+    B, T = x_BTD.shape[:2]
+    if not isinstance(past, RaggedState | None):
+        raise ValueError(f"past_key_values: a {type(past).__name__}; give a call's output.past_key_values")
+    if past is not None and (rows := len(past.positions())) != B:
+        raise ValueError(f"past_key_values: a state of {rows} rows, not {B}; give these rows' own")
+    if labels is not None:
+        _check_labels(labels, B, T)
+    read_BT = unmasked(attention_mask, past, B, T)
+    order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
+    starts_BT = document_starts(position_ids, document_BT, read_BT, order_BT, past, B, T)
+    return Call(front(x_BTD, order_BT), read_BT, starts_BT)
+
+
+def embedded(embedding: nn.Module, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
+    """[B, T, D], outputs of the embedding. Raises ValueError unless exactly one of the arguments is given."""
+    if (input_ids is None) == (inputs_embeds is None):
+        raise ValueError("input_ids, inputs_embeds: give one of them")
+    if inputs_embeds is not None:
+        return inputs_embeds
+    if input_ids is None or input_ids.ndim != 2:
+        raise ValueError(f"input_ids: {list(cast(Tensor, input_ids).shape)}, not [rows, tokens]")
+    return embedding(input_ids)
+
+
+def _check_labels(labels: Tensor, B: int, T: int) -> None:
     if labels.shape != (B, T):
         raise ValueError(f"labels: {list(labels.shape)}, not [{B}, {T}], a label for each token")
     if labels.is_floating_point() or labels.dtype == torch.bool:

@@ -41,13 +41,11 @@ from titans_core.memory_file import hash_of
 from titans_core.ragged import (
     PretrainedMixin,
     RaggedState,
-    check_labels,
-    document_starts,
-    front,
+    check_call,
+    embedded,
     keep,
     read_ragged,
     targets,
-    unmasked,
 )
 from titans_core.state import ModelState
 
@@ -134,26 +132,13 @@ class Adapted(PretrainedMixin):
             ValueError: an argument has a wrong shape or cannot be honoured; one line.
         """
         model, past = cast(Any, self), past_key_values
-        if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("input_ids, inputs_embeds: give one of them")
-        if input_ids is not None and input_ids.ndim != 2:
-            raise ValueError(f"input_ids: {list(input_ids.shape)}, not [rows, tokens]")
-        if not isinstance(past, RaggedState | None):
-            raise ValueError(
-                f"past_key_values: a {type(past).__name__}; give a call's output.past_key_values"
-            )
-        x_BTD = model.get_input_embeddings()(input_ids) if inputs_embeds is None else inputs_embeds
-        B, T = x_BTD.shape[:2]
-        if past is not None and (rows := len(past.positions())) != B:
-            raise ValueError(f"past_key_values: a state of {rows} rows, not {B}; give these rows' own")
-        check_labels(labels, B, T)
-        read_BT = unmasked(attention_mask, past, B, T)
-        order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
-        if document_starts(position_ids, None, read_BT, order_BT, past, B, T) is not None:
+        x_BTD = embedded(model.get_input_embeddings(), input_ids, inputs_embeds)
+        x_BTD, read_BT, starts_BT = check_call(x_BTD, attention_mask, position_ids, None, past, labels)
+        if starts_BT is not None:
             raise ValueError("position_ids: packed documents; an adapted model reads one text a row")
         if use_cache is None:
             use_cache = labels is None and not model.training
-        (features,), state = read_ragged(self._step, 1, front(x_BTD, order_BT), read_BT, past, use_cache)
+        (features,), state = read_ragged(self._step, 1, x_BTD, read_BT, past, use_cache)
         if labels is None:
             logits, loss = model.lm_head(keep(features, logits_to_keep)), None
         else:
