@@ -82,9 +82,15 @@ class PretrainedMixin:
             )
         return (model, info) if output_loading_info else model
 
-    def prepare_inputs_for_generation(self, *args: Any, tokenizer: Any = None, **kwargs: Any) -> Any:
-        """Leave out the tokenizer, which `generate` gives with ``stop_strings``."""
-        return super().prepare_inputs_for_generation(*args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+    def prepare_inputs_for_generation(
+        self, *args: Any, inputs_embeds: Tensor | None = None, tokenizer: Any = None, **kwargs: Any
+    ) -> Any:
+        """Leave out the tokenizer, which `generate` gives with ``stop_strings``.
+
+        `generate` takes ``inputs_embeds`` if the signature has the name.
+        """
+        prepare = super().prepare_inputs_for_generation  # pyright: ignore[reportAttributeAccessIssue]
+        return prepare(*args, inputs_embeds=inputs_embeds, **kwargs)
 
 
 class Call(NamedTuple):

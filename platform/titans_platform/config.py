@@ -45,7 +45,7 @@ class TaskConfig(Frozen):
 
     task: str
     options: dict[str, JsonValue] = Field(default_factory=dict)
-    lengths: tuple[Annotated[float, Field(gt=0, le=2**20)], ...] = (1.0,)
+    lengths: Annotated[tuple[Annotated[float, Field(gt=0, le=2**20)], ...], Field(min_length=1)] = (1.0,)
     """Multiples of the training length; each is a separate measurement, and their mean the task's value."""
     weight: NonNegative = 1.0
     """Share of the rows of a `task` source; evaluation does not use it."""
@@ -201,7 +201,7 @@ class OptimConfig(Frozen):
 class EvalConfig(Frozen):
     """The columns of the table: each a list of tasks whose mean is the column's value."""
 
-    columns: dict[str, tuple[TaskConfig, ...]] = Field(
+    columns: dict[str, Annotated[tuple[TaskConfig, ...], Field(min_length=1)]] = Field(
         default_factory=lambda: {"lm_ppl": (TaskConfig(task="perplexity"),)}
     )
     items: PositiveInt = 200

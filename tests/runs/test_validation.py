@@ -12,7 +12,7 @@ from titans_core.presets import preset
 from titans_platform.cli.live import progress_line
 from titans_platform.config import RunConfig
 from titans_platform.data import prepare
-from titans_platform.errors import UsageError
+from titans_platform.errors import StorageError, UsageError
 from titans_platform.evals import evaluate
 from titans_platform.objectives import OBJECTIVES, build_objective
 from titans_platform.objectives.next_token import NextToken
@@ -20,7 +20,8 @@ from titans_platform.runs.execute import Worker
 from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config, spec_for
 from titans_platform.runs.spec import Tracking
 from titans_platform.tracking import open_store
-from titans_platform.training.checkpoint import saved, step_of
+from titans_platform.training import checkpoint
+from titans_platform.training.checkpoint import saved, step_of, write_manifest
 
 NUMBERS = ("columns", "final_train_loss", "telemetry")
 
@@ -90,6 +91,35 @@ def test_best_weights_are_measured_and_training_may_end_without_better_ones(book
     assert evaluate(model, data, cfg.eval, length)["columns"] == result.columns
     newest, _, _ = load_checkpoint(saved(point.parent)[0], cfg)
     assert evaluate(newest, data, cfg.eval, length)["columns"] != result.columns
+
+
+def test_weights_of_an_early_stop_are_kept(book, tmp_path, monkeypatch):
+    cfg = changed(run_on(book, every=1, patience=2), checkpoint={"every": 100})
+    prepare(cfg.data, tmp_path)
+    losses = iter([5.0, 2.0, 3.0, 4.0])
+    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
+    spec = spec_for(cfg, tmp_path)
+    assert Worker(spec).run().tokens == 4 * cfg.tokens_per_step
+    assert step_of(find_checkpoint(spec.name, tmp_path)) == 4
+
+
+def test_best_weights_are_written_though_a_write_fails(book, tmp_path, monkeypatch):
+    cfg, failed = run_on(book, every=1, at="best"), []
+
+    def once(path, progress):
+        if progress.step == 2 and not failed:
+            failed.append(path)
+            raise StorageError("disk full")
+        write_manifest(path, progress)
+
+    prepare(cfg.data, tmp_path)
+    losses = iter([5.0, 2.0, 3.0, 4.0, 3.0])
+    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(checkpoint, "write_manifest", once)
+    spec = spec_for(cfg, tmp_path)
+    assert Worker(spec).run().best_step == 2
+    assert failed
+    assert step_of(find_checkpoint(spec.name, tmp_path)) == 2
 
 
 def test_streams_name_where_the_best_is_looked_for_and_are_refused_elsewhere(book):

@@ -84,7 +84,7 @@ class WindowAttention(nn.Module):
         """Bytes one sequence carries after ``length`` tokens, on a border of chunks."""
         W, S, weight = self.options.window, self.options.sinks, next(cast(nn.Module, self).parameters())
         like = weight.new_empty(1, min(length, W), *self.shape)
-        held = 2 * (like.nbytes + like[:, :S].nbytes)
+        held = 2 * (like.nbytes + weight.new_empty(1, min(length, S), *self.shape).nbytes)
         if self.most:
             kept = keeping.start(like)
             G, size = self.shape[0], kept.score.itemsize

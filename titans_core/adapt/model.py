@@ -123,6 +123,7 @@ class Adapted(PretrainedMixin):
         position_ids: Tensor | None = None, past_key_values: RaggedState | None = None,
         inputs_embeds: Tensor | None = None, labels: Tensor | None = None, use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0, *, num_items_in_batch: Tensor | int | None = None,
+        output_attentions: bool | None = None, output_hidden_states: bool | None = None,
     ) -> CausalLMOutputWithPast:  # fmt: skip
         """Logits, the loss of ``labels``, and the state after the last token.
 
@@ -131,6 +132,8 @@ class Adapted(PretrainedMixin):
         Raises:
             ValueError: an argument has a wrong shape or cannot be honoured; one line.
         """
+        if output_attentions or output_hidden_states:
+            raise ValueError("output_attentions, output_hidden_states: an adapted model has neither")
         model, past = cast(Any, self), past_key_values
         x_BTD = embedded(model.get_input_embeddings(), input_ids, inputs_embeds)
         x_BTD, read_BT, starts_BT = check_call(x_BTD, attention_mask, position_ids, None, past, labels)
@@ -220,6 +223,9 @@ def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # no
         raise ValueError(f"the source is quantised ({method}), so that nothing can be trained through it")
     if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
         raise ValueError("the source has layers without full attention, which a memory could not learn from")
+    rope = getattr(config, "rope_parameters", None) or {}
+    if (kind := rope.get("rope_type")) in ("dynamic", "longrope"):
+        raise ValueError(f"the source's rotary positions ({kind}) change with the length of a call")
     context, seen = config.max_position_embeddings, options.window + options.sinks
     if seen > context:
         raise ValueError(f"window: {seen} tokens with the sinks, but the source's context has {context}")
@@ -231,7 +237,10 @@ def convert(source: Any, options: MemoryOptions = MemoryOptions()) -> Any:  # no
         entries.pop(key, None)
     model = model_class(model_class.config_class(**entries)).to(source.dtype)
     nn.ModuleDict(model.memories()).float()
-    model.load_state_dict(source.state_dict(), strict=False)
+    missing = model.load_state_dict(source.state_dict(), strict=False).missing_keys
+    if absent := [name for name in missing if ".memory." not in name]:
+        remedy = "give the plain model: merge_and_unload() of peft's, _orig_mod of a compiled one"
+        raise ValueError(f"the source lacks {len(absent)} weights, the first is {absent[0]}; {remedy}")
     model.generation_config = source.generation_config
     return model.eval()
 

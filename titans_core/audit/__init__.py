@@ -57,7 +57,7 @@ def select(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
     """Return the checks of these names, all if none are given, without those in ``skip``.
 
     Raises:
-        AuditError: there is no such check.
+        AuditError: there is no such check, or none is left.
     """
     ranks = {module.__name__: i for i, module in enumerate(CHECK_MODULES)}
     ordered = sorted(CHECKS, key=lambda check: ranks.get(check.function.__module__, len(ranks)))
@@ -65,7 +65,10 @@ def select(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
     for name in (*only, *skip):
         if name not in names:
             raise AuditError(f"check: {name!r} is not one of {', '.join(names)}")
-    return [check for check in ordered if (not only or check.name in only) and check.name not in skip]
+    chosen = [check for check in ordered if (not only or check.name in only) and check.name not in skip]
+    if not chosen:
+        raise AuditError("check: none is left; skip fewer")
+    return chosen
 
 
 def audit(

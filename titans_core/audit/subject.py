@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -285,6 +286,7 @@ def worst(pairs: Iterable[tuple[float, Example]], tolerance: float, note: str = 
     """Return the outcome of several differences: the largest, and the first beyond the tolerance."""
     largest, example = 0.0, None
     for value, candidate in pairs:
+        value = math.inf if math.isnan(value) else value
         largest = max(largest, value)
         if value > tolerance and example is None:
             example = candidate

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from titans_platform.errors import TitansError, UsageError, missing_extra
+from titans_platform.errors import StorageError, TitansError, UsageError, missing_extra
 from titans_platform.provenance import checkout
 from titans_platform.text import table
 
@@ -276,7 +276,10 @@ def run(arguments: list[str], command: click.Command = cli) -> int:
         return _failed(f"{error.format_message()} (see {where} --help)", 2, debug)
     except (click.ClickException, TitansError) as error:
         return _failed(str(error), error.exit_code, debug)
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit) as error:
+        # rich exits with 1 on a closed pipe
+        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
+            raise
         # the reader of the pipe exited; there is nothing to flush to
         sys.stdout = None
         return 0
@@ -285,6 +288,8 @@ def run(arguments: list[str], command: click.Command = cli) -> int:
             return _failed(missing, 2, debug)
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
             return _failed(f"{error.filename}: {error.strerror}; give a shorter one", 2, debug)
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return _failed(f"{error.filename or 'output'}: {error.strerror}", StorageError.exit_code, debug)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return _failed(f"{reason} (--debug shows the traceback)", 1, debug)
 

@@ -93,6 +93,10 @@ def adapt(
         raise UsageError("--gpus: this machine has no GPU that torch can use; leave it out")
     if lora and find_spec("peft") is None:
         raise UsageError("--lora: peft is not installed; pip install peft, or leave it out")
+    chosen = click.get_current_context().get_parameter_source
+    for name in ("depth", "chunk"):
+        if memory["kind"] == "delta" and chosen(name) is click.core.ParameterSource.COMMANDLINE:
+            raise UsageError(f"--{name}: works only with --memory titans")
     if layers == "none" and not lora:
         raise UsageError("--layers: none, and without --lora there is nothing to train; give --lora 16")
     if saved := read_json(out / "adapt.json") or {}:
@@ -147,11 +151,18 @@ def _convert(source: str, out: Path, options: MemoryOptions, settings: dict[str,
     import transformers
 
     from titans_core.adapt import convert
+    from titans_core.pretrained import MODEL_TYPE
     from titans_platform.data.tokenizer import load_tokenizer
 
     path, gguf = Path(source).expanduser(), {}
     if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UsageError(f"{source}: no such file")
         source, gguf = str(path.parent), {"gguf_file": path.name}
+    elif path.is_file():
+        raise UsageError(f"{source}: is a file; give a folder of transformers or a .gguf file")
+    elif (read_json(path / "config.json") or {}).get("model_type") == MODEL_TYPE:
+        raise UsageError(f"{source}: written by titans export; give a Llama, Qwen2, Qwen3 or GPT-2")
     try:
         model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype="auto", **gguf)
         tokenizer = transformers.AutoTokenizer.from_pretrained(source, **gguf)

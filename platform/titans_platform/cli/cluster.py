@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import click
 
@@ -126,9 +126,14 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
     """
     from titans_platform.clusters.packaging import check_reachable, titans_job
 
+    words = command[command[0] == "titans" :]
+    root = click.get_current_context().find_root()
+    commands = cast(click.Group, root.command).list_commands(root)
+    if not words or words[0] not in commands:
+        raise UsageError(f"COMMAND: {' '.join(words)}: begins with none of {', '.join(commands)}")
     chosen = load_cluster(name)
     check_reachable(chosen)
-    job = titans_job(chosen, command[1:] if command[0] == "titans" else command)
+    job = titans_job(chosen, words)
     return _submit(chosen, name, job, dry_run, as_json, detach)
 
 

@@ -92,7 +92,7 @@ def info(config: Path, overrides: tuple[str, ...], root: Path, verify: bool, as_
 
 @data.command(short_help="Train a tokenizer on a corpus.")
 @click.argument("sources", nargs=-1, required=True)
-@click.option("--size", type=click.IntRange(1), default=4096, help="Vocabulary size.")
+@click.option("--size", type=click.IntRange(1, 2**20), default=4096, help="Vocabulary size.")
 @click.option("--out", type=OSPath(path_type=Path), required=True, help="Output file, a tokenizer.json.")
 def tokenizer(sources: tuple[str, ...], size: int, out: Path) -> None:
     """Train a byte-level BPE on SOURCES: files, folders, globs or URLs, as a `files` source takes them.

@@ -233,9 +233,11 @@ def as_numbers(result: ByPosition) -> dict[str, Any]:
 @click.argument("study", required=False)
 @click.option("--scale", help="Scale of the study  [default: the smallest except smoke]")
 @click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task, instead of a study's.")
-@click.option("--length", type=click.IntRange(2), default=64, help="Row length for --task, in bytes.")
+@click.option("--length", type=click.IntRange(2), help="Row length in bytes  [default: 64, 512 for prose]")
 @json_option
-def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: int, as_json: bool) -> None:
+def tasks(
+    study: str | None, scale: str | None, tasks: tuple[str, ...], length: int | None, as_json: bool
+) -> None:  # fmt: skip
     """Show the tasks of STUDY: chance, the score of each heuristic, and the floor.
 
     A heuristic is a shortcut that a model could use instead of what the task is meant to measure; the best
@@ -252,6 +254,8 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
         raise UsageError("--task: give either a study or --task")
     if scale and not study:
         raise UsageError("--scale: works only with STUDY")
+    if length and study:
+        raise UsageError("--length: works only without STUDY, whose columns have lengths")
     listed = []
     for column, config, tokens, tokenizer in _of_study(study, scale) if study else _of_options(tasks, length):
         task = build_generated(config)
@@ -275,7 +279,7 @@ def tasks(study: str | None, scale: str | None, tasks: tuple[str, ...], length: 
     Console().print(table)
 
 
-def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
+def _of_options(tasks: tuple[str, ...], length: int | None) -> Iterator[Asked]:
     """Yield the tasks given as YAML, or all whose options have defaults."""
     from titans_platform.config import TaskConfig
     from titans_platform.data import load_tokenizer
@@ -290,7 +294,7 @@ def _of_options(tasks: tuple[str, ...], length: int) -> Iterator[Asked]:
     for config in configs:
         # RULER's sentences need longer rows than the other tasks
         words = config.task in ("needle", "reasoning") and config.options.get("style") != "compact"
-        yield "", config, max(length, 512) if words else length, load_tokenizer("byte")
+        yield "", config, length or (512 if words else 64), load_tokenizer("byte")
 
 
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:

@@ -33,6 +33,8 @@ def load_cluster(name: str) -> Cluster:
         rule = "up to 40 of a-z, 0-9 and -, a letter first"
         raise UsageError(f"{path.name}: a cluster is named after its file; rename it to {rule}")
     mapping = read_yaml(path)
+    if "kind" not in mapping:
+        raise UsageError(f"{path.name}.kind: missing; give one of {', '.join(KINDS)}")
     cluster = validate(KINDS.find(str(mapping.get("kind")), f"{path.name}.kind"), mapping, path.name)
     cluster._name = path.stem
     return cluster

@@ -122,8 +122,8 @@ def prepare(
     try:
         (store / "index").mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        where = f"{store} cannot be written ({error.strerror})"
-        raise UsageError(f"--root: {where}; give another") from error
+        key = "data.store" if data.store else "--root"
+        raise UsageError(f"{key}: {store} cannot be written ({error.strerror}); give another") from error
     kept = tokenizer.fingerprint
     if tokenizer.path:
         kept += tokenizer.path.suffix

@@ -59,10 +59,14 @@ def _read_text(file: Any, field: str) -> Iterator[str]:
 
 
 def _read_lines(file: Any, field: str) -> Iterator[Any]:
-    for line in filter(bytes.strip, file):
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
         try:
             # an integer of any length
             yield json.loads(line, parse_int=float)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"line {number}, column {error.colno}: {error.msg}") from None
         except RecursionError:
             # an unused field is nested more deeply than Python's parser goes
             schema = pa.schema({field: pa.string()})

@@ -169,6 +169,8 @@ class JsonTokenizer(Tokenizer):
         known = self._model.get_vocab(with_added_tokens=True)
         bos = next((known[name] for name in BOS_NAMES if name in known), None)
         pad = next((known[name] for name in PAD_NAMES if name in known and known[name] != bos), None)
+        if None in (bos, pad) and max(known.values(), default=-1) >= self._model.get_vocab_size():
+            raise ValueError("has gaps in its ids and no start or padding token; add them to the file")
         # added tokens may leave gaps in the count
         self._add_special(max(known.values(), default=-1) + 1, bos, pad)
 

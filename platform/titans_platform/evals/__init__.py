@@ -15,7 +15,6 @@ import torch
 from torch import nn
 
 from titans_platform.config import EvalConfig, TaskConfig
-from titans_platform.errors import UsageError
 from titans_platform.evals.scoring import Request, Score, Scorer, sharded_modules
 from titans_platform.tasks import Context, Measurement, Task, build_task, row_length
 
@@ -84,8 +83,6 @@ def evaluate(
 
 def _labelled(configs: tuple[TaskConfig, ...]) -> list[tuple[str, Task, TaskConfig]]:
     """Tasks of a column with unique labels and their configs."""
-    if not configs:
-        raise UsageError("columns: a column needs at least one task")
     seen: Counter[str] = Counter()
     labelled = []
     for config, task in zip(configs, map(build_task, configs), strict=True):

@@ -95,6 +95,8 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         super().check(data)
         if self.cfg.data.rows == "streams":
             self._check_carried()
+        if not any(source.weight for source in self.cfg.data.sources):
+            raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
         for i, source in enumerate(self.cfg.data.sources):
             for j, task in enumerate(source.tasks):
                 with within(f"data.sources.{i}.tasks.{j}"):

@@ -228,7 +228,8 @@ def trials_of_a_search(data: FigureData) -> Iterator[Picture]:
 
 
 def _trials(axis: Axes, trials: Sequence[Mapping], key: str) -> None:
-    whole, shown = max(trial["steps"] for trial in trials), [t for t in trials if key in t["params"]]
+    whole = max(trial["steps"] for trial in trials)
+    shown = [t for t in trials if not isinstance(axis_value(t["params"].get(key)), str)]
     colours = [LIGHT["accent" if trial["steps"] == whole else "ghost"] for trial in shown]
     xs = [float(trial["params"][key]) for trial in shown]
     axis.scatter(xs, [trial["value"] for trial in shown], s=10, color=colours, linewidths=0)

@@ -106,7 +106,7 @@ def _flops(objective: Objective[Any], batch: Any, model: Model) -> int:
 def rows_at_once(cfg: RunConfig, resources: Resources) -> tuple[int, int]:
     """Rows of a worker's micro-batch, and into how many workers' parts each row is divided."""
     sequence = cfg.optim.parallel == "sequence"
-    by_row, parts = (1, resources.max_workers) if sequence else (resources.max_workers, 1)
+    by_row, parts = (1, resources.min_workers) if sequence else (resources.min_workers, 1)
     return cfg.optim.micro_batch_size or -(-cfg.optim.global_batch_size // by_row), parts
 
 
@@ -121,9 +121,9 @@ def needed_memory(cfg: RunConfig, resources: Resources) -> dict[str, int]:
     rows, parts = rows_at_once(cfg, resources)
     on_gpu, objective = bool(resources.gpus_per_worker), build_objective(cfg)
     groups = cfg.optim.stream_groups if cfg.data.rows == "streams" else 0
-    streams = groups * -(-cfg.optim.global_batch_size * parts // resources.max_workers)
-    shards = cfg.optim.shard_workers or min(resources.max_workers, NODE_GPUS)
-    copies = {"ddp": 1, "sequence": 1, "fsdp": resources.max_workers, "hsdp": shards}
+    streams = groups * -(-cfg.optim.global_batch_size * parts // resources.min_workers)
+    shards = cfg.optim.shard_workers or min(resources.min_workers, NODE_GPUS)
+    copies = {"ddp": 1, "sequence": 1, "fsdp": resources.min_workers, "hsdp": shards}
     saved, held = 0, 4 * objective.least_activations(rows) // parts
     if on_gpu and objective.equal_blocks:
         saved, held = _activations(objective, rows, parts)
@@ -256,6 +256,8 @@ def check_resources(
     concurrency(resources, machine)
     if machine.gpu and resources.gpus_per_worker:
         check_kernels(cfg, machine.gpu.arch)
+    elif not resources.gpus_per_worker:
+        check_backend(cfg)
     if machine.gpu or not machine.nodes:
         _check_memory(cfg, resources, machine)
     check_batch(cfg, resources)
@@ -273,6 +275,14 @@ def check_kernels(cfg: RunConfig, arch: int) -> None:
                 support = supports(module.config, cfg.model.d_model // module.config.heads, dtype, arch)
             if not support.kernels:
                 raise UsageError(f"model.memory.{support.reason}")
+
+
+def check_backend(cfg: RunConfig) -> None:
+    """Check that the backend that a config names computes each memory on a CPU. Raises UsageError."""
+    for module in build_small(build_objective(cfg)).modules():
+        if isinstance(module, NeuralMemory) and module.config.backend != "auto":
+            with within("model.memory", ValueError):
+                module.to_empty(device="cpu")(torch.zeros(1, module.config.chunk_size, cfg.model.d_model))
 
 
 def gpu_arch(device: torch.device | str) -> int:

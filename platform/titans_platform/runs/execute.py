@@ -39,7 +39,7 @@ from titans_platform.tasks import eval_version
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
-from titans_platform.training.parallel import data_shard, profiled, rank, world_size
+from titans_platform.training.parallel import data_shard, profiled, rank, same_statistics, world_size
 
 MAX_FAILURES = 2
 """Number of times that Ray Train restarts workers that died."""
@@ -151,6 +151,12 @@ def run_worker(task: dict[str, Any]) -> Result | TitansError | None:
         return error
 
 
+def forget_compiled() -> None:
+    """Forget the graphs of earlier runs: beyond eight in a process, torch.compile runs blocks eagerly."""
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+
+
 class Worker:
     """One rank of a run. In a process group every rank creates one and calls `run`; rank 0 writes."""
 
@@ -174,7 +180,11 @@ class Worker:
         """
         forms_used(forget=True)
         return_freed_memory()
+        forget_compiled()
         peak_rss(reset=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
         try:
             with deterministic(self.cfg.seed, self.cfg.threads):
                 trainer = self._train()
@@ -236,9 +246,15 @@ class Worker:
             folder = self.spec.folder.path / DIVERGED
             return save_batch(folder, batch, trainer.progress.step + 1, rank(), error)
 
+        def on_checkpoint() -> None:
+            saver.save(flush)
+            if cfg.eval.at == "best" and trainer.progress.best_step == trainer.progress.step:
+                # the result needs it, and a later one replaces the best before it
+                saver.finish()
+
         return Hooks(
             on_step=on_step,
-            on_checkpoint=lambda: saver.save(flush),
+            on_checkpoint=on_checkpoint,
             on_divergence=on_divergence,
             validate=lambda: self._validation_loss(trainer),
             checkpoint_every=cfg.checkpoint.every or min(500, max(1, cfg.optim.steps // 10)),
@@ -251,6 +267,7 @@ class Worker:
 
     def _measure(self, trainer: Trainer, columns: Mapping[str, Any], floors: bool = False) -> dict[str, Any]:
         """Evaluate these columns. Collective: every worker gets the same values."""
+        same_statistics(trainer.model)
         config = self.cfg.eval.model_copy(update={"columns": columns})
         length, precision = self.cfg.data.sequence_length, self.cfg.optim.precision
         options = {"device": trainer.device, "precision": precision}

@@ -66,6 +66,8 @@ def find_checkpoint(run: str, root: Path) -> Path:
     Raises UsageError if there is none, or it is damaged.
     """
     path = Path(run)
+    if not run:
+        raise UsageError("RUN: is empty; give a run's name")
     if (path / MANIFEST).is_file() or path.name.startswith("step-"):
         if not path.is_dir():
             raise UsageError(f"{run}: no such checkpoint")
@@ -115,8 +117,11 @@ def prepared_spec(
     ``progress`` is called while the data are prepared; None: only opened, and the spec is None if they are
     not prepared. Raises UsageError, StorageError.
     """
-    cfg = located(cfg, root)
+    cfg, shorter = located(cfg, root), None
     check_start(cfg)
+    if resume_from:
+        path = Path(resume_from).resolve()
+        shorter = RunFolder.at(path) if path.is_dir() else find_run(resume_from, root.resolve())
     objective = build_objective(cfg)
     if progress:
         from titans_platform.tracking import check_store
@@ -133,10 +138,8 @@ def prepared_spec(
     objective.check(data)
     spec = spec_for(cfg, root, resources)
     # a run that has a checkpoint of its own resumes from that
-    if not resume_from or any((spec.folder.path / CHECKPOINTS).glob("step-*")):
+    if shorter is None or any((spec.folder.path / CHECKPOINTS).glob("step-*")):
         return spec
-    path = Path(resume_from).resolve()
-    shorter = RunFolder.at(path) if path.is_dir() else find_run(resume_from, root.resolve())
     return replace(spec, start=checkpoint_of_shorter(spec, shorter))
 
 

@@ -13,17 +13,18 @@ from dataclasses import replace
 from typing import Any
 
 from titans_platform.errors import ClusterError, Interrupted, NotWritable, StorageError, TitansError
+from titans_platform.files import write_text
 from titans_platform.objectives import run_name
 from titans_platform.provenance import die_with_parent
 from titans_platform.runs.execute import execute
-from titans_platform.runs.folder import CHECKPOINTS, Busy
+from titans_platform.runs.folder import CHECKPOINTS, Busy, RunFolder
 from titans_platform.runs.load import located
 from titans_platform.runs.preemption import end_at_checkpoints
 from titans_platform.runs.ray_session import ray_session
 from titans_platform.runs.reporter import end_orphans
 from titans_platform.runs.spec import DRIVER_CPU, RunSpec, Tracking
 from titans_platform.study.grid import Cell, StudyRun
-from titans_platform.study.search import SearchState, number_trial
+from titans_platform.study.search import PROPOSED, SearchState, number_trial
 from titans_platform.study.spec import Search
 from titans_platform.training.checkpoint import last_step
 
@@ -87,6 +88,7 @@ def run_search(study: StudyRun) -> StudyRun:
     sampler = tune_sampler(state.search, mode, [trial.params for trial in state.trials])
     how = {"search_alg": sampler, "scheduler": asha, "num_samples": state.search.trials}
     _run_trials(study, _run_trial, {"study": study}, **how)
+    write_text(state.trial_files / PROPOSED, str(state.search.trials))
     ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
@@ -123,7 +125,8 @@ def run_cells(study: StudyRun) -> None:
         if cell.folder(study.root).failure():
             cell.folder(study.root).update(failure=None)
         if cell in study.stale:
-            cell.folder(study.root).set_aside()
+            with suppress(Busy), cell.folder(study.root).hold(0):  # another study may train it already
+                cell.folder(study.root).set_aside()
     left = [spec_of(study, cell, f"{cell.row} · seed {cell.seed}") for cell in study.todo]
     while left:
         kept = {spec.name: last_step(spec.folder.path / CHECKPOINTS) for spec in left}
@@ -159,18 +162,32 @@ def _run_trial(space: dict[str, Any]) -> None:
     spec = spec_of(study, Cell(title, config.seed, config, name, data), title)
     try:
         for step in search.milestones(spec.config.optim.steps):
+            if _beyond(spec, step, search.metric):
+                continue
             value = _measure(spec, step, study.search)
             if value is None:
                 return
             if not math.isfinite(value):
-                spec.folder.update(stopped={study.search.key: f"{search.metric} is {value} at step {step}"})
+                _stop(spec.folder, study.search, f"{search.metric} is {value} at step {step}")
                 return
             tune.report({"steps": step, "value": value})
     except SystemExit:
         # how Tune stops a trial, inside report
         if not spec.folder.result():
-            spec.folder.update(stopped={study.search.key: "ASHA"})
+            _stop(spec.folder, study.search, "ASHA")
         raise
+
+
+def _beyond(spec: RunSpec, step: int, metric: str) -> bool:
+    """Return True if the run, of a search with other rungs, has no metric at this one and later weights."""
+    if step == spec.config.optim.steps or step in spec.folder.rungs(metric):
+        return False
+    return bool(spec.folder.result()) or last_step(spec.folder.path / CHECKPOINTS) > step
+
+
+def _stop(folder: RunFolder, search: SearchState, reason: str) -> None:
+    """Record why a search has stopped the run; other searches may have stopped it too."""
+    folder.update(stopped=folder.record().get("stopped", {}) | {search.key: reason})
 
 
 def _measure(spec: RunSpec, step: int, search: SearchState) -> float | None:
@@ -187,7 +204,7 @@ def _measure(spec: RunSpec, step: int, search: SearchState) -> float | None:
         return execute(replace(spec, rung=rung)).columns[metric]
     except Exception as error:
         if isinstance(error, TitansError) and not isinstance(error, TRANSIENT):
-            folder.update(stopped={search.key: str(error)})
+            _stop(folder, search, str(error))
         return None
 
 

@@ -22,6 +22,8 @@ from titans_platform.study.spec import Search
 FOUND = "found"
 """The row that the best trial becomes."""
 TRIALS = "trials"
+PROPOSED = "proposed"
+"""The file beside the trials with the number of proposals; a sampler may repeat one."""
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,11 @@ class SearchState:
 
     @property
     def over(self) -> bool:
-        """True if all trials of the search have finished."""
-        return self.finished >= self.search.trials
+        """True if all trials of the search have finished; of a small space some are proposed repeatedly."""
+        path = self.trial_files / PROPOSED
+        proposed = int(path.read_text()) if path.is_file() else 0
+        trials = len(self.trials) if proposed >= self.search.trials else self.search.trials
+        return self.finished >= trials
 
     @property
     def best(self) -> Trial | None:

@@ -191,16 +191,17 @@ class Babilong(Babi):
     """Questions of bAbI whose facts are spread over an unrelated text."""
 
     name = "babilong"
+    version = 2
     Options = BabilongOptions
 
     def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Draw a random question that fits; the book takes the rest of the row."""
-        examples = ""
-        for _ in range(self.options.shots):
-            facts, question, answer = split_question(rng.choice(self._questions()))
-            examples += f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
+        shots = [rng.choice(self._questions()) for _ in range(self.options.shots)]
+        examples = "".join(map(_example, shots))
         reserved = count_tokens(make_item([(examples + _asked("x"), False), (" x", True)]), tokenizer) + SEAM
         drawn = super().item(rng, length - reserved, tokenizer)
+        # the example that is the question itself would tell the answer
+        examples = "".join(_example(shot) for shot in shots if shot != drawn)
         earlier = previous_questions(self._questions())[drawn] if self.options.asked == "all" else ()
         while earlier and _tokens(_told(drawn, earlier), tokenizer) > length - reserved:
             earlier = earlier[1:]
@@ -312,6 +313,11 @@ def _told(item: Item, earlier: tuple[Item, ...]) -> list[list[Piece]]:
 
 def _tokens(pieces: list[list[Piece]], tokenizer: ItemTokenizer) -> int:
     return count_tokens(make_item(chain.from_iterable(pieces)), tokenizer)
+
+
+def _example(item: Item) -> str:
+    facts, question, answer = split_question(item)
+    return f"{' '.join(facts)}{_asked(question)} {answer}\n\n"
 
 
 def _asked(question: str) -> str:

@@ -321,6 +321,9 @@ def _load(path: Path, state: dict[str, Any]) -> None:
     _check_shapes(path, entries, state["model"])
     # a run that resumes with more workers has ranks without a saved RNG state: they keep their seed
     state["rng"] = {k: v for k, v in state.get("rng", {}).items() if f"rng.{k}.torch" in entries}
+    for name, states in state["rng"].items():
+        if f"rng.{name}.cuda" not in entries:  # saved on a CPU
+            states.pop("cuda", None)
     # streams are read separately: other ranks may have written them
     _read({key: value for key, value in state.items() if not key.startswith("streams")}, path)
 

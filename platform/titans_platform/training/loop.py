@@ -190,7 +190,8 @@ class Trainer:
                         self.progress.tail_loss, self.progress.tail_steps = metrics["loss"], 1
                 hooks.on_step(number, metrics)
                 best = hooks.checkpoint_best and self.progress.best_step == number
-                if _due(number, hooks.checkpoint_every, last) or number == hooks.checkpoint_at or best:
+                needed = best or number == hooks.checkpoint_at or self._patience_exhausted(hooks)
+                if needed or _due(number, hooks.checkpoint_every, last):
                     hooks.on_checkpoint()
         return self.progress
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -32,6 +33,14 @@ def world_size() -> int:
 def rank() -> int:
     """Rank of this worker; 0 without a process group."""
     return dist.get_rank() if dist.is_initialized() else 0
+
+
+def same_statistics(model: nn.Module) -> None:
+    """Copy rank 0's running statistics of batch norms to all ranks, which each have seen their own rows."""
+    if world_size() > 1:
+        norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        for buffer in itertools.chain.from_iterable(norm.buffers() for norm in norms):
+            dist.broadcast(buffer, 0)
 
 
 def data_shard(cfg: OptimConfig) -> tuple[int, int]:
