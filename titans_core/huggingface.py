@@ -149,7 +149,8 @@ class TitansForCausalLM(PretrainedMixin, PreTrainedModel, GenerationMixin):
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError("output_attentions: a Titans model returns no attention weights; leave it out")
         x_BTD = self.model.scaled(embedded(self.model.embedding, input_ids, inputs_embeds))
-        document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, *x_BTD.shape[:2], x_BTD.device)
+        B, T = x_BTD.shape[:2]
+        document_BT = documents(cu_seq_lens_q, cu_seq_lens_k, seq_idx, B, T, x_BTD.device)
         x_BTD, read_BT, starts_BT = check_call(
             x_BTD, attention_mask, position_ids, document_BT, past_key_values, labels
         )

@@ -100,14 +100,14 @@ class Call(NamedTuple):
     read_BT: Tensor | None
     """True for the unmasked tokens; None if all are."""
     starts_BT: Tensor | None
-    """Where packed documents begin; None if no row has several."""
+    """The first token of each packed document; None if no row has several."""
 
 
 def check_call(
     x_BTD: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, document_BT: Tensor | None,
     past: Any, labels: Tensor | None,
 ) -> Call:  # fmt: skip
-    """Check the arguments of a ``forward`` against each other. Raises ValueError, one line."""
+    """Check the arguments of a ``forward``, and put unmasked tokens first. Raises ValueError, one line."""
     B, T = x_BTD.shape[:2]
     if not isinstance(past, RaggedState | None):
         raise ValueError(f"past_key_values: a {type(past).__name__}; give a call's output.past_key_values")
@@ -122,7 +122,7 @@ def check_call(
 
 
 def embedded(embedding: nn.Module, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
-    """[B, T, D], outputs of the embedding. Raises ValueError unless exactly one of the arguments is given."""
+    """Return the embedded tokens, [B, T, D]. Raises ValueError unless exactly one argument is given."""
     if (input_ids is None) == (inputs_embeds is None):
         raise ValueError("input_ids, inputs_embeds: give one of them")
     if inputs_embeds is not None:

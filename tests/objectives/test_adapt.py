@@ -264,8 +264,10 @@ def test_sources_that_cannot_be_are_refused_in_one_line(adapted, capsys):
     write_tokenizer(load_tokenizer("byte"), adapted / "neox")
     for words, source, message in (
         (["refused"], "neox", "neox is not a family that can get a memory; llama, qwen2, qwen3, gpt2 are"),
-        (["refused"], "missing.gguf", "cannot be loaded by transformers"),
-        (["out", "--depth", "3"], "source", f"--depth: 3, but {adapted / 'out'} was converted with 2; give"),
+        (["refused"], "missing.gguf", "missing.gguf: no such file"),
+        (["refused"], "neox/config.json", "config.json: is a file; give a folder"),
+        (["refused", "--depth", "3"], "source", "--depth: works only with --memory titans"),
+        (["out", "--heads", "3"], "source", f"--heads: 3, but {adapted / 'out'} was converted with 1; give"),
         (["out", "--rows", "6", "9"], "source", "--rows: [6, 9], but "),
         (["out"], "neox", "SOURCE: "),
         (["source"], "source", "source: is not empty; give another folder"),

@@ -304,7 +304,7 @@ def _classes(name: str, family: Family) -> Any:
     config = type(f"Titans{title}Config", (config,), fields | {"model_type": f"titans_{name}"})
     attributes = {"config_class": config, "family": family, "__module__": __name__}
     model = type(f"Titans{title}ForCausalLM", (Adapted, model), attributes)
-    globals().update({config.__name__: config, model.__name__: model})  # by which they are pickled
+    globals().update({config.__name__: config, model.__name__: model})  # pickle finds them by these names
     transformers.AutoConfig.register(f"titans_{name}", config)
     transformers.AutoModelForCausalLM.register(config, model)
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[f"titans_{name}"] = model.__name__

@@ -67,7 +67,7 @@ def select(only: Sequence[str] = (), skip: Sequence[str] = ()) -> list[Check]:
             raise AuditError(f"check: {name!r} is not one of {', '.join(names)}")
     chosen = [check for check in ordered if (not only or check.name in only) and check.name not in skip]
     if not chosen:
-        raise AuditError("check: none is left; skip fewer")
+        raise AuditError("check: no check is left; skip fewer")
     return chosen
 
 

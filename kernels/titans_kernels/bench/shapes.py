@@ -117,10 +117,11 @@ class BenchShape:
     def short(self, heads: int = 2) -> BenchShape:
         """Return a short shape, for a check against the token-by-token recurrence.
 
-        It has two whole chunks, or blocks of single tokens, and a ragged one. Of wide layers it has one row:
-        the recurrence keeps weights of every token for its gradients.
+        It has two whole chunks, or blocks of single tokens, and a ragged one. A shape of wide layers has one
+        row, because the recurrence keeps the weights of every token for its gradients.
         """
-        length, batch = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3, 1 + (max(self.widths) <= 256)
+        length = 67 if self.chunk_size == 1 else 2 * self.chunk_size + 3
+        batch = 1 if max(self.widths) > 256 else 2
         return replace(self, batch=batch, heads=min(self.heads, heads), length=min(self.length, length))
 
     def checked(self) -> BenchShape:

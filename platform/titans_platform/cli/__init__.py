@@ -276,13 +276,13 @@ def run(arguments: list[str], command: click.Command = cli) -> int:
         return _failed(f"{error.format_message()} (see {where} --help)", 2, debug)
     except (click.ClickException, TitansError) as error:
         return _failed(str(error), error.exit_code, debug)
-    except (BrokenPipeError, SystemExit) as error:
+    except BrokenPipeError:
+        return _closed_pipe()
+    except SystemExit as error:
         # rich exits with 1 on a closed pipe
-        if isinstance(error, SystemExit) and not isinstance(error.__context__, BrokenPipeError):
-            raise
-        # the reader of the pipe exited; there is nothing to flush to
-        sys.stdout = None
-        return 0
+        if isinstance(error.__context__, BrokenPipeError):
+            return _closed_pipe()
+        raise
     except Exception as error:
         if missing := missing_extra(error):
             return _failed(missing, 2, debug)
@@ -292,6 +292,12 @@ def run(arguments: list[str], command: click.Command = cli) -> int:
             return _failed(f"{error.filename or 'output'}: {error.strerror}", StorageError.exit_code, debug)
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         return _failed(f"{reason} (--debug shows the traceback)", 1, debug)
+
+
+def _closed_pipe() -> int:
+    """Return 0: the reader of the pipe has exited, and there is nothing to flush to."""
+    sys.stdout = None
+    return 0
 
 
 def _failed(message: str, code: int, debug: bool) -> int:

@@ -126,11 +126,12 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
     """
     from titans_platform.clusters.packaging import check_reachable, titans_job
 
-    words = command[command[0] == "titans" :]
+    words = command[1:] if command[0] == "titans" else command
+    first = next((word for word in words if not word.startswith("-")), "")
     root = click.get_current_context().find_root()
     commands = cast(click.Group, root.command).list_commands(root)
-    if not words or words[0] not in commands:
-        raise UsageError(f"COMMAND: {' '.join(words)}: begins with none of {', '.join(commands)}")
+    if first not in commands:
+        raise UsageError(f"COMMAND: {first!r} is no command of titans; give one of {', '.join(commands)}")
     chosen = load_cluster(name)
     check_reachable(chosen)
     job = titans_job(chosen, words)

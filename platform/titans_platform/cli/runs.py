@@ -74,7 +74,8 @@ def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
     """
     from titans_platform.runs.load import find_run
 
-    folders = list({(folder := find_run(name, root)).path: folder for name in names}.values())
+    named = [find_run(name, root) for name in names]
+    folders = list({folder.path: folder for folder in named}.values())
     if busy := next((folder for folder in folders if folder.is_held()), None):
         raise UsageError(f"{busy.name}: is running; stop it first")
     for folder in folders:

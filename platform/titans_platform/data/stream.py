@@ -92,7 +92,9 @@ def gather(sources: Sequence[SourceRows], validation: bool, source_ids: Integers
 
 
 def _cycle_of(sources: Sequence[SourceRows]) -> list[int]:
-    """Return a cycle of source indices, each as often as its weight says."""
+    """Return a cycle of source indices, each as often as its weight says. Raises UsageError."""
+    if not any(source.weight for source in sources):
+        raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
     return interleave([source.weight for source in sources])
 
 

@@ -256,10 +256,10 @@ def check_resources(
     concurrency(resources, machine)
     if machine.gpu and resources.gpus_per_worker:
         check_kernels(cfg, machine.gpu.arch)
-    elif not resources.gpus_per_worker:
-        check_backend(cfg)
     if machine.gpu or not machine.nodes:
         _check_memory(cfg, resources, machine)
+    if not resources.gpus_per_worker:
+        check_backend(cfg)
     check_batch(cfg, resources)
 
 
@@ -281,8 +281,9 @@ def check_backend(cfg: RunConfig) -> None:
     """Check that the backend that a config names computes each memory on a CPU. Raises UsageError."""
     for module in build_small(build_objective(cfg)).modules():
         if isinstance(module, NeuralMemory) and module.config.backend != "auto":
-            with within("model.memory", ValueError):
-                module.to_empty(device="cpu")(torch.zeros(1, module.config.chunk_size, cfg.model.d_model))
+            x_BTD = torch.zeros(1, module.config.chunk_size, cfg.model.d_model)
+            with within("model.memory", ValueError), torch.no_grad():
+                module.to_empty(device="cpu")(x_BTD)
 
 
 def gpu_arch(device: torch.device | str) -> int:

@@ -117,11 +117,8 @@ def prepared_spec(
     ``progress`` is called while the data are prepared; None: only opened, and the spec is None if they are
     not prepared. Raises UsageError, StorageError.
     """
-    cfg, shorter = located(cfg, root), None
+    cfg = located(cfg, root)
     check_start(cfg)
-    if resume_from:
-        path = Path(resume_from).resolve()
-        shorter = RunFolder.at(path) if path.is_dir() else find_run(resume_from, root.resolve())
     objective = build_objective(cfg)
     if progress:
         from titans_platform.tracking import check_store
@@ -134,13 +131,20 @@ def prepared_spec(
         try:
             data = objective.open(root)
         except NotPrepared:
+            if resume_from:
+                _shorter_run(resume_from, root)
             return objective.check_sources()
     objective.check(data)
     spec = spec_for(cfg, root, resources)
     # a run that has a checkpoint of its own resumes from that
-    if shorter is None or any((spec.folder.path / CHECKPOINTS).glob("step-*")):
+    if not resume_from or any((spec.folder.path / CHECKPOINTS).glob("step-*")):
         return spec
-    return replace(spec, start=checkpoint_of_shorter(spec, shorter))
+    return replace(spec, start=checkpoint_of_shorter(spec, _shorter_run(resume_from, root)))
+
+
+def _shorter_run(resume_from: str, root: Path) -> RunFolder:
+    path = Path(resume_from).resolve()
+    return RunFolder.at(path) if path.is_dir() else find_run(resume_from, root.resolve())
 
 
 def spec_for(cfg: RunConfig, root: Path, resources: Resources = Resources(), **fields: Any) -> RunSpec:

@@ -87,8 +87,9 @@ def run_search(study: StudyRun) -> StudyRun:
     )
     sampler = tune_sampler(state.search, mode, [trial.params for trial in state.trials])
     how = {"search_alg": sampler, "scheduler": asha, "num_samples": state.search.trials}
-    _run_trials(study, _run_trial, {"study": study}, **how)
-    write_text(state.trial_files / PROPOSED, str(state.search.trials))
+    results = _run_trials(study, _run_trial, {"study": study}, **how)
+    if not any(result.error for result in results):
+        write_text(state.trial_files / PROPOSED, str(state.search.trials))
     ended = state.read()
     if ended.best is None:
         raise TitansError(f"{study.label}: no trial was trained to the end; {ended.line}")
@@ -179,7 +180,7 @@ def _run_trial(space: dict[str, Any]) -> None:
 
 
 def _beyond(spec: RunSpec, step: int, metric: str) -> bool:
-    """Return True if the run, of a search with other rungs, has no metric at this one and later weights."""
+    """Return True if the run, which another search trained past this rung, has no metric at it."""
     if step == spec.config.optim.steps or step in spec.folder.rungs(metric):
         return False
     return bool(spec.folder.result()) or last_step(spec.folder.path / CHECKPOINTS) > step

@@ -92,11 +92,13 @@ class SearchState:
 
     @property
     def over(self) -> bool:
-        """True if all trials of the search have finished; of a small space some are proposed repeatedly."""
+        """True if all trials have finished; of a small space the sampler repeats some, so there are fewer."""
         path = self.trial_files / PROPOSED
         proposed = int(path.read_text()) if path.is_file() else 0
-        trials = len(self.trials) if proposed >= self.search.trials else self.search.trials
-        return self.finished >= trials
+        needed = self.search.trials
+        if proposed >= needed:
+            needed = min(needed, len(self.trials))
+        return self.finished >= needed
 
     @property
     def best(self) -> Trial | None:

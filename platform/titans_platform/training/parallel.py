@@ -36,7 +36,7 @@ def rank() -> int:
 
 
 def same_statistics(model: nn.Module) -> None:
-    """Copy rank 0's running statistics of batch norms to all ranks, which each have seen their own rows."""
+    """Copy rank 0's running statistics of batch norms to all ranks, which have seen different rows."""
     if world_size() > 1:
         norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
         for buffer in itertools.chain.from_iterable(norm.buffers() for norm in norms):
