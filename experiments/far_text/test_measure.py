@@ -84,14 +84,16 @@ def test_novels_begin_a_document_and_count_every_token(tmp_path):
 
 def test_table_of_novels_equals_its_file():
     folder = Path(__file__).parent
-    shown = table(section(folder / "README.md", "On novels"))
+    headings = {"1024": "On novels", "4096": "On novels, after 16.78M tokens"}
+    tables = {steps: table(section(folder / "README.md", heading)) for steps, heading in headings.items()}
     columns = ("read_256", "read_1k", "read_4k", "read_all", "far_gain", "far_tokens", "far_tokens_256")
     keys = (*columns, "memory_off")
     with (folder / "novels.csv").open(encoding="utf-8") as file:
         lines = list(csv.DictReader(file))
-    assert len(lines) == 4
+    assert len(lines) == 8
     for line in lines:
-        for cell, key in zip(shown[line["row"].removesuffix(" 1024 steps")], keys, strict=True):
+        row, steps, _ = line["row"].rsplit(" ", 2)
+        for cell, key in zip(tables[steps][row], keys, strict=True):
             value, stderr = line[f"{key} (nats)"], line[f"{key} stderr (nats)"]
             places = 4 if key == "far_gain" else 3
             assert cell == (f"{float(value):.{places}f}±{float(stderr):.{places}f}" if value else "—")
