@@ -59,9 +59,7 @@ def _read_text(file: Any, field: str) -> Iterator[str]:
 
 
 def _read_lines(file: Any, field: str) -> Iterator[Any]:
-    for number, line in enumerate(file, 1):
-        if not line.strip():
-            continue
+    for number, line in filter(lambda numbered: numbered[1].strip(), enumerate(file, 1)):
         try:
             # an integer of any length
             yield json.loads(line, parse_int=float)
