@@ -6,7 +6,7 @@ Shapes: B rows, T tokens of a call.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -116,19 +116,22 @@ def check_call(
     if labels is not None:
         _check_labels(labels, B, T)
     read_BT = unmasked(attention_mask, past, B, T)
-    order_BT = None if read_BT is None else (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
+    order_BT = None
+    if read_BT is not None:
+        order_BT = (~read_BT).to(torch.uint8).argsort(dim=1, stable=True)
     starts_BT = document_starts(position_ids, document_BT, read_BT, order_BT, past, B, T)
     return Call(front(x_BTD, order_BT), read_BT, starts_BT)
 
 
 def embedded(embedding: nn.Module, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """Return the embedded tokens, [B, T, D]. Raises ValueError unless exactly one argument is given."""
-    if (input_ids is None) == (inputs_embeds is None):
+    inputs = [x for x in (input_ids, inputs_embeds) if x is not None]
+    if len(inputs) != 1:
         raise ValueError("input_ids, inputs_embeds: give one of them")
-    if inputs_embeds is not None:
-        return inputs_embeds
-    if input_ids is None or input_ids.ndim != 2:
-        raise ValueError(f"input_ids: {list(cast(Tensor, input_ids).shape)}, not [rows, tokens]")
+    if input_ids is None:
+        return inputs[0]
+    if input_ids.ndim != 2:
+        raise ValueError(f"input_ids: {list(input_ids.shape)}, not [rows, tokens]")
     return embedding(input_ids)
 
 

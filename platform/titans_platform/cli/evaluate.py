@@ -295,8 +295,7 @@ def _of_options(tasks: tuple[str, ...], length: int | None) -> Iterator[Asked]:
         # RULER's sentences need longer rows than the other tasks
         words = config.task in ("needle", "reasoning") and config.options.get("style") != "compact"
         default = 512 if words else 64
-        least = 0 if tasks else default
-        yield "", config, max(length or default, least), load_tokenizer("byte")
+        yield "", config, max(length or default, 0 if tasks else default), load_tokenizer("byte")
 
 
 def _of_study(name: str, scale: str | None) -> Iterator[Asked]:

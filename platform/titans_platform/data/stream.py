@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from titans_platform.config import RunConfig
+from titans_platform.config import RunConfig, SourceConfig
 from titans_platform.data.encode import interleave
 from titans_platform.data.shards import MOST_OPEN, OPEN_SHARDS, Integers, SourceRows, Split
 from titans_platform.errors import UsageError
@@ -91,10 +91,15 @@ def gather(sources: Sequence[SourceRows], validation: bool, source_ids: Integers
     return Batch(*map(torch.from_numpy, (tokens, starts, np.ascontiguousarray(loss[:, 1:]))))
 
 
-def _cycle_of(sources: Sequence[SourceRows]) -> list[int]:
-    """Return a cycle of source indices, each as often as its weight says. Raises UsageError."""
+def check_weights(sources: Sequence[SourceRows | SourceConfig]) -> None:
+    """Raise UsageError if no source has a weight."""
     if not any(source.weight for source in sources):
         raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
+
+
+def _cycle_of(sources: Sequence[SourceRows]) -> list[int]:
+    """Return a cycle of source indices, each as often as its weight says. Raises UsageError."""
+    check_weights(sources)
     return interleave([source.weight for source in sources])
 
 

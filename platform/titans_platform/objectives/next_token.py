@@ -20,6 +20,7 @@ from titans_platform.data import (
     prepare,
 )
 from titans_platform.data.sources import FilesSource
+from titans_platform.data.stream import check_weights
 from titans_platform.data.tokenizer import names_hub
 from titans_platform.errors import UsageError, within
 from titans_platform.evals.perplexity import Perplexity
@@ -95,8 +96,7 @@ class NextToken(CrossEntropy, Objective[PreparedData]):
         super().check(data)
         if self.cfg.data.rows == "streams":
             self._check_carried()
-        if not any(source.weight for source in self.cfg.data.sources):
-            raise UsageError("data.sources: every weight is 0; give one a weight above 0 to train on it")
+        check_weights(self.cfg.data.sources)
         for i, source in enumerate(self.cfg.data.sources):
             for j, task in enumerate(source.tasks):
                 with within(f"data.sources.{i}.tasks.{j}"):

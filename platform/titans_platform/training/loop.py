@@ -205,8 +205,9 @@ class Trainer:
         local = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
         loss = self._over_workers(local).item()
         lowest = self.progress.best_loss
-        improved = lowest is None or loss < lowest
-        if hooks.checkpoint_best and improved and math.isfinite(loss):
+        if lowest is None:
+            lowest = math.inf
+        if hooks.checkpoint_best and loss < lowest:
             self.progress.best_loss, self.progress.best_step = loss, self.progress.step
         return loss
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -38,9 +37,9 @@ def rank() -> int:
 def same_statistics(model: nn.Module) -> None:
     """Copy rank 0's running statistics of batch norms to all ranks, which have seen different rows."""
     if world_size() > 1:
-        norms = (module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm))
-        for buffer in itertools.chain.from_iterable(norm.buffers() for norm in norms):
-            dist.broadcast(buffer, 0)
+        for name, buffer in model.named_buffers():
+            if name.endswith(("running_mean", "running_var")):
+                dist.broadcast(buffer, 0)
 
 
 def data_shard(cfg: OptimConfig) -> tuple[int, int]:
