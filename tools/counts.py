@@ -23,7 +23,7 @@ BUDGETS = {
     "Form, fields": (8, 8),
     "FORMS, entries": (6, 6),
     "MemoryConfig, fields": (24, 24),
-    "platform, lines of code": (11_272, 11_000),
+    "platform, lines of code": (11_270, 11_000),
     "platform, files": (85, 85),
     "tests, lines": (18_255, 18_000),
     "docs, pages": (12, 12),
@@ -36,7 +36,7 @@ BUDGETS = {
     "Markdown lines over 140 characters": (0, 0),
     "docstrings that begin with What, How, Whether, Where": (0, 0),
     "lines with that of, those of, those that": (2, 0),
-    "lines with None where": (1, 0),
+    "lines with None where": (0, 0),
     "assignments to a variable `found`": (0, 0),
 }
 

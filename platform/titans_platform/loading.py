@@ -240,7 +240,8 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return f"{field}: .nan and .inf are not allowed; give a finite number"
     if error["type"] == "extra_forbidden":
-        return f"{field}: unknown key; {nearest(str(loc[-1]), _valid_keys(model, loc[:-1]))}"
+        known = list(getattr(_model_at(model, loc[:-1]), "model_fields", []))
+        return f"{field}: unknown key; {nearest(str(loc[-1]), known)}"
     if error["type"] == "missing":
         return f"{field}: missing; the config must set it"
     if error["type"] == "value_error":
@@ -262,10 +263,6 @@ def _model_at(annotation: Any, loc: Sequence[int | str]) -> type[BaseModel] | No
     else:
         below = next((a for a in reversed(typing.get_args(annotation)) if a is not Ellipsis), None)
     return _model_at(below, loc[1:])
-
-
-def _valid_keys(model: type[BaseModel], loc: Sequence[int | str]) -> list[str]:
-    return list(getattr(_model_at(model, loc), "model_fields", []))
 
 
 def _plain(annotation: Any) -> Any:

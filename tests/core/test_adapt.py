@@ -177,8 +177,7 @@ def test_attention_that_keeps_every_token_is_full_attention_at_distances_up_to_t
     for end in (5, 30, 31, 32, LENGTH):
         own(x[:, start:end], position_embeddings=rotary, call=(call := attention.Pass(start, blocks)))
         (kept,) = (carry.kept for carry in call.after.values())
-        held = slice(max(0, end - WINDOW), end)
-        assert largest(kept.received, given[:, :, :end, held].sum(2).mT) < 1e-5
+        assert largest(kept.received, given[:, :, :end, max(0, end - WINDOW) : end].sum(2).mT) < 1e-5
         blocks, start = tuple(call.after.values()), end
     surprise, _ = keeping.write(keeping.start(k[:, :, ::2]), k[:, :, ::2], v[:, :, ::2], WINDOW)
     near, far = WINDOW + SINKS, slice(SINKS, LENGTH - WINDOW)

@@ -63,8 +63,7 @@ def test_facts_are_all_there_in_order_and_decide_the_answer(files, shots):
         assert answer == f" {solved(before)}"
         text = before.split("\n\n")[-1]
         assert tuple(match[0] for match in FACT.finditer(text)) in stories
-        asked = re.findall(r"Question: (.*)\nAnswer: (\S+)\n\n", before)
-        assert len(asked) <= shots
+        assert len(re.findall(r"Question: (.*)\nAnswer: (\S+)\n\n", before)) <= shots
         # the question itself is no example
         facts = " ".join(match[0] for match in FACT.finditer(text))
         assert f"{facts}\nQuestion: {before.rpartition('Question: ')[2]}" not in before.rpartition("\n\n")[0]

@@ -171,8 +171,7 @@ def test_columns_of_a_token_shrink_by_the_factor_of_the_largest(channels):
     largest = (wide[1] / (1 - wide[0])).amax(-1)
     limited = definition(k, torch.zeros_like(largest), largest, 5)
     factor = torch.where(largest > 0, limited / largest, 1)
-    expected = theta * (factor[..., None] if theta.ndim == 4 else factor)
-    same(write_budget(*leaves, 5), expected)
+    same(write_budget(*leaves, 5), theta * (factor[..., None] if theta.ndim == 4 else factor))
     steps = 2 * wide[1] * factor[..., None] / (1 - wide[0]) * (k != 0).any(-1)[..., None]
     same(steps.amax(-1), budget.effective_steps(*leaves, 5)[1])
     fits = torch.full_like(theta, 1e-3)
@@ -274,8 +273,7 @@ def largest_errors(depth: int, chunk_size: int, *, limit: float | None, T: int =
 ])  # fmt: skip
 def test_no_token_breaks_the_memory(limit, depth, chunk_size):
     result = largest_errors(depth, chunk_size, limit=limit)
-    worst = dict(zip(ATTACKS, result.amax((1, 2)).tolist(), strict=True))
-    assert result.max() < LARGEST[limit], worst
+    assert result.max() < LARGEST[limit], dict(zip(ATTACKS, result.amax((1, 2)).tolist(), strict=True))
 
 
 def test_without_the_budget_repeated_tokens_do():

@@ -49,8 +49,8 @@ def result(commit: str = "one") -> dict:
 
 def test_states_and_results_of_a_folder(folder):
     assert folder.state() == "missing"
-    folder.update(progress={"step": 3, "steps": 10})
-    assert folder.state() == "interrupted"
+    folder.update(progress={"step": 3, "steps": 10}, mlflow={"tracking": {"parent": "a study's"}})
+    assert (folder.state(), folder.parent()) == ("interrupted", "a study's")
     with folder.hold():
         assert (folder.state(), folder.progress()["step"]) == ("running", 3)
     folder.record_failure(ValueError("no\nluck"), "one")
@@ -94,10 +94,9 @@ def test_a_sign_of_life_from_another_machine_counts(folder):
 
 def test_stale_checkpoints_start_over_and_stale_results_are_shown(folder):
     (folder.path / "checkpoints" / "step-1").mkdir(parents=True)
-    folder.begin("one")
-    assert (folder.path / "checkpoints" / "step-1").exists()
-    folder.begin("one")
-    assert (folder.path / "checkpoints" / "step-1").exists()
+    for _ in range(2):
+        folder.begin("one")
+        assert (folder.path / "checkpoints" / "step-1").exists()
     folder.begin("two")
     assert not (folder.path / "checkpoints").exists()
     write_json(folder.path / "result.json", result("one"))

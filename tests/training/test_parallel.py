@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from datetime import timedelta
 from functools import partialmethod
 from pathlib import Path
 from subprocess import PIPE
@@ -13,13 +14,14 @@ from typing import Any
 
 import pytest
 from torch import nn
+from torch.distributed import HashStore
 
 from tests.training import workers
 from titans_core import BLOCKS, LanguageModel, MemoryConfig, ModelConfig
 from titans_core.sequence_parallel import row_parts
 from titans_kernels import accelerate, forms_used
 from titans_platform.errors import UsageError
-from titans_platform.training import checkpoint
+from titans_platform.training import checkpoint, parallel
 from titans_platform.training.loop import deterministic
 
 pytestmark = pytest.mark.slow
@@ -97,6 +99,15 @@ def test_error_of_one_worker_ends_the_evaluation_of_all(both):
     _, (first, second) = both
     assert second["failed"] == "ValueError: out of memory"
     assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
+
+
+def test_error_of_one_worker_is_told_from_an_error_of_all(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(parallel.dist.distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(parallel, "world_size", lambda: 2)
+    assert not parallel.failed_on_all(timedelta(seconds=0.1))
+    monkeypatch.setattr(parallel, "rank", lambda: 1)
+    assert parallel.failed_on_all()
 
 
 def test_numbers_of_workers_that_do_not_fit_are_refused(monkeypatch):

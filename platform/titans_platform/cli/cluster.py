@@ -134,8 +134,7 @@ def submit(name: str, command: tuple[str, ...], detach: bool, dry_run: bool, as_
         raise UsageError(f"COMMAND: {first!r} is no command of titans; give one of {', '.join(commands)}")
     chosen = load_cluster(name)
     check_reachable(chosen)
-    job = titans_job(chosen, words)
-    return _submit(chosen, name, job, dry_run, as_json, detach)
+    return _submit(chosen, name, titans_job(chosen, words), dry_run, as_json, detach)
 
 
 @cluster.command(short_help="Print and follow a job's log.")

@@ -155,9 +155,8 @@ def ui(root: Path, adopt: bool, port: int, dry_run: bool) -> int:
         cause = os.strerror(error.errno or 0)
         raise UsageError(f"--port {port}: {cause} on {LOOPBACK}; give another") from None
     # in its own process group, so that its children are terminated with it
-    server = subprocess.Popen(
-        command, env=os.environ | QUIET, start_new_session=True, stdout=subprocess.DEVNULL
-    )
+    env = os.environ | QUIET
+    server = subprocess.Popen(command, env=env, start_new_session=True, stdout=subprocess.DEVNULL)
     click.echo(f"http://{LOOPBACK}:{port}/{page}  (Ctrl-C ends it)")
     try:
         return server.wait()

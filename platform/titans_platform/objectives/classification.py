@@ -98,7 +98,8 @@ class LabelledData:
         if (longest := 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])) > length:
             short = f"a row of {length} tokens does not hold the longest sequence with its start"
             raise UsageError(f"data.sequence_length: {short}; set it to {longest}")
-        self.fingerprint = digest([_content(split), tokenizer.fingerprint, length], 16)
+        content = digest([[part, *split[part]] for part in PARTS], 16)
+        self.fingerprint = digest([content, tokenizer.fingerprint, length], 16)
 
     @property
     def shares(self) -> Tensor:
@@ -175,10 +176,6 @@ def load_items(path: Path) -> Split:
     columns = load_copy(path).to_pydict()
     items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
     return {name: items.take(part == name) for name in PARTS}
-
-
-def _content(split: Split) -> str:
-    return digest([[part, *split[part]] for part in PARTS], 16)
 
 
 def _natural(label: str) -> tuple[int, str]:
@@ -373,8 +370,7 @@ class LabelledTask(Task):
         scorer = context.scorer
         tokens, lengths = (x.to(scorer.device) for x in (batch.tokens, batch.lengths))
         logits_BK = scorer.model(tokens, lengths_B=lengths).logits.double().cpu()
-        guesses_BK = guess_K.expand_as(logits_BK)
-        return self.values(logits_BK, batch.labels), self.values(guesses_BK, batch.labels)
+        return self.values(logits_BK, batch.labels), self.values(guess_K.expand_as(logits_BK), batch.labels)
 
 
 class Accuracy(LabelledTask):

@@ -104,9 +104,8 @@ def figure_data(
     if any(row.values.get(THROUGHPUT) for row in rows):
         measures.setdefault(THROUGHPUT, Column(title="Training throughput", unit="tokens/s", decimals=0))
     trials = [trial for trial in (search or {}).get("trials", ()) if trial.get("value") is not None]
-    return FigureData(
-        table, rows, _axes(rows, table.run.study.axes_at(table.run.scale_name)), measures, trials
-    )
+    axes = _axes(rows, table.run.study.axes_at(table.run.scale_name))
+    return FigureData(table, rows, axes, measures, trials)
 
 
 def _series(table: Table, row: TableRow, curves: Mapping[str, Curve]) -> Series:

@@ -408,8 +408,7 @@ def adjust(comparisons: Sequence[Comparison]) -> list[Comparison]:
 
     The family has an expected direction, at least two seeds, both numbers above their floors, and one rate.
     """
-    counted = (AGREES, DISAGREES, UNRESOLVED)
-    family = [i for i, each in enumerate(comparisons) if each.outcome in counted]
+    family = [i for i, each in enumerate(comparisons) if each.outcome in (AGREES, DISAGREES, UNRESOLVED)]
     adjusted = dict(zip(family, holm([comparisons[i].ours.p or 0.0 for i in family]), strict=True))
     return [replace(each, p=adjusted.get(i)) for i, each in enumerate(comparisons)]
 

@@ -56,8 +56,8 @@ def by_model(measure: Callable[[RunConfig], Value]) -> Callable[[RunConfig], Val
     cached = cache(lambda text: measure(RunConfig.model_validate_json(text)))
 
     def by_key(cfg: RunConfig) -> Value:
-        optim = OptimConfig(bptt_rows=cfg.optim.bptt_rows)  # a row's tokens depend on it
-        neutral = {"seed": 0, "optim": optim, "eval": EvalConfig()}
+        # a row's tokens depend on bptt_rows
+        neutral = {"seed": 0, "optim": OptimConfig(bptt_rows=cfg.optim.bptt_rows), "eval": EvalConfig()}
         return cached(cfg.model_copy(update=neutral).model_dump_json())
 
     return wraps(measure)(by_key)

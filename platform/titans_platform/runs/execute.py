@@ -39,7 +39,14 @@ from titans_platform.tasks import eval_version
 from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
-from titans_platform.training.parallel import data_shard, profiled, rank, same_statistics, world_size
+from titans_platform.training.parallel import (
+    data_shard,
+    failed_on_all,
+    profiled,
+    rank,
+    same_statistics,
+    world_size,
+)
 
 MAX_FAILURES = 2
 """Number of times that Ray Train restarts workers that died."""
@@ -138,7 +145,8 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 def run_worker(task: dict[str, Any]) -> Result | TitansError | None:
     """Train in a worker of Ray Train.
 
-    Train retries what is raised, so errors that a retry would repeat are returned.
+    Train retries what is raised, so errors that a retry would repeat are returned. One that this worker alone
+    has is raised: Train then ends the other workers, which wait for it in a collective.
     """
     from ray.train.torch import get_device
 
@@ -148,13 +156,9 @@ def run_worker(task: dict[str, Any]) -> Result | TitansError | None:
     try:
         return Worker(spec, get_device()).run()
     except TitansError as error:
-        return error
-
-
-def forget_compiled() -> None:
-    """Forget the graphs of earlier runs: beyond eight in a process, torch.compile runs blocks eagerly."""
-    if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()
+        if not spec.resources.several or failed_on_all():
+            return error
+        raise
 
 
 class Worker:
@@ -180,7 +184,9 @@ class Worker:
         """
         forms_used(forget=True)
         return_freed_memory()
-        forget_compiled()
+        # with the graphs of more than eight models in a process, torch.compile would run blocks eagerly
+        if "torch._dynamo" in sys.modules:
+            torch._dynamo.reset()
         peak_rss(reset=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()

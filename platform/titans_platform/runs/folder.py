@@ -192,8 +192,7 @@ class RunFolder:
         """Record the data's fingerprint and the hashes of its tasks' files; copy its tokenizer's file."""
         tokenizer = getattr(data, "tokenizer", None)
         if tokenizer and tokenizer.path:
-            kept = self.path / f"{TOKENIZER}{tokenizer.path.suffix}"
-            write_bytes(kept, tokenizer.path.read_bytes())
+            write_bytes(self.path / f"{TOKENIZER}{tokenizer.path.suffix}", tokenizer.path.read_bytes())
         self.update(data=data.fingerprint, tokenizer=tokenizer and tokenizer.fingerprint, files=files)
 
     def failure(self) -> dict[str, Any] | None:
@@ -205,6 +204,10 @@ class RunFolder:
         if progress := self.record().get("progress"):
             progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
         return progress
+
+    def parent(self) -> str | None:
+        """Return the MLflow run of the study that last trained it; None if none has."""
+        return self.record().get("mlflow", {}).get("tracking", {}).get("parent")
 
     def is_held(self) -> bool:
         """Return True if a live process holds the run.

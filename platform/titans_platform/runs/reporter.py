@@ -98,9 +98,8 @@ class Reporter:
         self._state: dict[str, Any] = {"phase": phase, "step": step, "steps": self.steps, "pid": os.getpid()}
         self._last = time.monotonic()
         self._loggers = [LOGGERS.find(name)(spec) for name in spec.config.log.loggers]
-        self.folder.update(
-            config=spec.config.model_dump(mode="json"), progress=self._state | {"time": time.time()}
-        )
+        progress = self._state | {"time": time.time()}
+        self.folder.update(config=spec.config.model_dump(mode="json"), progress=progress)
         if spec.start and not (self.folder.path / METRICS).exists():
             copy_metrics(spec.start.run, self.folder, spec.start.step)
         self.journal = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
@@ -150,8 +149,7 @@ class Reporter:
         """Record the one column that was measured at a rung, in the folder and in MLflow."""
         ((name, value),) = columns.items()
         rungs = self.folder.record().get("rungs", {})
-        measured = self.folder.rungs(name) | {step: value}
-        self.folder.update(rungs=rungs | {name: measured})
+        self.folder.update(rungs=rungs | {name: self.folder.rungs(name) | {step: value}})
         self.journal.metrics(step, {f"rung.{name}": value})
         # the next rung opens its own journal
         self._end(lambda run: None, None)

@@ -62,7 +62,8 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
                 try:
                     yield replace(study, tracking=Tracking(store.uri, study.label, parent))
                 except KeyboardInterrupt:
-                    end_at_checkpoints(study.folders())
+                    # another study may be training cells that both have
+                    end_at_checkpoints([f for f in study.folders() if f.parent() == parent])
                     raise
         except BaseException:
             # a study that is done is closed with its table; this one would stay RUNNING

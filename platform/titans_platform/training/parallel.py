@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from datetime import timedelta
 from pathlib import Path
 from typing import cast
 
@@ -40,6 +41,16 @@ def same_statistics(model: nn.Module) -> None:
         for name, buffer in model.named_buffers():
             if name.endswith(("running_mean", "running_var")):
                 dist.broadcast(buffer, 0)
+
+
+def failed_on_all(timeout: timedelta = timedelta(seconds=20)) -> bool:
+    """Return True if every rank calls this within ``timeout``; False if only some of them have failed."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"failed/{rank()}", "")
+    with suppress(dist.DistStoreError):
+        store.wait([f"failed/{each}" for each in range(world_size())], timeout)
+        return True
+    return False
 
 
 def data_shard(cfg: OptimConfig) -> tuple[int, int]:
