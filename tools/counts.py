@@ -23,7 +23,7 @@ BUDGETS = {
     "Form, fields": (8, 8),
     "FORMS, entries": (6, 6),
     "MemoryConfig, fields": (24, 24),
-    "platform, lines of code": (11_270, 11_000),
+    "platform, lines of code": (11_272, 11_000),
     "platform, files": (85, 85),
     "tests, lines": (18_255, 18_000),
     "docs, pages": (12, 12),

@@ -93,8 +93,7 @@ def test_run_of_other_code_is_not_resumed_and_a_damaged_checkpoint_passed_over(r
     with pytest.raises(UsageError, match="other code trained it"):
         resumed(spec, run_of(8))
     assert not spec.folder.path.exists()
-    first = spec_of(run_of(8), root)
-    train(first)
+    train(first := spec_of(run_of(8), root))
     file = next(first.folder.path.glob("checkpoints/step-00000008/*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
     assert resumed(spec_of(run_of(30), root), run_of(8)).start.step == 7

@@ -50,7 +50,7 @@ def result(commit: str = "one") -> dict:
 def test_states_and_results_of_a_folder(folder):
     assert folder.state() == "missing"
     folder.update(progress={"step": 3, "steps": 10}, mlflow={"tracking": {"parent": "a study's"}})
-    assert (folder.state(), folder.parent()) == ("interrupted", "a study's")
+    assert (folder.state(), folder.study_run_id()) == ("interrupted", "a study's")
     with folder.hold():
         assert (folder.state(), folder.progress()["step"]) == ("running", 3)
     folder.record_failure(ValueError("no\nluck"), "one")

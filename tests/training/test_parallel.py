@@ -101,13 +101,14 @@ def test_error_of_one_worker_ends_the_evaluation_of_all(both):
     assert first["failed"] == "TitansError: evaluation failed on rank 1: out of memory"
 
 
-def test_error_of_one_worker_is_told_from_an_error_of_all(monkeypatch):
+def test_error_of_one_worker_is_distinguished_from_an_error_of_all(monkeypatch):
     store = HashStore()
+    monkeypatch.setattr(parallel.dist, "is_initialized", lambda: True)
     monkeypatch.setattr(parallel.dist.distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(parallel, "world_size", lambda: 2)
-    assert not parallel.failed_on_all(timedelta(seconds=0.1))
-    monkeypatch.setattr(parallel, "rank", lambda: 1)
-    assert parallel.failed_on_all()
+    for rank in range(2):
+        monkeypatch.setattr(parallel, "rank", lambda rank=rank: rank)
+        assert parallel.all_left(timedelta(seconds=0.1)) == (rank == 1)
 
 
 def test_numbers_of_workers_that_do_not_fit_are_refused(monkeypatch):

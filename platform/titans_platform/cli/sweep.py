@@ -142,8 +142,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
     console = Console(highlight=False)
-    seeds = ", ".join(map(str, size.seeds))
-    console.print(f"[bold]{file.name}[/] at {scale}: {size.about} Seeds {seeds}.")
+    console.print(f"[bold]{file.name}[/] at {scale}: {size.about} Seeds {', '.join(map(str, size.seeds))}.")
     for key, column in file.columns_at(scale).items():
         console.print(f"  {key}: {column.heading}", markup=False)
     for row in file.rows_of(scale):

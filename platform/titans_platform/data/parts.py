@@ -157,9 +157,8 @@ def _plan(job: PartJob) -> SourcePlan:
 def _finished(job: PartJob) -> Iterator[tuple[int, Manifest]]:
     """Yield the complete parts."""
     for number in range(len(job.plan.parts)):
-        folder = job.store / replace(job, number=number).folder
         with suppress(FileNotFoundError, UsageError):
-            yield number, read_manifest(folder)
+            yield number, read_manifest(job.store / replace(job, number=number).folder)
 
 
 def _up_to_limit(job: PartJob, finished: dict[int, Manifest]) -> dict[str, Manifest]:

@@ -94,8 +94,7 @@ class PreparedData:
 
     def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> RowStream | Streams:
         """Training batches: shuffled rows or continuous streams, as ``data.rows`` says. Raises UsageError."""
-        kind = RowStream if cfg.data.rows == "shuffled" else Streams
-        return kind(self.sources, cfg, rank, world_size)
+        return (RowStream if cfg.data.rows == "shuffled" else Streams)(self.sources, cfg, rank, world_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""

@@ -98,8 +98,8 @@ class LabelledData:
         if (longest := 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])) > length:
             short = f"a row of {length} tokens does not hold the longest sequence with its start"
             raise UsageError(f"data.sequence_length: {short}; set it to {longest}")
-        content = digest([[part, *split[part]] for part in PARTS], 16)
-        self.fingerprint = digest([content, tokenizer.fingerprint, length], 16)
+        items = digest([[part, *split[part]] for part in PARTS], 16)
+        self.fingerprint = digest([items, tokenizer.fingerprint, length], 16)
 
     @property
     def shares(self) -> Tensor:

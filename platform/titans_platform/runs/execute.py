@@ -40,8 +40,9 @@ from titans_platform.training import checkpoint
 from titans_platform.training.loop import Hooks, Trainer, deterministic
 from titans_platform.training.optim import Diverged, before_decay, save_batch
 from titans_platform.training.parallel import (
+    all_left,
     data_shard,
-    failed_on_all,
+    leave,
     profiled,
     rank,
     same_statistics,
@@ -117,6 +118,9 @@ def _fit(spec: RunSpec) -> Any:
             break
         except TrainingFailedError as error:
             failure = error
+            for cause in getattr(error, "worker_failures", {}).values():
+                if isinstance(cause, TitansError):
+                    raise cause from error
     else:
         reason = (str(failure).strip() or "unknown").splitlines()[-1].strip()
         raise TitansError(f"the workers failed: {reason}") from failure
@@ -145,8 +149,8 @@ def _in_thread(call: Callable[[], Any]) -> Any:
 def run_worker(task: dict[str, Any]) -> Result | TitansError | None:
     """Train in a worker of Ray Train.
 
-    Train retries what is raised, so errors that a retry would repeat are returned. One that this worker alone
-    has is raised: Train then ends the other workers, which wait for it in a collective.
+    Train retries what is raised, so errors that a retry would repeat are returned. An error that only this
+    worker has is raised if the others have not ended too: Train then ends them, as they wait in a collective.
     """
     from ray.train.torch import get_device
 
@@ -156,7 +160,7 @@ def run_worker(task: dict[str, Any]) -> Result | TitansError | None:
     try:
         return Worker(spec, get_device()).run()
     except TitansError as error:
-        if not spec.resources.several or failed_on_all():
+        if not spec.resources.several or all_left():
             return error
         raise
 
@@ -196,10 +200,13 @@ class Worker:
                 trainer = self._train()
                 return self._at_rung(trainer, *self.spec.rung) if self.spec.rung else self._finish(trainer)
         except BaseException as error:
+            # before the report, which may wait for MLflow for longer than the other ranks do
+            leave()
             if self.reporter:
                 self.reporter.fail(error)
             raise
         finally:
+            leave()
             if self.reporter:
                 with ignore_disk_full():
                     self.spec.folder.record_attempt()

@@ -205,8 +205,8 @@ class RunFolder:
             progress["age"] = max(0.0, time.time() - progress.get("time", 0.0))
         return progress
 
-    def parent(self) -> str | None:
-        """Return the MLflow run of the study that last trained it; None if none has."""
+    def study_run_id(self) -> str | None:
+        """Return the MLflow run id of the study that last trained the run; None: it was trained by itself."""
         return self.record().get("mlflow", {}).get("tracking", {}).get("parent")
 
     def is_held(self) -> bool:

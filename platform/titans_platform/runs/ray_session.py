@@ -60,17 +60,15 @@ ALLOCATOR = {
     "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1),
     "MALLOC_TOP_PAD_": str(2**28),
     "MALLOC_ARENA_MAX": "2",
-    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """Settings that glibc's malloc reads when a process starts, so that memory freed by one step is reused by the
 next.
 
 By default glibc maps every block above 32 MiB anew, which took over half of a step of Mamba on rows of 501
-tokens. Blocks of 64 MiB and more are still mapped, in huge pages where the system allows it: a study trains
-its cells in threads, whose arenas have no room for them, and with a single arena (`MALLOC_ARENA_MAX` of 1),
-which has, a process held 1.6 times the memory. Without a limit, the threads of each cell create arenas of
-their own, up to 8 per core, which keep what they freed: a worker grew from 0.8 to 2.0 GB over ten cells of
-137K parameters.
+tokens. Blocks of 64 MiB and more are still mapped: a study trains its cells in threads, whose arenas have no
+room for them, and with a single arena (`MALLOC_ARENA_MAX` of 1), which has, a process held 1.6 times the
+memory. Without a limit, the threads of each cell create arenas of their own, up to 8 per core, which keep
+what they freed: a worker grew from 0.8 to 2.0 GB over ten cells of 137K parameters.
 """
 MALLOPT = {
     "MALLOC_MMAP_THRESHOLD_": -3, "MALLOC_TRIM_THRESHOLD_": -1, "MALLOC_TOP_PAD_": -2, "MALLOC_ARENA_MAX": -8,
@@ -90,9 +88,9 @@ def quiet() -> None:
 
     Variables that the user has set are kept. The allocator settings are applied to this process too.
     """
-    tuned = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     variables = {key: value for key, value in (QUIET | ALLOCATOR).items() if key not in os.environ}
     os.environ.update(variables)
+    tuned = "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", "")
     if platform.libc_ver()[0] == "glibc" and not tuned:
         for name in MALLOPT.keys() & variables.keys():
             ctypes.CDLL(None).mallopt(MALLOPT[name], int(variables[name]))

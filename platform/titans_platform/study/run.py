@@ -40,7 +40,8 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
     """Ray for the cells, and the study's parent run in MLflow, opened before any worker writes to the store.
 
     What Ray prints goes to ``ray.log``. MLflow runs of cells that a killed driver left open are ended, before
-    and after. On Ctrl-C the cells and trials that run end at a checkpoint. Raises UsageError, ClusterError.
+    and after. On Ctrl-C the cells and trials that this study trains end at a checkpoint. Raises UsageError,
+    ClusterError.
     """
     from titans_platform.tracking import open_store
 
@@ -63,7 +64,7 @@ def session(study: StudyRun) -> Iterator[StudyRun]:
                     yield replace(study, tracking=Tracking(store.uri, study.label, parent))
                 except KeyboardInterrupt:
                     # another study may be training cells that both have
-                    end_at_checkpoints([f for f in study.folders() if f.parent() == parent])
+                    end_at_checkpoints([run for run in study.folders() if run.study_run_id() == parent])
                     raise
         except BaseException:
             # a study that is done is closed with its table; this one would stay RUNNING

@@ -44,8 +44,7 @@ def learning_rate(step: int, cfg: OptimConfig) -> float:
     if step < warmup:
         return cfg.lr * (step + 1) / warmup
     done = (step - warmup) / max(1, cfg.steps - 1 - warmup)
-    high = SCHEDULES[cfg.schedule](min(1.0, done))
-    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * high)
+    return cfg.lr * (cfg.min_lr_ratio + (1 - cfg.min_lr_ratio) * SCHEDULES[cfg.schedule](min(1.0, done)))
 
 
 def warmup_steps(cfg: OptimConfig) -> int:

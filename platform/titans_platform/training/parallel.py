@@ -43,12 +43,18 @@ def same_statistics(model: nn.Module) -> None:
                 dist.broadcast(buffer, 0)
 
 
-def failed_on_all(timeout: timedelta = timedelta(seconds=20)) -> bool:
-    """Return True if every rank calls this within ``timeout``; False if only some of them have failed."""
-    store = dist.distributed_c10d._get_default_store()
-    store.set(f"failed/{rank()}", "")
-    with suppress(dist.DistStoreError):
-        store.wait([f"failed/{each}" for each in range(world_size())], timeout)
+def leave() -> None:
+    """Publish that this rank takes part in no more collectives."""
+    if dist.is_initialized():
+        dist.distributed_c10d._get_default_store().set(f"left/{rank()}", "")
+
+
+def all_left(timeout: timedelta = timedelta(seconds=20)) -> bool:
+    """Leave, and return True if every rank leaves within ``timeout``; the others may wait in a collective."""
+    leave()
+    ranks = [f"left/{each}" for each in range(world_size())]
+    with suppress(dist.DistError):
+        dist.distributed_c10d._get_default_store().wait(ranks, timeout)
         return True
     return False
 
