@@ -28,8 +28,7 @@ def study(steps: int = 20, items: int = 8, more_rows: tuple[dict, ...] = (), **f
     rows = [{"name": "LMM"}, {"name": "Linear Memory", "set": {"model.memory.depth": 1}}, *more_rows]
     return {
         "name": "tiny", "columns": {"reasoning": {"title": "Reasoning", "unit": "%", "factor": 100}},
-        "base": RUN | {"optim": optim, "eval": measured}, "scales": {"small": {"seeds": [0]}},
-        "rows": rows,
+        "base": RUN | {"optim": optim, "eval": measured}, "scales": {"small": {"seeds": [0]}}, "rows": rows,
     } | fields  # fmt: skip
 
 

@@ -125,14 +125,15 @@ def check_call(
 
 def embedded(embedding: nn.Module, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
     """Return the embedded tokens, [B, T, D]. Raises ValueError unless exactly one argument is given."""
-    inputs = [x for x in (input_ids, inputs_embeds) if x is not None]
-    if len(inputs) != 1:
-        raise ValueError("input_ids, inputs_embeds: give one of them")
-    if input_ids is None:
-        return inputs[0]
-    if input_ids.ndim != 2:
-        raise ValueError(f"input_ids: {list(input_ids.shape)}, not [rows, tokens]")
-    return embedding(input_ids)
+    has_ids = input_ids is not None
+    has_embeds = inputs_embeds is not None
+    if has_ids and not has_embeds:
+        if input_ids.ndim != 2:
+            raise ValueError(f"input_ids: {list(input_ids.shape)}, not [rows, tokens]")
+        return embedding(input_ids)
+    if has_embeds and not has_ids:
+        return inputs_embeds
+    raise ValueError("input_ids, inputs_embeds: give one of them")
 
 
 def _check_labels(labels: Tensor, B: int, T: int) -> None:

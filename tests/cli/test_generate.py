@@ -76,8 +76,7 @@ def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monke
 
 @pytest.mark.parametrize(("words", "says"), [
     (["--read", "nobody.txt"], "--read nobody.txt: No such file"),
-    (["--read", "."], "--read .: Is a directory"),
-    (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
+    (["--read", "."], "--read .: Is a directory"), (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
     (["--memory-in", "nobody"], "--memory-in nobody: cannot be read as a memory file: No such file"),
     (["--memory-in", "latin"], "--memory-in latin: cannot be read as a memory file: "),
     (["--temperature", "nan"], "--temperature: Input should be a finite number"),

@@ -32,8 +32,7 @@ SWITCHES: dict[str, dict] = {
     "later_version": {"residual": "norm", "channel_gates": "alpha", "gates_per": "chunk"},
     "write_budget": {"write_budget": 1.0, "max_theta": 1.0},
     "budget_per_chunk": {"write_budget": 1.5, "gates_per": "chunk", "channel_gates": "all"},
-    "forget_to_initial": {"forget_to": "initial"},
-    "linear_to_initial": {"forget_to": "initial", "depth": 1},
+    "forget_to_initial": {"forget_to": "initial"}, "linear_to_initial": {"forget_to": "initial", "depth": 1},
     "smallest": {"window": 1, "persistent": 0, "heads": 1, "conv": 1, "chunk_size": 16},
 }  # fmt: skip
 

@@ -16,8 +16,7 @@ from titans_core import AttentionConfig, LanguageModel, MemoryConfig, ModelConfi
 # lmm is enough for `make test-fast`
 @pytest.mark.slow
 @pytest.mark.parametrize(("variant", "switch"), [
-    *((v, "default") for v in MEMORY_VARIANTS),
-    *(("lmm", switch) for switch in ("later_version", "gated")),
+    *((v, "default") for v in MEMORY_VARIANTS), *(("lmm", switch) for switch in ("later_version", "gated")),
 ])  # fmt: skip
 def test_every_parameter_of_the_memory_has_the_gradient_finite_differences_give(variant, switch):
     m = model(variant, **SWITCHES[switch])

@@ -10,13 +10,11 @@ SPECIAL = {"bos_token_id": 38, "eos_token_id": 38, "pad_token_id": 39}
 
 
 @pytest.mark.parametrize(("name", "content", "says"), [
-    ("config.json", None, "No such file"),
-    ("config.json", "{", "Expecting"),
+    ("config.json", None, "No such file"), ("config.json", "{", "Expecting"),
     ("config.json", '{"model_type": "llama"}', "model_type is llama, not titans"),
     ("config.json", '{"model_type": "titans", "titans": {"d_model": 0}}', r"titans\.d_model: "),
     ("config.json", '{"model_type": "titans", "titans": {"variant": "mlp"}}', "variant: "),
-    ("model.safetensors", None, "No such file"),
-    ("model.safetensors", "cut", ""),
+    ("model.safetensors", None, "No such file"), ("model.safetensors", "cut", ""),
 ])  # fmt: skip
 def test_what_is_no_such_folder_is_one_line(name, content, says, tmp_path):
     save_folder(tmp_path, model("lmm"))

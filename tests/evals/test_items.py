@@ -123,8 +123,7 @@ def test_other_tokenizers_come_within_a_word_of_it(task, options):
     ("needel", {}, "; did you mean needle?"),
     ("needle", {"digit": 2}, "options.digit: unknown key; did you mean digits?"),
     ("needle", {"queries": 2}, "queries: 2 exceed needles: 1"),
-    ("recall", {"pairs": 30}, "pairs: 30 exceed keys: 26"),
-    ("recall", {"values": "16"}, "options.values"),
+    ("recall", {"pairs": 30}, "pairs: 30 exceed keys: 26"), ("recall", {"values": "16"}, "options.values"),
     ("reasoning", {"kind": "counting", "things": 1}, "max_count"), ("babi", {}, "options.path"),
     ("perplexity", {"kind": "x"}, "valid: none"), ("recall", {"rebind": 2.0}, "options.rebind"),
 ])  # fmt: skip

@@ -56,8 +56,7 @@ CASES = [
     Case((64, 32), 130, bound=None),
     # depth 2, in registers
     Case(DEEP, 1, 16), Case((16, 32, 64), 50, 32, H=2), Case((32, 64, 16), 64, bound=None),
-    Case(DEEP, 70, 32), Case(DEEP, 70, activation="gelu"),
-    Case((16, 16, 16), 40, 16, activation="identity"),
+    Case(DEEP, 70, 32), Case(DEEP, 70, activation="gelu"), Case((16, 16, 16), 40, 16, activation="identity"),
     # wider and deeper: streamed
     Case((16, 128), 64, 128), Case((32, 128, 16), 66, 64), Case((16, 16, 16, 32), 34, 16, bound=None),
     Case((16, 32, 32, 16), 70), Case((16, 32, 32, 16), 1, 16, H=2), Case((32, 16, 16, 16, 16), 64, 32),

@@ -41,8 +41,7 @@ def cells() -> list[Cell]:
 def finish(root, cell: Cell, **changes) -> None:
     ppl, acc = MEASURED[cell.row][cell.seed]
     result = {
-        "columns": {"lm_ppl": ppl, "reasoning_acc": acc},
-        "chance": {"lm_ppl": 260.0, "reasoning_acc": 0.25},
+        "columns": {"lm_ppl": ppl, "reasoning_acc": acc}, "chance": {"lm_ppl": 260.0, "reasoning_acc": 0.25},
         "tasks": {"reasoning_acc/recall@64": {"value": acc, "stderr": 0.01, "chance": 0.25, "items": 100}},
         "parameters": 137_000, "state_bytes": 9_340, "mlflow_run_id": f"run-{cell.name}",
     }  # fmt: skip

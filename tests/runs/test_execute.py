@@ -2,7 +2,9 @@
 
 import hashlib
 import sys
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -101,3 +103,15 @@ def test_a_memory_without_kernels_on_a_gpu_is_refused_before_training(tiny_run, 
         run(tiny_run, tmp_path)
     named = changed(tiny_run, model={"memory": RUN["model"]["memory"] | {"backend": "chunked"}})
     assert "neural_memory: chunked" in run(named, tmp_path).forms
+
+
+@pytest.mark.parametrize("all_ended", [True, False])
+def test_error_of_all_workers_is_returned_and_of_one_alone_raised(monkeypatch, all_ended):
+    module = sys.modules[execute.__module__]
+    monkeypatch.setattr("ray.train.torch.get_device", lambda: "cpu")
+    monkeypatch.setattr(module, "die_with_parent", lambda: None)
+    monkeypatch.setattr(module, "all_left", lambda: all_ended)
+    monkeypatch.setattr(module, "Worker", full)
+    spec = SimpleNamespace(resources=SimpleNamespace(several=True))
+    with nullcontext() if all_ended else pytest.raises(StorageError):
+        assert isinstance(module.run_worker({"spec": spec}), StorageError)

@@ -50,10 +50,7 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
 
 
 def pages_asked_for() -> int:
-    """By ten steps that each take a block of 40 MiB and free it: 102,400 pages where none is kept.
-
-    In a thread, as Tune trains a study's cells.
-    """
+    """For ten blocks of 40 MiB that are freed, in a thread as a cell is: 102,400 where none is kept."""
     import resource
     from concurrent.futures import ThreadPoolExecutor
 

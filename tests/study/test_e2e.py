@@ -47,10 +47,7 @@ def worker_of(cell: RunFolder) -> int | None:
 
 
 def below(pid: int) -> list[int]:
-    """Return the pids of a process's descendants without Ray's agents.
-
-    An agent does nothing for a run. It ends when its last call to the dead cluster has timed out.
-    """
+    """Return the pids of a process's descendants but Ray's agents, which outlive the dead cluster a while."""
     import psutil
 
     children = psutil.Process(pid).children(recursive=True)

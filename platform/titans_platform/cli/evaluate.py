@@ -171,9 +171,10 @@ def _run_data(objective: Objective[Any], point: Path, root: Path, other_data: bo
     if other_data:
         return objective.prepare(root)
     record = RunFolder.at(point.parents[1]).record()
+    files = record.get("files", {})
     try:
         for name, now in hashes_of(objective.cfg.eval.model_dump(mode="json")).items():
-            if record.get("files", {}).get(name, now) != now:
+            if files.get(name, now) != now:
                 raise DataChanged(f"eval.columns: {name} has changed since the run began")
         return objective.reopen(root, record.get("data", ""))
     except (DataChanged, NotPrepared) as error:

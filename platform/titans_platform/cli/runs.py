@@ -74,7 +74,7 @@ def delete(names: tuple[str, ...], root: Path, dry_run: bool) -> None:
     """
     from titans_platform.runs.load import find_run
 
-    folders = list({folder.path: folder for folder in (find_run(name, root) for name in names)}.values())
+    folders = dict.fromkeys(find_run(name, root) for name in names)
     if busy := next((folder for folder in folders if folder.is_held()), None):
         raise UsageError(f"{busy.name}: is running; stop it first")
     for folder in folders:

@@ -94,7 +94,8 @@ class PreparedData:
 
     def train_stream(self, cfg: RunConfig, rank: int = 0, world_size: int = 1) -> RowStream | Streams:
         """Training batches: shuffled rows or continuous streams, as ``data.rows`` says. Raises UsageError."""
-        return (RowStream if cfg.data.rows == "shuffled" else Streams)(self.sources, cfg, rank, world_size)
+        stream = RowStream if cfg.data.rows == "shuffled" else Streams
+        return stream(self.sources, cfg, rank, world_size)
 
     def validation(self, batch_size: int) -> Iterator[Batch]:
         """Yield all validation rows once, in a fixed order. Raises UsageError if there are none."""

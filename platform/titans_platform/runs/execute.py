@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -196,17 +196,16 @@ class Worker:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         try:
-            with deterministic(self.cfg.seed, self.cfg.threads):
+            with ExitStack() as at_end, deterministic(self.cfg.seed, self.cfg.threads):
+                # before an error is reported, which may wait for MLflow for longer than the other ranks do
+                at_end.callback(leave)
                 trainer = self._train()
                 return self._at_rung(trainer, *self.spec.rung) if self.spec.rung else self._finish(trainer)
         except BaseException as error:
-            # before the report, which may wait for MLflow for longer than the other ranks do
-            leave()
             if self.reporter:
                 self.reporter.fail(error)
             raise
         finally:
-            leave()
             if self.reporter:
                 with ignore_disk_full():
                     self.spec.folder.record_attempt()
@@ -331,8 +330,8 @@ class Worker:
             tokens=progress.step * trainer.tokens_per_step,
             final_train_loss=progress.final_loss,
             telemetry=progress.telemetry,
-            best_validation_loss=progress.best_loss,
-            best_step=progress.best_step,
+            best_validation_loss=progress.best_loss if progress.best_step else None,
+            best_step=progress.best_step or None,
             world_sizes=progress.worlds,
             mlflow_run_id=self.reporter.journal.run_id,
             study=self.spec.labels.get("study", ""),

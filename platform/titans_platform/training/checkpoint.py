@@ -194,7 +194,7 @@ class _Writer(FileSystemWriter):
         os.replace(self.partial, self.final)
         # later ones are corrupt and will be rewritten; they must not count towards keep
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
-        best = at_step(self.final.parent, self.progress.best_step or 0)
+        best = at_step(self.final.parent, self.progress.best_step)
         kept = [self.final, self.pinned, best, *written[: self.keep]]
         for old in written:
             if old not in kept:
@@ -439,6 +439,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("hash") != _hash_of(content):
             raise ValueError("it does not have the hash it was written with")
+        # older manifests have null where no best step was kept
+        content["progress"] = {k: v for k, v in content["progress"].items() if v is not None}
         return TypeAdapter(CheckpointManifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
@@ -120,10 +121,10 @@ class Progress:
     worlds: list[list[int]] = field(default_factory=list)
     """[step, workers] for each change of the world size."""
     seconds: float = 0.0
-    best_loss: float | None = None
-    """The lowest validation loss so far, in nats; None if the best checkpoint is not kept."""
-    best_step: int | None = None
-    """The step of ``best_loss``."""
+    best_step: int = 0
+    """The step of ``best_loss``; 0 before the first, or if the best checkpoint is not kept."""
+    best_loss: float = sys.float_info.max
+    """The lowest validation loss, in nats; before the first the largest float, as JSON has no infinity."""
     tail_loss: float = 0.0
     tail_steps: int = 0
     telemetry: dict[str, float] = field(default_factory=dict)
@@ -203,12 +204,9 @@ class Trainer:
     def _validated(self, hooks: Hooks) -> float:
         """Return the validation loss, averaged over ranks so that all agree on the best checkpoint."""
         local = torch.tensor(hooks.validate() / self.world_size, dtype=torch.float64)
-        loss = self._over_workers(local).item()
-        lowest = self.progress.best_loss
-        if lowest is None:
-            lowest = math.inf
-        if hooks.checkpoint_best and loss < lowest:
-            self.progress.best_loss, self.progress.best_step = loss, self.progress.step
+        loss, progress = self._over_workers(local).item(), self.progress
+        if hooks.checkpoint_best and loss < progress.best_loss:
+            progress.best_loss, progress.best_step = loss, progress.step
         return loss
 
     def step(self, batch: Any = None, telemetry: bool = False) -> dict[str, float]:
