@@ -50,7 +50,7 @@ def test_two_workers_give_the_numbers_of_one(tiny_run, tmp_path):
 
 
 def pages_asked_for() -> int:
-    """For ten blocks of 40 MiB that are freed, in a thread as a cell is: 102,400 where none is kept."""
+    """Page faults of a thread, as cells run in, that frees ten 40 MiB blocks: 102,400 if none is reused."""
     import resource
     from concurrent.futures import ThreadPoolExecutor
 

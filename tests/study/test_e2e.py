@@ -47,7 +47,7 @@ def worker_of(cell: RunFolder) -> int | None:
 
 
 def below(pid: int) -> list[int]:
-    """Return the pids of a process's descendants but Ray's agents, which outlive the dead cluster a while."""
+    """Return the pids of a process's descendants, without Ray's agents: they outlive a dead cluster."""
     import psutil
 
     children = psutil.Process(pid).children(recursive=True)

@@ -104,7 +104,7 @@ def test_one_flipped_bit_anywhere_is_seen(tmp_path):
     *((text, "is not a checkpoint's") for text in ("[]", "", '{"progress": {}}')),
     ({"files": ["a"]}, "files Input should be an object"),
     ({"files": {"__0_0.distcp": 7}}, r"__0_0\.distcp.? Input should be a valid string"),
-    ({"progress": {"step": "3"}}, r"progress\.step Input should be a valid integer"),
+    *(({"progress": {"step": x}}, r"progress\.step Input should be a valid integer") for x in ("3", None)),
     ({"progress": {"telemetry": [1]}}, r"progress\.telemetry Input should be an object"),
 ])  # fmt: skip
 def test_manifest_of_another_format_is_one_line(tmp_path, changes, reason):

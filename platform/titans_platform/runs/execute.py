@@ -197,7 +197,7 @@ class Worker:
             torch.cuda.reset_peak_memory_stats()
         try:
             with ExitStack() as at_end, deterministic(self.cfg.seed, self.cfg.threads):
-                # before an error is reported, which may wait for MLflow for longer than the other ranks do
+                # leave first: reporting an error may wait for MLflow longer than other ranks wait for this
                 at_end.callback(leave)
                 trainer = self._train()
                 return self._at_rung(trainer, *self.spec.rung) if self.spec.rung else self._finish(trainer)

@@ -439,8 +439,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         content = json.loads((folder / MANIFEST).read_bytes())
         if content.pop("hash") != _hash_of(content):
             raise ValueError("it does not have the hash it was written with")
-        # older manifests have null where no best step was kept
-        content["progress"] = {k: v for k, v in content["progress"].items() if v is not None}
+        # earlier versions wrote null for best_step and best_loss until there were any
+        content["progress"] = {k: v for k, v in content["progress"].items() if (k[:5], v) != ("best_", None)}
         return TypeAdapter(CheckpointManifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None

@@ -122,9 +122,9 @@ class Progress:
     """[step, workers] for each change of the world size."""
     seconds: float = 0.0
     best_step: int = 0
-    """The step of ``best_loss``; 0 before the first, or if the best checkpoint is not kept."""
+    """The step of ``best_loss``; 0 before the first validation, or if the best checkpoint is not kept."""
     best_loss: float = sys.float_info.max
-    """The lowest validation loss, in nats; before the first the largest float, as JSON has no infinity."""
+    """The lowest validation loss, in nats; the largest float until there is one: JSON has no infinity."""
     tail_loss: float = 0.0
     tail_steps: int = 0
     telemetry: dict[str, float] = field(default_factory=dict)
