@@ -142,10 +142,7 @@ def test_norm_and_convolution_are_their_definitions(forms, seed):
 
 
 def float32_error(backend: str, **options) -> float:
-    """Relative error of the reads or of a gradient, the largest.
-
-    Keys have norm 2, and all but make a memory of four layers diverge.
-    """
+    """Largest relative error of reads or gradients, with keys of norm 2: four layers all but diverge."""
     generator, collected = torch.Generator().manual_seed(5), []
     randn = lambda *s: torch.randn(*s, generator=generator)  # noqa: E731
     rand = lambda: torch.rand(1, 256, 2, generator=generator)  # noqa: E731

@@ -2,7 +2,6 @@
 
 import hashlib
 import sys
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,13 +104,13 @@ def test_a_memory_without_kernels_on_a_gpu_is_refused_before_training(tiny_run, 
     assert "neural_memory: chunked" in run(named, tmp_path).forms
 
 
-@pytest.mark.parametrize("all_ended", [True, False])
-def test_error_of_all_workers_is_returned_and_of_one_alone_raised(monkeypatch, all_ended):
-    module = sys.modules[execute.__module__]
+def test_error_of_all_workers_is_returned_and_of_one_alone_raised(monkeypatch):
+    module, ended = sys.modules[execute.__module__], iter([True, False])
     monkeypatch.setattr("ray.train.torch.get_device", lambda: "cpu")
     monkeypatch.setattr(module, "die_with_parent", lambda: None)
-    monkeypatch.setattr(module, "all_left", lambda: all_ended)
+    monkeypatch.setattr(module, "all_left", lambda: next(ended))
     monkeypatch.setattr(module, "Worker", full)
-    spec = SimpleNamespace(resources=SimpleNamespace(several=True))
-    with nullcontext() if all_ended else pytest.raises(StorageError):
-        assert isinstance(module.run_worker({"spec": spec}), StorageError)
+    task = {"spec": SimpleNamespace(resources=SimpleNamespace(several=True))}
+    assert isinstance(module.run_worker(task), StorageError)
+    with pytest.raises(StorageError):
+        module.run_worker(task)

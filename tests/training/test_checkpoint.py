@@ -4,6 +4,7 @@ import json
 import math
 import random
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -56,10 +57,15 @@ def test_restored_run_goes_on_to_the_same_weights(tmp_path):
 def test_restore_brings_every_rng_back_and_load_model_the_weights_alone(tmp_path):
     t = interrupted(tmp_path, 3)
     drawn = torch.rand(2).tolist(), random.random(), np.random.rand()
+    manifest = tmp_path / "step-00000003" / checkpoint.MANIFEST
+    manifest.unlink()
+    # as earlier versions wrote it
+    checkpoint.write_manifest(manifest.parent, replace(t.progress, best_step=None, best_loss=None))
     checkpoint.restore(tmp_path, t)
+    assert (t.progress.step, t.progress.best_step) == (3, 0)
     assert (torch.rand(2).tolist(), random.random(), np.random.rand()) == drawn
     fresh = Tied()
-    assert checkpoint.load_model(tmp_path / "step-00000003", fresh) == 3
+    assert checkpoint.load_model(manifest.parent, fresh) == 3
     assert same(weights(t), fresh.state_dict())
 
 

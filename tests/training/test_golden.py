@@ -20,10 +20,7 @@ LOSSES = {
 
 
 class Stream:
-    """Rows in which each token predicts the second next one, so that there is something to learn.
-
-    Every second batch packs two documents into its rows.
-    """
+    """Rows whose tokens predict the second next one; every second batch packs two documents into its rows."""
 
     def batch(self, step: int) -> Batch:
         tokens = torch.randint(VOCAB, (ROWS, LENGTH + 1), generator=torch.Generator().manual_seed(step))

@@ -196,9 +196,8 @@ class _Writer(FileSystemWriter):
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
         best = at_step(self.final.parent, self.progress.best_step)
         kept = [self.final, self.pinned, best, *written[: self.keep]]
-        for old in written:
-            if old not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+        for old in set(written).difference(kept):
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def _with_hint(error: TitansError) -> TitansError:
@@ -440,7 +439,8 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         if content.pop("hash") != _hash_of(content):
             raise ValueError("it does not have the hash it was written with")
         # earlier versions wrote null for best_step and best_loss until there were any
-        content["progress"] = {k: v for k, v in content["progress"].items() if (k[:5], v) != ("best_", None)}
+        fields = content["progress"].items()
+        content["progress"] = {k: v for k, v in fields if v is not None or not k.startswith("best_")}
         return TypeAdapter(CheckpointManifest).validate_json(json.dumps(content), strict=True)
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{MANIFEST} is not a checkpoint's: {one_line(error, 160)}") from None
