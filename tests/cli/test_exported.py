@@ -80,7 +80,7 @@ def test_trainers_step_does_not_depend_on_its_micro_batches(side, width, rel, fo
 
 def test_trainer_recomputes_activations_and_evaluates_padded_batches(folder, tokenizer, tmp_path):
     plain = one_step(load(folder), tokenizer, 4, 2, True, tmp_path)
-    assert one_step(load(folder), tokenizer, 4, 2, True, tmp_path, gradient_checkpointing=True) == plain
+    assert one_step(load(folder), tokenizer, 4, 2, True, tmp_path, activation_checkpointing=True) == plain
     smoothed = one_step(load(folder), tokenizer, 4, 2, True, tmp_path, label_smoothing_factor=1e-6)
     assert smoothed == pytest.approx(plain, rel=1e-4)
     seen, few = [], {"per_device_eval_batch_size": 3}
@@ -127,7 +127,7 @@ def test_peft_trains_saves_and_merges_an_adapter(folder, tokenizer, tmp_path):
     adapter = peft.LoraConfig(target_modules="all-linear", task_type="CAUSAL_LM")
     net = peft.get_peft_model(load(folder), adapter)
     before = {name: p.clone() for name, p in net.named_parameters()}
-    one_step(net, tokenizer, 4, 2, True, tmp_path / "t", gradient_checkpointing=True, learning_rate=0.1)
+    one_step(net, tokenizer, 4, 2, True, tmp_path / "t", activation_checkpointing=True, learning_rate=0.1)
     moved = {name for name, p in net.named_parameters() if not torch.equal(p, before[name])}
     assert moved
     assert all("lora_" in name for name in moved)
