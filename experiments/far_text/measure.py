@@ -30,7 +30,7 @@ BEYOND = 4096
 BLOCK = 256
 """Tokens that are measured on one state; the least that a state has read."""
 READ = {"256": 256, "1k": 1024, "4k": 4096}
-ALL, OFF = "all", "off"
+ALL, OFF, NGRAMS = "all", "off", "ngrams"
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,9 @@ class FarTextOptions(Frozen):
     """The reading, and the tokens that count."""
 
     read: Literal["256", "1k", "4k", "all", "off"] = "all"
-    less: Literal["256", "1k", "4k", "all", "off"] | None = None
-    """Report how much lower the loss of `read` is than this reading's."""
+    less: Literal["256", "1k", "4k", "all", "off", "ngrams"] | None = None
+    """Report how much lower the loss of `read` is than this reading's; `ngrams`: than the loss of 5-grams
+    with a cache of the same tokens."""
     tokens: Literal["all", "far"] = "all"
     """far: tokens whose last occurrence in the text is more than 256 tokens back."""
 
@@ -65,7 +66,7 @@ class FarText(Task):
     """Mean nats a token beyond position 4,096 of held-out texts of `context.length` tokens.
 
     Texts are spread over the held-out text, as many as `eval.perplexity_tokens` allows; each begins where a
-    document does. NaN: memory off, of a model without memory.
+    document does. NaN: memory off, of a model without memory; less 5-grams, where none were counted.
     """
 
     name = "far_text"
@@ -92,22 +93,21 @@ class FarText(Task):
 
     def measure(self, context: Context) -> Measurement:
         """Read the texts, once for all columns of a model, and average over the tokens that count."""
-        model, options = context.scorer.model, self.options
+        model, options, texts = context.scorer.model, self.options, self.texts(context)
         if model not in _READINGS:
-            _READINGS[model] = read(context.scorer, self.texts(context))
+            _READINGS[model] = read(context.scorer, texts)
         readings, far = _READINGS[model], options.tokens == "far"
-        values_NP = readings.losses[options.read]
+        losses = dict(readings.losses)
+        if options.less in (None, NGRAMS) and options.read != OFF and (ngrams := context.ngrams()):
+            losses[NGRAMS] = -np.log(cached(ngrams, texts, READ.get(options.read)))
+        items = int((readings.far_NP if far else readings.counts_NP).sum())
         if options.less:
-            values_NP = readings.losses[options.less] - values_NP
-        value, stderr = readings.mean(values_NP, far)
-        counts_NP = readings.far_NP if far else readings.counts_NP
-        items = int(counts_NP.sum())
-        if options.less:
-            return Measurement(value, stderr, 0.0, items)
+            less_NP = losses.get(options.less, np.nan)
+            return Measurement(*readings.mean(less_NP - losses[options.read], far), 0.0, items)
+        value, stderr = readings.mean(losses[options.read], far)
         chance, floor, heuristic = math.log(context.scorer.tokenizer.vocab_size), None, None
-        if options.read != OFF and (ngrams := context.ngrams()):
-            p_NP = cached(ngrams, self.texts(context), READ.get(options.read))
-            floor, heuristic = float(-np.log(p_NP[counts_NP]).mean()), "5-grams with a cache of what is read"
+        if NGRAMS in losses:
+            floor, heuristic = readings.mean(losses[NGRAMS], far)[0], "5-grams with a cache of what is read"
         return Measurement(value, stderr, chance, items, floor=floor, heuristic=heuristic)
 
     def texts(self, context: Context) -> list[LongText]:

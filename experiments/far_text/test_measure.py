@@ -67,6 +67,28 @@ def test_cache_of_a_reading_counts_only_what_it_read(short, texts):
     )
 
 
+@torch.no_grad()
+def test_gain_over_ngrams_has_its_error_over_texts(short, texts, monkeypatch):
+    torch.manual_seed(0)
+    tokenizer: Any = SimpleNamespace(vocab_size=260)
+    scorer = Scorer(LanguageModel(preset("smoke")).eval(), tokenizer, torch.device("cpu"), 64)
+    counted = NGrams((texts[0].tokens[None], texts[0].counts[None]), vocab_size=260)
+    monkeypatch.setattr(measure.FarText, "texts", lambda self, context: texts)
+
+    def measured(ngrams: NGrams | None, **options: str) -> Any:
+        task = measure.FarText(measure.FarTextOptions.model_validate(options))
+        return task.measure(cast(Any, SimpleNamespace(scorer=scorer, ngrams=lambda: ngrams)))
+
+    losses_NP = measure.read(scorer, texts).losses["1k"]
+    floors_NP = -np.log(measure.cached(counted, texts, 32))
+    gain = measured(counted, read="1k", less="ngrams")
+    each_N = (floors_NP - losses_NP).mean(1)
+    assert gain.value == pytest.approx(each_N.mean(), abs=1e-5)
+    assert gain.stderr == pytest.approx(each_N.std(ddof=1) / np.sqrt(3), rel=1e-5)
+    assert measured(counted, read="1k").floor == pytest.approx(floors_NP.mean(), rel=1e-5)
+    assert np.isnan(measured(None, read="1k", less="ngrams").value)
+
+
 def test_last_seen_is_the_distance_to_the_same_token():
     assert measure.last_seen(np.array([5, 7, 5, 5, 7])).tolist() == [0, 0, 2, 1, 3]
 
