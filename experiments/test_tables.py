@@ -19,7 +19,7 @@ HEADINGS = {
     "letter/cells.csv": "What it showed",
     "long_ablation/cells.csv": "Ten seeds",
     "overnight/cells.csv": "Seed 0",
-    "overnight/cells-1.csv": "Seed 1, so far",
+    "overnight/cells-1.csv": "Seed 1",
     "overnight/cells-4e-3.csv": "At 4e-3",
 }
 """The heading above a table, where the page has several."""
