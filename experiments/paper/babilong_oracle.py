@@ -8,7 +8,6 @@ import random
 import re
 import sys
 
-from tests.evals.small import questions
 from titans_platform.config import TaskConfig
 from titans_platform.data import Tokenizer, load_tokenizer
 from titans_platform.tasks import build_generated
@@ -43,7 +42,7 @@ def shares(task: Babilong, length: int, tokenizer: Tokenizer) -> tuple[float, fl
     for seed in range(ITEMS):
         item = task.item(random.Random(seed), length or 4096, tokenizer)
         assert not length or length - 8 <= count_tokens(item, tokenizer) <= length
-        ((before, answer),) = questions(item)
+        ((before, answer),) = item.questions()
         right.append(f" {oracle.answer(before)}" == answer)
         guessed += [f" {rng.choice(oracle.answers)}" == answer for _ in range(100)]
     return sum(right) / len(right), sum(guessed) / len(guessed)

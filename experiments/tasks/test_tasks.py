@@ -10,7 +10,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.evals.small import questions
 from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.errors import UsageError
@@ -73,7 +72,7 @@ def made(task, options, length, count=200):
 
 def right(items, answer):
     """Share of the questions that `answer(text before)` answers, and how many there are."""
-    hits = [answer(before) == said for item in items for before, said in questions(item)]
+    hits = [answer(before) == said for item in items for before, said in item.questions()]
     return sum(hits) / len(hits), len(hits)
 
 
@@ -149,7 +148,7 @@ def test_known_map_answers_unseen_inputs(task, options, length):
         pairs = PAIR.findall(item.text)
         assert all(known[name] == int(output) for name, output in pairs)
         assert len(pairs) == len(dict(pairs)) == o.examples + (o.queries or o.examples)
-        assert all(str(known[latest(before)[0]]) == said for before, said in questions(item))
+        assert all(str(known[latest(before)[0]]) == said for before, said in item.questions())
 
 
 def test_map_fitted_to_examples_predicts_unseen_inputs():
@@ -200,7 +199,7 @@ def test_line_alone_answers_its_questions_and_whole_row_only_half(task, options,
     share, _ = right(items, lambda before: (lambda key, bound: bound.get(key, "?"))(*latest(before)))
     assert near(share, 1 / 2, len(items))
     assert near(right(items, lambda _: "-")[0], 1 / 2, len(items))
-    later = [(before, said) for item in items for before, said in questions(item) if "\n" in before[1:]]
+    later = [(before, said) for item in items for before, said in item.questions() if "\n" in before[1:]]
     lines = [(latest(before)[0], before.split("\n")[-2]) for before, said in later if said == "-"]
     assert lines
     assert all(re.search(rf"{re.escape(key)}[0-9a-z]", line) for key, line in lines)
@@ -213,7 +212,7 @@ def test_line_alone_answers_its_questions_and_whole_row_only_half(task, options,
 def test_random_answers_score_chance(task, options, length):
     """Answers of other items, of the same length: a frequent answer is guessed as often."""
     task, items = made(task, options, length)
-    rng, said = random.Random(1), [answer for item in items for _, answer in questions(item)]
+    rng, said = random.Random(1), [answer for item in items for _, answer in item.questions()]
     by_length = {n: [answer for answer in said if len(answer) == n] for n in {*map(len, said)}}
     hits = sum(rng.choice(by_length[len(answer)]) == answer for answer in said)
     assert near(hits / len(said), task.chance, len(said))
@@ -241,7 +240,7 @@ def test_random_values_of_the_block_score_as_the_heuristic(task, options, length
         # who has the first symbol of a value can read the others off the row
         return answer[:1] if "fuzzy" in task.name else answer
 
-    hits = [frequent(before) == first(said) for item in items for before, said in questions(item)]
+    hits = [frequent(before) == first(said) for item in items for before, said in item.questions()]
     level = task.floor(length, BYTE).scores["any value of the newest block"]
     assert near(sum(hits) / len(hits), level, len(items))
 
@@ -253,7 +252,7 @@ def test_unused_values_score_no_better_than_chance(task, options, length):
     hits = []
     for item in items:
         said = []
-        for before, answer in questions(item):
+        for before, answer in item.questions():
             values = values_of(before, task.bound)
             hits.append(rng.choice([v for v in values if v not in said] or values)[:1] == answer[:1])
             said.append(answer)
@@ -315,7 +314,7 @@ def test_longer_rows_have_more_episodes_and_new_values():
     task = build_generated(TaskConfig(task=PATHS["episodes"]))
     for length, episodes in ((21, 1), (64, 3), (512, 25)):
         item = task.item(random.Random(6), length, BYTE)
-        assert len([*questions(item)]) == 4 * episodes
+        assert len([*item.questions()]) == 4 * episodes
         assert len({key for key, _ in PAIR.findall(item.text)}) == 4
     renewed = build_generated(TaskConfig(task=PATHS["episodes"], options={"renewed": 1.0, "queries": 1}))
     first, second = (block for block, _ in renewed.blocks(random.Random(7), 41))

@@ -22,7 +22,6 @@ def walk(command: click.Command, ctx: click.Context, path: tuple[str, ...] = ())
         return
     for name in command.list_commands(ctx):
         below = command.get_command(ctx, name)
-        assert below is not None
         yield from walk(below, ctx, (*path, name))
 
 

@@ -21,13 +21,6 @@ def cell(tmp_path_factory) -> Path:
     return trained(tmp_path_factory.mktemp("root"), optim=RUN["optim"] | {"steps": 4})
 
 
-@pytest.fixture
-def book(tmp_path) -> Path:
-    path = tmp_path / "book.txt"
-    path.write_text(BOOK)
-    return path
-
-
 def generate(capsys, *words: object) -> tuple[str, str]:
     assert run(["generate", *map(str, words)]) == 0
     return capsys.readouterr()
@@ -46,6 +39,7 @@ def test_it_prints_the_text_and_on_stderr_how_fast_it_was(cell, capsys):
 
 
 def test_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
+    book.write_text(BOOK)
     greedy = ("--temperature", 0, "--max-new-tokens", 12)
     at_once, _ = generate(capsys, cell, "--read", book, "--prompt", "Whale?", *greedy)
     memory, after = tmp_path / "book.memory", tmp_path / "after.memory"
@@ -64,6 +58,7 @@ def test_book_is_read_once_and_continued_later(cell, book, tmp_path, capsys):
 
 
 def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monkeypatch, tmp_path, refused):
+    book.write_text(BOOK)
     line = ("--temperature", 0, "--max-new-tokens", 9)
     expected, _ = generate(capsys, cell, "--read", book, *line)
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(BOOK.encode())))

@@ -176,8 +176,7 @@ HTTPServer(("127.0.0.1", int(sys.argv[1])), Dashboard).serve_forever()
 """
 
 
-@pytest.fixture
-def gateway(fake, tmp_path, monkeypatch):
+def test_kind_of_ones_own_is_named_by_its_import_path(fake, tmp_path, capfd, monkeypatch):
     """The kind that clusters/README.md shows; its ssh is a dashboard with one job."""
     readme = Path(__file__).parents[2] / "clusters" / "README.md"
     (code,) = re.findall(r"```python\n(.*?)```", readme.read_text(), re.DOTALL)
@@ -187,10 +186,7 @@ def gateway(fake, tmp_path, monkeypatch):
     (port,) = free_ports(1)
     fake("ssh", f'exec {sys.executable} "$FAKE/dashboard.py" {port} {SECRET}')
     monkeypatch.chdir(tmp_path)
-    return f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
-
-
-def test_kind_of_ones_own_is_named_by_its_import_path(gateway, tmp_path, capfd, monkeypatch):
+    gateway = f"kind: my_lab:Gateway\nhost: gate\nport: {port}\ntoken: {{file: {tmp_path}/token}}\n"
     path = tmp_path / "gate.yaml"
     path.write_text(gateway)
     assert run(["cluster", "status", str(path), "--json"]) == 0

@@ -59,12 +59,6 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         assert not Path(recorded["folder"]).exists()
 
 
-def status() -> dict[str, Any]:
-    code, out = ended(titans("cluster", "status", os.environ["TWO"], "--json"))
-    assert code == 0, out
-    return json.loads(out)
-
-
 def node_at_work(state: Path, cells: dict[str, RunFolder]) -> list[Any] | None:
     """The processes of a node, not the head, on which a cell is being trained."""
     at_work = {cell.record().get("pid") for cell in cells.values() if cell.is_held() and cell.progress()}
@@ -118,11 +112,12 @@ def test_node_and_the_driver_killed_the_study_ends_with_the_same_numbers(nodes, 
     assert code == 0, out
     for row, result in alone.items():
         actual = folders[row].result()
-        assert actual is not None
         for key in ("columns", "tasks", "final_train_loss", "parameters", "config", "tokens"):
             assert getattr(actual, key) == getattr(result, key), (row, key)
 
-    report = status()
+    code, out = ended(titans("cluster", "status", os.environ["TWO"], "--json"))
+    assert code == 0, out
+    report = json.loads(out)
     assert sorted(node["alive"] for node in report["nodes"]) == [False, True]
     assert {job["state"] for job in report["jobs"]} <= {"succeeded", "failed"}
     code, out = ended(titans("cluster", "logs", os.environ["TWO"], "none"))

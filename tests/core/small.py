@@ -18,7 +18,6 @@ BASELINE_OPTIONS: dict[str, dict] = {
     "samba": {"state": 4},
 }  # fmt: skip
 RULES = "tests.kernels.test_rules"
-ONLINE = {"depth": 1, "chunk_size": 1, "surprise_bound": None}
 SWITCHES: dict[str, dict] = {
     "default": {}, "linear": {"depth": 1}, "deep": {"depth": 4}, "online": {"chunk_size": 1},
     "no_conv": {"conv": False}, "no_momentum": {"momentum": False}, "no_decay": {"decay": False},

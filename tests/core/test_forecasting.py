@@ -36,9 +36,7 @@ def test_every_parameter_is_trained_by_a_forecast_of_the_right_shape(name, varia
     assert forecast.shape == (4, WINDOW.horizon, WINDOW.channels)
     forecast.square().sum().backward()
     assert [key for key, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
-    assert x.grad is not None
     assert (x.grad.abs().sum((0, 2)) > 0).all()
-    assert model.num_parameters() > 0
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)

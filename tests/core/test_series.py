@@ -34,7 +34,6 @@ def test_series_cut_between_calls_gives_the_same_prediction(variant):
 def test_every_step_of_the_window_reaches_the_prediction(variant):
     m, x = series_model(variant), values(12).requires_grad_()
     m(x).prediction.sum().backward()
-    assert x.grad is not None
     assert (x.grad.abs().sum((0, 2)) > 0).all()
     assert all(p.grad is not None for p in m.parameters())
 

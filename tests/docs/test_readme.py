@@ -32,7 +32,6 @@ def parse(line: str, whole: bool) -> None:
     ctx = click.Context(command, info_name="titans")
     while isinstance(command, click.Group) and words and not words[0].startswith("-"):
         _, inner, words = command.resolve_command(ctx, words)
-        assert inner is not None
         command, ctx = inner, click.Context(inner, ctx, info_name=inner.name)
     if isinstance(command, click.Group):
         assert not whole or not words, f"{line}: no command"

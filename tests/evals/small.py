@@ -1,13 +1,13 @@
-"""A model that answers by code, and a helper that parses items of generated tasks."""
+"""A model that answers by code, and what an evaluation of it needs."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 
+from titans_platform.config import EvalConfig, TaskConfig
 from titans_platform.data import load_tokenizer
-from titans_platform.tasks.items import Item
 
 BYTE = load_tokenizer("byte")
 
@@ -35,10 +35,11 @@ class Oracle(nn.Module):
         return SimpleNamespace(logits=logits)
 
 
-def questions(item: Item) -> Iterator[tuple[str, str]]:
-    """(all text before the answer, answer) of each answer."""
-    text = ""
-    for piece, is_answer in item.pieces:
-        if is_answer:
-            yield text, piece
-        text += piece
+def prepared(hashes=frozenset(), batches=()):
+    """Data of bytes with these validation batches."""
+    return SimpleNamespace(tokenizer=BYTE, item_hashes=hashes, validation=lambda rows: iter(batches))
+
+
+def config(task, options, lengths=(1.0,), **more):
+    """One column of one task."""
+    return EvalConfig(columns={"col": (TaskConfig(task=task, options=options, lengths=lengths),)}, **more)

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.evals.small import BYTE, questions
+from tests.evals.small import BYTE
 from titans_platform.config import TaskConfig
 from titans_platform.tasks import build_generated
 from titans_platform.tasks.reasoning import NUMBERS, PEOPLE, PLACES, THINGS, VERBS
@@ -27,8 +27,8 @@ def test_compact_needles_are_there_once_and_queried(kind):
     for item in items("needle", 96, 200, kind=kind, style="compact", digits=3, needles=4, queries=3):
         needles = re.findall(r"([A-Z]):([0-9a-f]{3});", item.text)
         assert len(needles) == len(dict(needles)) == 4
-        assert len({before[-2] for before, _ in questions(item)}) == 3
-        for before, answer in questions(item):
+        assert len({before[-2] for before, _ in item.questions()}) == 3
+        for before, answer in item.questions():
             assert before.endswith(f"?{before[-2]}:")
             assert dict(needles)[before[-2]] == answer
         assert re.fullmatch(r"[a-z ]*", re.sub(r"([A-Z]):[0-9a-f]{3};", "", item.text.partition("?")[0]))
@@ -40,7 +40,7 @@ def test_ruler_needles_are_there_once_and_asked_for(kind):
     pattern = rf"One of the special magic (?:number|uuid)s for ([\w-]+) is: ({value})\."
     for item in items("needle", 700, 50, kind=kind):
         ((key, stated),) = re.findall(pattern, item.text)
-        ((before, answer),) = questions(item)
+        ((before, answer),) = item.questions()
         assert answer == f" {stated}"
         assert before.endswith(f"for {key} mentioned in the provided text is")
         assert item.text.count(stated) == 2
@@ -149,7 +149,7 @@ KINDS = ("one_fact", "two_facts", "three_facts", "yes_no", "counting")
 @pytest.mark.parametrize("more", [{"questions": 4}, {"facts": 9}], ids=str)
 def test_reasoning_answers_follow_from_the_text(kind, style, length, more):
     for item in items("reasoning", length, 60, kind=kind, style=style, **more):
-        asked = list(questions(item))
+        asked = list(item.questions())
         assert len(asked) == more.get("questions", 1)
         for before, answer in asked:
             assert solve(before, kind, style) == answer.strip()
@@ -206,6 +206,6 @@ def test_reasoning_questions_are_about_places_seen_and_stand_anywhere():
         assert (who, "move", where) in facts
         assert any(place(facts, person) == where for person in {person for person, _, _ in facts})
     drawn = items("reasoning", 128, 200, kind="one_fact", style="compact", questions=4)
-    ends = [len(before) / 128 for item in drawn for before, _ in list(questions(item))[:-1]]
+    ends = [len(before) / 128 for item in drawn for before, _ in list(item.questions())[:-1]]
     assert sum(end < 0.5 for end in ends) > 0.3 * len(ends)
     assert sum(end > 0.5 for end in ends) > 0.3 * len(ends)

@@ -15,16 +15,14 @@ import pytest
 import torch
 from torch import nn
 
-from tests.evals.small import BYTE, Oracle
-from titans_platform.config import EvalConfig, TaskConfig
+from tests.evals.small import BYTE, Oracle, config, prepared
+from titans_platform.config import TaskConfig
 from titans_platform.errors import UsageError
 from titans_platform.evals import Scorer, evaluate
 from titans_platform.evals.lm_harness import MISSING, HarnessModel
 from titans_platform.evals.scoring import encode_pair
 from titans_platform.tasks import build_generated, build_task, encode_item
 from titans_platform.tasks.items import load_prose
-
-PREPARED = SimpleNamespace(tokenizer=BYTE, item_hashes=frozenset(), validation=None)
 
 BABI = """1 Mary moved to the bathroom.
 2 John went to the hallway.
@@ -53,10 +51,6 @@ class Likes(nn.Module):
 def parrot(text: str) -> Oracle:
     """Goes on with ``text`` after its start."""
     return Oracle(lambda before: text.removeprefix(before)[:1] if text.startswith(before) else None).eval()
-
-
-def one(task, options, **more):
-    return EvalConfig(columns={"col": (TaskConfig(task=task, options=options),)}, **more)
 
 
 # --- bAbI
@@ -156,14 +150,14 @@ def test_harness_scores_continuations_and_whole_texts():
     assert harness(Likes(text)).loglikelihood_rolling(instances(("",))) == [0.0]
 
 
-LM_EVAL = one("lm_eval", {"names": ["piqa", "arc_easy"], "metric": "acc"}, items=7)
+LM_EVAL = config("lm_eval", {"names": ["piqa", "arc_easy"], "metric": "acc"}, items=7)
 
 
 def test_without_the_extra_the_error_names_its_requirement(monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
     with pytest.raises(UsageError, match=f"^{re.escape(MISSING)}$"):
-        evaluate(Likes("q"), PREPARED, LM_EVAL, 50)
+        evaluate(Likes("q"), prepared(), LM_EVAL, 50)
     extras = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     assert f"pip install '{extras['optional-dependencies']['lm-eval'][0]}'" in MISSING
 
@@ -193,7 +187,7 @@ def fake_lm_eval(monkeypatch):
 
 
 def test_harness_results_become_a_measurement(fake_lm_eval):
-    (measured,) = evaluate(Likes("q"), PREPARED, LM_EVAL, 50)["tasks"].values()
+    (measured,) = evaluate(Likes("q"), prepared(), LM_EVAL, 50)["tasks"].values()
     levels = {"chance": 0.375, "floor": None, "heuristic": None}
     assert measured == {"value": 0.4, "stderr": 0.15, "items": 14, **levels}
     assert (fake_lm_eval["limit"], fake_lm_eval["tasks"]) == (7, ["piqa", "arc_easy"])
@@ -209,7 +203,7 @@ def test_harness_results_become_a_measurement(fake_lm_eval):
 ])  # fmt: skip
 def test_harness_options_that_do_not_fit_are_named(options, message, fake_lm_eval):
     with pytest.raises(UsageError, match=message):
-        evaluate(Likes("q"), PREPARED, one("lm_eval", options), 50)
+        evaluate(Likes("q"), prepared(), config("lm_eval", options), 50)
 
 
 def test_harness_is_checked_before_training_and_a_perplexity_has_no_chance():
@@ -218,7 +212,7 @@ def test_harness_is_checked_before_training_and_a_perplexity_has_no_chance():
     assert math.isnan(task.chance)
     task.check(None, 50, None)
     with pytest.raises(UsageError, match=f"^{re.escape(MISSING)}$"):
-        task.check(None, 50, PREPARED)
+        task.check(None, 50, prepared())
     unknown = build_task(TaskConfig(task="lm_eval", options={"names": ["mmlu"]}))
     with pytest.raises(UsageError, match=r"options\.chance: give it for mmlu"):
         unknown.check(None, 50, None)

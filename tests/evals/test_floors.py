@@ -13,7 +13,7 @@ from titans_platform.cli import cli
 from titans_platform.config import TaskConfig
 from titans_platform.data import load_tokenizer
 from titans_platform.evals.ngrams import NGrams, perplexity
-from titans_platform.tasks import TASKS, Floor, GeneratedTask, Heuristic, Item, build_generated
+from titans_platform.tasks import TASKS, GeneratedTask, Heuristic, Item, build_generated
 
 BYTE = load_tokenizer("byte")
 NEEDLE = {"style": "compact", "kind": "number"}
@@ -30,17 +30,11 @@ FLOORS = [
 """Task, options, tokens, floor within 0.04, and the heuristic where one is clearly best."""
 
 
-def floor_of(task: GeneratedTask, length: int) -> Floor:
-    floor = task.floor(length, BYTE)
-    assert floor is not None
-    return floor
-
-
 @pytest.mark.parametrize(("task", "options", "length", "level", "best"), FLOORS)
 def test_floor_keeps_its_value_and_no_heuristic_beats_it_on_other_items(task, options, length, level, best):
     """Guesses drawn and scored one by one, on items that the floor was not computed from."""
     task = build_generated(TaskConfig(task=task, options=options))
-    rng, floor = random.Random(7), floor_of(task, length)
+    rng, floor = random.Random(7), task.floor(length, BYTE)
     assert abs(floor.value - level) < 0.04, floor
     assert best in (None, floor.heuristic)
     drawn = [task.item(rng, length, BYTE) for _ in range(300 if length < 512 else 40)]
@@ -83,14 +77,14 @@ class Heads(Coin):
 
 
 def test_floor_is_the_best_heuristic_or_chance_and_the_same_for_every_model():
-    floor = floor_of(Heads(), 2)
+    floor = Heads().floor(2, BYTE)
     assert (floor.heuristic, floor.value) == ("always heads", floor.scores["always heads"])
     assert abs(floor.value - 2 / 3) < 0.06
     assert floor.scores["either"] == 1 / 2
     # the next run of a process has a tokenizer of its own
     assert Heads().floor(2, load_tokenizer("byte")) is floor
     # a heuristic below chance is no floor
-    assert floor_of(Coin(), 2)[:2] == (1 / 2, None)
+    assert Coin().floor(2, BYTE)[:2] == (1 / 2, None)
     assert type("Unlisted", (Coin,), {"heuristics": {}})().floor(2, BYTE) is None
     first, again = ([item.text for item in Heads().floor_items(9, BYTE)] for _ in range(2))
     assert first == again

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from tests.evals.small import BYTE, Oracle
+from tests.evals.small import BYTE, Oracle, config, prepared
 from tests.small import texts
 from titans_core import LanguageModel
 from titans_platform.config import DataConfig, EvalConfig, TaskConfig
@@ -18,10 +18,6 @@ from titans_platform.data import Batch, prepare
 from titans_platform.errors import UsageError
 from titans_platform.evals import evaluate
 from titans_platform.tasks import Item, build_generated
-
-
-def prepared(hashes=frozenset(), batches=()):
-    return SimpleNamespace(tokenizer=BYTE, item_hashes=hashes, validation=lambda rows: iter(batches))
 
 
 class Guesser(nn.Module):
@@ -56,10 +52,6 @@ SOLVED = [
     ("needle", {**COMPACT, "kind": "uuid", "needles": 3, "queries": 2}, solve_needle, "0123456789abcdef"),
     ("recall", {"values": 16, "rebind": 0.5}, solve_recall, "0123456789abcdef"),
 ]
-
-
-def config(task, options, lengths=(1.0,), **more):
-    return EvalConfig(columns={"col": (TaskConfig(task=task, options=options, lengths=lengths),)}, **more)
 
 
 @pytest.mark.parametrize(("task", "options", "solve", "alphabet"), SOLVED)
@@ -189,7 +181,6 @@ def test_perplexity_by_hand():
     # targets x a b . a b c d: two sure ones, five uniform ones, the document start not counted
     assert result["columns"]["col"] == pytest.approx(math.exp((2 * sure + 5 * uniform) / 7), rel=1e-5)
     assert (result["chance"]["col"], result["tasks"]["col/perplexity@8"]["items"]) == (BYTE.vocab_size, 7)
-    assert model.starts[0] is not None
     assert model.starts[0].tolist() == [[c == "^" for c in "^xab^abc"]]
 
 

@@ -125,11 +125,6 @@ def kernels(monkeypatch):
             monkeypatch.setattr(loaded, "range", by_tensors, raising=False)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let their kernels take every call, as on a GPU."""
-    monkeypatch.setattr(recurrence, "fla_refusal", lambda *_: None)
-
-
 @pytest.mark.parametrize(("T", "channels", "documents"), [
     (17, 1, True), (17, 16, False),
     pytest.param(70, 1, False, marks=pytest.mark.slow), pytest.param(70, 16, True, marks=pytest.mark.slow),
@@ -165,14 +160,8 @@ def test_their_delta_rule_is_the_memory_in_chunks_of_one(kernels, monkeypatch, g
     agree(*reversed(results), given, within=5e-5 if gated else 2e-2)
 
 
-def overflowing(test: Callable[..., None]) -> Callable[..., None]:
-    """A test in which their kernels overflow where they then mask: numpy warns of it, a GPU does not."""
-    for text in ("invalid value encountered in multiply", "overflow encountered in (exp2|multiply)"):
-        test = pytest.mark.filterwarnings(f"ignore:{text}:RuntimeWarning")(test)
-    return test
-
-
-@overflowing
+# their kernels overflow where they then mask: numpy warns of it, a GPU does not
+@pytest.mark.filterwarnings("ignore:(invalid value|overflow) encountered in (exp2|multiply):RuntimeWarning")
 @pytest.mark.parametrize("channels", [1, pytest.param(16, marks=pytest.mark.slow)])
 def test_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, channels):
     # two of the kernels' chunks, or two of the parts that decays of channels are computed in
@@ -189,7 +178,7 @@ def test_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, chan
 # Dynamo looks at the .grad of what it is given in the middle of a graph
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 def test_compiled_blocks_leave_their_graph_for_the_kernels(kernels, monkeypatch):
-    serve(monkeypatch)
+    monkeypatch.setattr(recurrence, "fla_refusal", lambda *_: None)  # as on a GPU
     given = q, k, v, gate, state = recurrent(40, 16, 32, 1)
 
     def block(q: Tensor, k: Tensor, v: Tensor, gate: Tensor, state: Tensor) -> list[Tensor]:

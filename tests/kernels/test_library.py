@@ -97,7 +97,6 @@ def test_what_inference_reads_and_keeps_serves_a_training_step():
     with torch.inference_mode():
         gates.decay_products(r)
     gates.decay_products(r.requires_grad_()).sum().backward()
-    assert r.grad is not None
     assert r.grad.isfinite().all()
 
 

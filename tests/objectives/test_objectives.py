@@ -67,7 +67,6 @@ def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     assert "time steps, " in (shown := capsys.readouterr().out)
     assert "MSE" in shown
     again = read_json(cell / "result.json")
-    assert again is not None
     assert again | dict.fromkeys(CLOCKS) == first | dict.fromkeys(CLOCKS)
 
 

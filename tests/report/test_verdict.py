@@ -40,25 +40,18 @@ def measured(ppl: list[float], acc: list[float]) -> dict[str, list[float]]:
 LMM = row("LMM", measured([5, 5.1, 5.2], [0.4, 0.41, 0.42]), {"lm_ppl": 27, "reasoning_acc": 48})
 
 
-def paired(ours: dict[int, float], base: dict[int, float]):
-    """The difference, which must be there."""
-    result = module.difference(ours, base)
-    assert result is not None
-    return result
-
-
 def test_difference_is_paired_by_seed():
     base = {0: 10.0, 1: 20.0, 2: 30.0}
-    near = paired({2: 31.1, 0: 11.0, 1: 21.0, 7: 90.0}, base)  # seeds far apart, rows close
+    near = module.difference({2: 31.1, 0: 11.0, 1: 21.0, 7: 90.0}, base)  # seeds far apart, rows close
     assert near.pairs == pytest.approx((1.0, 1.0, 1.1))
     assert near.p < 0.002
     # the same numbers in another order
-    assert paired({0: 31.1, 1: 11.0, 2: 21.0}, base).p > 0.9
+    assert module.difference({0: 31.1, 1: 11.0, 2: 21.0}, base).p > 0.9
 
 
 def test_interval_p_and_holm_of_examples_worked_by_hand():
     # mean 2, sd 1, standard error 1/sqrt(3), t = 2 sqrt(3) = 3.4641 with 2 degrees of freedom
-    worked = paired({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
+    worked = module.difference({0: 1.0, 1: 2.0, 2: 3.0}, dict.fromkeys(range(3), 0.0))
     # t's 97.5% quantile with 2 degrees of freedom is 4.30265
     assert worked.interval == pytest.approx((2 - 4.30265 / 3**0.5, 2 + 4.30265 / 3**0.5), abs=1e-4)
     # of two degrees of freedom the distribution is closed: p = 1 - t / sqrt(t^2 + 2)
@@ -69,7 +62,7 @@ def test_interval_p_and_holm_of_examples_worked_by_hand():
 
 
 def test_one_seed_has_no_interval_and_equal_differences_have_the_p_of_their_signs():
-    one = paired({0: 1.0}, {0: 0.0})
+    one = module.difference({0: 1.0}, {0: 0.0})
     assert (one.interval, one.p) == (None, None)
     assert module.difference({0: 1.0}, {1: 0.0}) is None
     (alone,) = adjust([Comparison("A", "lm_ppl", "LMM", 1.0, one)])
@@ -77,14 +70,14 @@ def test_one_seed_has_no_interval_and_equal_differences_have_the_p_of_their_sign
     assert tally([alone]) == "of 1 comparison 0 agree, 0 disagree, 0 are not resolved, 1 have one seed"
     half = dict.fromkeys(range(3), 0.5)
     # accuracies over few items: t is infinite
-    assert paired(dict.fromkeys(range(3), 1.5), half).p == 0.25
-    assert paired(dict.fromkeys(range(3), 0.3), dict.fromkeys(range(3), 0.1)).p == 0.25
-    assert paired(half, half).p == 1.0
+    assert module.difference(dict.fromkeys(range(3), 1.5), half).p == 0.25
+    assert module.difference(dict.fromkeys(range(3), 0.3), dict.fromkeys(range(3), 0.1)).p == 0.25
+    assert module.difference(half, half).p == 1.0
 
 
 def test_holm_may_leave_unresolved_what_is_resolved_alone():
     # mean 2, standard error sqrt(0.5 / 5), t = 6.32 with 4 degrees of freedom
-    five = paired({0: 1.0, 1: 2.0, 2: 3.0, 3: 2.0, 4: 2.0}, dict.fromkeys(range(5), 0.0))
+    five = module.difference({0: 1.0, 1: 2.0, 2: 3.0, 3: 2.0, 4: 2.0}, dict.fromkeys(range(5), 0.0))
     assert five.p == pytest.approx(0.0032, abs=1e-4)
     one = Comparison("A", "lm_ppl", "LMM", 1.0, five)
     (alone,) = adjust([one])

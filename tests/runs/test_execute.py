@@ -29,7 +29,6 @@ def run(cfg: RunConfig, root: Path, **fields) -> dict:
 
 def weights_hash(cfg: RunConfig, folder: RunFolder) -> str:
     model, point = build_objective(cfg).build_model(), newest(folder.path / "checkpoints")
-    assert point is not None
     assert load_model(point, model) == cfg.optim.steps
     tensors = (value.numpy().tobytes() for value in model.state_dict().values())
     return hashlib.sha256(b"".join(tensors)).hexdigest()

@@ -36,9 +36,7 @@ def spec_of(cfg: RunConfig, root: Path, commit: str = "one", **fields) -> RunSpe
 def train(spec: RunSpec) -> Result:
     with spec.folder.hold():
         spec.folder.begin(spec.commit)
-        result = Worker(spec).run()
-    assert isinstance(result, Result)
-    return result
+        return Worker(spec).run()
 
 
 def resumed(spec: RunSpec, shorter: RunConfig) -> RunSpec:

@@ -15,7 +15,6 @@ def test_model_its_tokenizer_and_its_config_by_name_folder_or_checkpoint(tiny_ru
     folder = trained(tmp_path)
     model, tokenizer, config = load_run(folder.name[:6], tmp_path)
     assert config == tiny_run
-    assert tokenizer is not None
     assert tokenizer.fingerprint == load_tokenizer("byte").fingerprint
     tokens = torch.tensor([tokenizer.encode("what was learnt")])
     with torch.no_grad():

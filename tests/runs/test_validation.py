@@ -58,7 +58,6 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     assert [step for step, _ in curve] == [2, 4, 5]
     assert math.exp(curve[-1][1]) == pytest.approx(result.columns["ppl"], rel=1e-6)
     state = spec.folder.progress()
-    assert state is not None
     assert f"validation {curve[-1][1]:.3f}" in progress_line(state)
 
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray  # noqa: F401 - brings psutil
@@ -46,18 +47,12 @@ def worker_of(cell: RunFolder) -> int | None:
     return cell.record().get("pid")
 
 
-def below(pid: int) -> list[int]:
-    """Return the pids of a process's descendants, without Ray's agents: they outlive a dead cluster."""
+def below(pid: int) -> list[Any]:
+    """Return a process's descendants, without Ray's agents: they outlive a dead cluster."""
     import psutil
 
     children = psutil.Process(pid).children(recursive=True)
-    return [child.pid for child in children if "agent" not in " ".join(child.cmdline()).lower()]
-
-
-def alive(pid: int) -> bool:
-    import psutil
-
-    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return [child for child in children if "agent" not in " ".join(child.cmdline()).lower()]
 
 
 def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
@@ -80,12 +75,12 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
         # another process resumes it
         until(lambda: worker_of(folders["LMM"]) not in (None, pid), first)
         until(lambda: worker_of(folders["Linear Memory"]), first)
-        ray_pids = below(first.pid)
+        processes = below(first.pid)
     finally:
         first.kill()
         first.communicate()
     # no process of the dead driver's Ray survives
-    until(lambda: not [pid for pid in ray_pids if alive(pid)], timeout=60)
+    until(lambda: not any(one.is_running() and one.status() != "zombie" for one in processes), timeout=60)
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
     assert not read_status(root, "tiny", "small")["running"]
 

@@ -48,9 +48,7 @@ LINE = ["sweep", "run", "hunt.yaml", "--scale", "small"]
 
 
 def searched(folder):
-    result = StudyRun(load_study("hunt.yaml"), "small", folder / "runs", "c0ffee").with_search().search
-    assert result is not None
-    return result
+    return StudyRun(load_study("hunt.yaml"), "small", folder / "runs", "c0ffee").with_search().search
 
 
 def written(folder) -> dict[str, int]:

@@ -36,12 +36,8 @@ def write(folder: Path, **changes) -> str:
     return str(path)
 
 
-@pytest.fixture
-def study(tmp_path):
-    return load_study(write(tmp_path))
-
-
-def test_layers_override_each_other_and_cells_are_ordered_by_seed(study):
+def test_layers_override_each_other_and_cells_are_ordered_by_seed(tmp_path):
+    study = load_study(write(tmp_path))
     cells = expand(study, "large", overrides=["optim.lr=0.01"])
     assert [cell.row for cell in cells] == ["LMM", "Linear Memory", "w/o Decay"]
     assert {(cell.seed, cell.config.seed) for cell in cells} == {(3, 3)}
