@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch.utils._pytree import tree_leaves
 
 from titans_core.config import MemoryConfig
@@ -117,7 +118,7 @@ def test_kept_tokens_have_the_largest_sums_of_attention_and_surprise(monkeypatch
     received, M, surprise = torch.rand(B, T, G), torch.zeros(B, G, E, E, dtype=torch.float64), []
     for t in range(T):
         M = M * (1 - keeping.FORGET)
-        key = torch.nn.functional.normalize(k[:, t], dim=-1)[..., None]
+        key = F.normalize(k[:, t], dim=-1)[..., None]
         error = v[:, t] - (key.mT @ M)[:, :, 0]
         M = M + keeping.STEP * key * error[:, :, None]
         each = error.square().sum(-1) / v[:, t].square().sum(-1)
@@ -200,14 +201,17 @@ def test_memory_alone_reaches_beyond_the_window_and_no_token_sees_a_later_one():
 @each_kind
 def test_generation_of_a_padded_batch_is_that_of_its_rows(kind):
     model, rows = adapted(kind=kind), [tokens(1, n, n)[0] for n in (40, 9, 23)]
-    padded = [torch.nn.functional.pad(row, (40 - len(row), 0), value=1) for row in rows]
+    padded = [F.pad(row, (40 - len(row), 0), value=1) for row in rows]
     mask = torch.stack([(torch.arange(40) >= 40 - len(row)).long() for row in rows])
     options = {"max_new_tokens": 6, "eos_token_id": None, "pad_token_id": 1}
     written = model.generate(torch.stack(padded), attention_mask=mask, do_sample=False, **options)[:, 40:]
     for row, own in zip(rows, written, strict=True):
         assert model.generate(row[None], do_sample=False, **options)[0, len(row) :].tolist() == own.tolist()
-    drawn = model.generate(torch.stack(padded), attention_mask=mask, do_sample=True, num_beams=2, **options)
-    assert drawn.shape == (3, 46)
+    beams = {"num_beams": 3, "length_penalty": 0.0, "return_dict_in_generate": True, "output_scores": True}
+    best = model.generate(torch.stack(padded), attention_mask=mask, do_sample=False, **beams, **options)
+    for row, whole, score in zip(rows, best.sequences, best.sequences_scores, strict=True):
+        logits = model(whole[None, 40 - len(row) :]).logits[0, len(row) - 1 : -1]
+        assert score == pytest.approx(-F.cross_entropy(logits, whole[40:], reduction="sum").item(), rel=1e-4)
 
 
 @each_family
@@ -322,7 +326,7 @@ def test_loss_counts_the_tokens_that_are_read():
     logits = model(text, attention_mask=mask).logits
     pairs = torch.cat([logits[0, 20:-1], logits[1, :-1]]), torch.cat([text[0, 21:], text[1, 1:]])
     loss = model(text, attention_mask=mask, labels=text.masked_fill(mask == 0, -100)).loss
-    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(*pairs))
+    torch.testing.assert_close(loss, F.cross_entropy(*pairs))
 
 
 @each_kind
