@@ -156,7 +156,7 @@ def test_how_far_training_carries_a_state(data, optim, expected):
 
 @pytest.mark.parametrize(("changed", "message"), [
     ({"variant": "transformer", "attention": {"heads": 2}}, "data.rows: the state of variant transformer"),
-    ({"variant": "hyena"}, None),
+    ({"variant": "hyena"}, None), ({"memory": {"heads": 2, "chunk_size": 16, "backend": "triton"}}, None),
     ({"memory": {"heads": 2, "chunk_size": 24}},
      "data.sequence_length: streams are reset between rows of 32"),
 ])  # fmt: skip

@@ -234,9 +234,11 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         raise ValueError("backend: 'autograd' is now called 'generic'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    # C++ cannot be traced by torch.compile or run on meta tensors
+    # torch.compile cannot trace C++; on meta tensors, which have shapes alone, kernels do not run either
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
-    backend = "chunked" if traced and backend == "native" else backend
+    shapes_only = inputs.q.is_meta and options.arch is None
+    if (backend == "native" and traced) or (backend == "triton" and shapes_only):
+        backend = "chunked"
     reason, slower, here_on_gpu = None, "", on_gpu(inputs.q) or options.arch is not None
     for form in FORMS:
         if backend == "auto":
