@@ -2,7 +2,9 @@
 
 import io
 import re
+from contextlib import nullcontext
 
+import pytest
 from rich.console import Console
 
 from tests.report.small import save, study_of
@@ -10,6 +12,8 @@ from titans_platform.cli import live
 from titans_platform.cli.live import running
 from titans_platform.config import RunConfig
 from titans_platform.files import write_json
+from titans_platform.runs.folder import RunFolder
+from titans_platform.study import run as study_run
 from titans_platform.study.grid import Cell
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus
@@ -56,3 +60,21 @@ def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left
     assert shown
     assert max(map(len, lines)) <= 80
     assert not [line for line in shown if "12m34s" in line]
+
+
+def test_ctrl_c_ends_the_cells_that_this_study_trains_and_no_others(tmp_path, monkeypatch):
+    ended: list[RunFolder] = []
+    monkeypatch.setattr(study_run, "ray_session", lambda *_: nullcontext())
+    monkeypatch.setattr(study_run, "end_at_checkpoints", ended.extend)
+    study = study_of(tmp_path, *(Cell(row, 0, RunConfig(), row) for row in ("ours", "another's")))
+    study.write()
+
+    def interrupted() -> None:
+        with study_run.session(study) as opened:
+            for row, parent in (("ours", opened.tracking.parent), ("another's", "another study")):
+                RunFolder(tmp_path, row).update(mlflow={"tracking": {"parent": parent}})
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert [folder.name for folder in ended] == ["ours"]
