@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 Kind = TypeVar("Kind")
-Registered = TypeVar("Registered", bound=type)
 EXAMPLE = "my_lab.parts:MyPart"
 
 
@@ -68,16 +67,6 @@ class Registry(MutableMapping[str, type[Kind]]):
         except ValueError as error:
             raise self.error(str(error)) from error.__cause__
         return kind
-
-    def register(self, name: str) -> Callable[[Registered], Registered]:
-        """Class decorator: adds a class in this process. Raises ValueError if the name is another's."""
-
-        def put(kind: Any) -> Any:
-            if self._lines.setdefault(name, kind) is not kind:
-                raise ValueError(f"{self.key}: {name!r} is registered already")
-            return kind
-
-        return put
 
     def __getitem__(self, name: str) -> type[Kind]:
         if name not in self._lines:

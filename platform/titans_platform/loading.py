@@ -246,7 +246,9 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         return f"{field}: missing; the config must set it"
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
-        return f"{field}.{message}" if field else message
+        # of a model's validator it begins with a field below
+        joint = "." if re.match(r"[\w.]+:", message) else ": "
+        return f"{field}{joint}{message}" if field else message
     message = re.sub("^(Input|Tuple) should", "should", error["msg"]).partition(" after validation")[0]
     return f"{field or 'config'}: {message}, got {json.dumps(value, default=str)[:60]}"
 

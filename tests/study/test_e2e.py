@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-import ray  # noqa: F401 - brings psutil
 
 from tests.small import documented, study, until
 from titans_platform.data import prepare
@@ -49,8 +49,6 @@ def worker_of(cell: RunFolder) -> int | None:
 
 def below(pid: int) -> list[Any]:
     """Return a process's descendants, without Ray's agents: they outlive a dead cluster."""
-    import psutil
-
     children = psutil.Process(pid).children(recursive=True)
     return [child for child in children if "agent" not in " ".join(child.cmdline()).lower()]
 

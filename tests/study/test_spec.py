@@ -78,6 +78,7 @@ def test_overlay_takes_dotted_keys_and_replaces_lists():
     ({"rows": [{"name": "A", "paper": {"LM_PPL": 1.0}}]}, ["'LM_PPL'", "lm_ppl"]),
     ({"rows": [{"name": "A", "set": {"model.preset": "34M"}}]}, ["model.preset", "340M"]),
     ({"columns": {"lm_ppl": {"title": "P"}, "acc": {"title": "A"}}}, ["eval.columns.acc"]),
+    ({"scales": {"small": {"resources": {"workers": [3, 2]}}}}, ["resources.workers: the least, 3,"]),
 ])  # fmt: skip
 def test_invalid_study_is_a_one_line_error(tmp_path, changes, words):
     with pytest.raises(UsageError) as error:

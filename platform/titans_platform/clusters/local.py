@@ -9,7 +9,6 @@ workers, listens on all interfaces.)
 
 from __future__ import annotations
 
-import importlib
 import secrets
 import shlex
 import shutil
@@ -22,6 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
+import psutil
 from pydantic import model_validator
 
 from titans_core.config import PositiveInt
@@ -217,20 +217,13 @@ def _end_steps(running: Mapping[str, Any], *folders: str) -> list[Step]:
     return [Step(line, partial(_end, running["processes"])), Step(f"rm -r {shlex.join(folders)}", remove)]
 
 
-def _psutil() -> Any:
-    """Import the psutil that Ray bundles, which needs Ray to be imported first."""
-    importlib.import_module("ray")
-    return importlib.import_module("psutil")
-
-
 def record(pid: int, role: str) -> dict[str, Any]:
     """Return a process's unique identity: pids are reused, a pid with its creation time is not."""
-    return {"pid": pid, "born": _psutil().Process(pid).create_time(), "role": role}
+    return {"pid": pid, "born": psutil.Process(pid).create_time(), "role": role}
 
 
 def find(process: Mapping[str, Any]) -> Any | None:
     """Return the living process of a record, or None."""
-    psutil = _psutil()
     try:
         living = psutil.Process(process["pid"])
         same = abs(living.create_time() - process["born"]) < 0.05
@@ -243,14 +236,13 @@ def family(process: Mapping[str, Any]) -> list[Any]:
     """Return the living process of a record and all its descendants."""
     if (living := find(process)) is None:
         return []
-    with suppress(_psutil().Error):
+    with suppress(psutil.Error):
         return [living, *living.children(recursive=True)]
     return [living]
 
 
 def _end(processes: Sequence[Mapping[str, Any]], grace: float = 8.0) -> None:
     """Terminate the recorded processes; after ``grace`` seconds kill what is left of them and below."""
-    psutil = _psutil()
     families = [family(process) for process in processes]
     for first in (members[0] for members in families if members):
         with suppress(psutil.Error):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import mmap
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -207,9 +206,7 @@ def read_table(folder: Path, info: ShardInfo) -> pa.RecordBatch:
     """Memory-map the record batch of an Arrow file. Raises UsageError if rows are missing."""
     path = folder / info.file
     try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        batch = pa.ipc.open_file(pa.py_buffer(mapped)).get_record_batch(0)
+        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_record_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != info.rows:

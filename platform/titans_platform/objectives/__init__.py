@@ -7,15 +7,14 @@ from titans_platform.objectives.base import (
     build_objective,
     build_small,
     check_vocabulary,
-    register,
     reject_data,
     run_name,
 )
 from titans_platform.tasks import TASKS
 
 __all__ = [
-    "OBJECTIVES", "Data", "Objective", "build_objective", "build_small", "check_vocabulary", "register",
-    "reject_data", "run_name",
+    "OBJECTIVES", "Data", "Objective", "build_objective", "build_small", "check_vocabulary", "reject_data",
+    "run_name",
 ]  # fmt: skip
 
 TASKS["accuracy"] = "titans_platform.objectives.classification:Accuracy"

@@ -183,9 +183,6 @@ OBJECTIVES = Registry("objective.kind", Objective, {
 }, UsageError)  # fmt: skip
 """Objectives by name."""
 
-register = OBJECTIVES.register
-"""Class decorator ``@register("mine")`` that adds an objective in this process."""
-
 
 def build_objective(cfg: RunConfig) -> Objective[Any]:
     """Build the objective that a config names, by registered name or as ``module:Class``.

@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from titans_core import Model
 from titans_kernels import accelerate
 from titans_platform.config import VOCABULARIES, RunConfig
@@ -18,7 +16,7 @@ from titans_platform.data.parts import PrepareProgress
 from titans_platform.errors import UsageError, within
 from titans_platform.files import read_json
 from titans_platform.loading import config_from
-from titans_platform.objectives import Objective, build_objective, run_name
+from titans_platform.objectives import Objective, build_objective, build_small, run_name
 from titans_platform.provenance import commit
 from titans_platform.runs.folder import CHECKPOINTS, RECORD, TOKENIZER, RunFolder, runs_under
 from titans_platform.runs.reporter import send_left
@@ -102,8 +100,7 @@ def located(cfg: RunConfig, root: Path) -> RunConfig:
 def check_start(cfg: RunConfig) -> None:
     """Check that the checkpoint at ``start_from`` has the weights of the run's model. Raises UsageError."""
     if cfg.start_from is not None:
-        with torch.device("meta"):
-            model = build_objective(cfg).build_model()
+        model = build_small(build_objective(cfg), cfg.model.n_layers)
         with within("start_from", sep=": "):
             check_weights(Path(cfg.start_from), model)
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -252,12 +253,9 @@ def copy_metrics(source: RunFolder, target: RunFolder, last: int) -> None:
 
 def send_left(root: Path) -> list[str]:
     """Send the unsent logs of all runs under ``root`` that no process holds. Returns the failures."""
-    lines = (_send_rest(folder) for folder in runs_under(root) if unsent(folder) and not folder.is_held())
+    left = (folder for folder in runs_under(root) if unsent(folder) and not folder.is_held())
+    lines = (Journal(folder, partial(connected, folder)).close(*_end(folder)) for folder in left)
     return [line for line in lines if line]
-
-
-def _send_rest(folder: RunFolder) -> str | None:
-    return Journal(folder, lambda: connected(folder)).close(*_end(folder))
 
 
 def _end(folder: RunFolder) -> tuple[Callable[[RunLog], None], str]:

@@ -17,8 +17,7 @@ from titans_platform.config import NOT_IN_NAMES, RunConfig, digest
 from titans_platform.errors import UsageError, within
 from titans_platform.files import file_lock, read_json, write_json
 from titans_platform.loading import (
-    apply_override,
-    complete,
+    config_from,
     file_at,
     known_files,
     nearest,
@@ -212,10 +211,7 @@ class StudyRun:
 
     def write(self) -> None:
         """Write ``cells.json`` and ``search.json`` for status and reports."""
-        cells = [
-            {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
-            for c in self.whole
-        ]
+        cells = [{"cell": cell.name, "row": cell.row, "seed": cell.seed} for cell in self.whole]
         record = {
             "study": self.study.model_dump(mode="json"), "scale": self.scale_name, "set": self.overrides,
             "commit": self.commit, "host": platform.node(), "mlflow": os.environ.get("TITANS_MLFLOW"),
@@ -390,6 +386,4 @@ def resolve(study: Study, scale_name: str, row: Row, overrides: Sequence[str] = 
                 # a preset replaces the whole model below
                 fragment.pop("model", None)
             fragment = overlay(fragment, layer)
-        for override in overrides:
-            apply_override(fragment, override)
-        return validate(RunConfig, complete(fragment))
+        return config_from(fragment, overrides)

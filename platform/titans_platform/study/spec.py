@@ -315,8 +315,6 @@ def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValu
         if not axis.across:
             line.append(word)
             at[key] = value
-    if not point:
-        return row
     changed = {"name": " ".join(words), "set": change, "axes": at}
     return row.model_copy(update=changed | ({"line": " ".join(line)} if line != words else {}))
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from statistics import fmean, pvariance
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple
 
 from titans_core.config import Frozen
 from titans_kernels import Registry
@@ -24,7 +24,7 @@ from titans_platform.tasks.items import Item, ItemTokenizer, encode_item
 
 __all__ = [
     "TASKS", "Context", "GeneratedTask", "Item", "Measurement", "Task", "build_generated", "build_task",
-    "encode_item", "eval_version", "register", "row_length",
+    "encode_item", "eval_version", "row_length",
 ]  # fmt: skip
 
 # consecutive items that were seen before, after which a task has no more new items
@@ -222,8 +222,6 @@ def _floor(kind: type[GeneratedTask], options: Any, length: int, tokenizer: Item
 PROTOCOL = 1
 """Version of what all tasks share: filling, encoding, scoring, sampling. Increment it as a task's own."""
 
-T = TypeVar("T", bound=type[Task])
-
 TASKS = Registry("task", Task, {
     "babi": "titans_platform.tasks.babi:Babi",
     "babilong": "titans_platform.tasks.babi:Babilong",
@@ -237,11 +235,6 @@ TASKS = Registry("task", Task, {
     "throughput": "titans_platform.evals.perplexity:Throughput",
 }, UsageError)  # fmt: skip
 """Every task by name, which is its class's `name`; objectives add tasks that need their data."""
-
-
-def register(task: T) -> T:
-    """Class decorator that adds a task in this process. Raises ValueError if another has its name."""
-    return TASKS.register(task.name)(task)
 
 
 def build_task(config: TaskConfig) -> Task:

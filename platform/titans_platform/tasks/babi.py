@@ -54,15 +54,14 @@ class BabiOptions(Frozen):
     """Part of the file's name: train, valid or test."""
 
 
+_size = lru_cache(2**16)(count_tokens)
+
+
 class Babi(GeneratedTask):
     """Stories, questions and answers of the files, without filler; stories longer than a row are skipped."""
 
     name = "babi"
     Options = BabiOptions
-
-    def __init__(self, options: BabiOptions) -> None:
-        super().__init__(options)
-        self._sizes: dict[int, int] = {}
 
     @property
     def chance(self) -> float:
@@ -94,20 +93,13 @@ class Babi(GeneratedTask):
     def item(self, rng: random.Random, length: int, tokenizer: ItemTokenizer) -> Item:
         """Draw a random question of at most `length` tokens."""
         questions = self._questions()
-
-        def fits(index: int) -> bool:
-            if index not in self._sizes:
-                self._sizes[index] = count_tokens(questions[index], tokenizer)
-            return self._sizes[index] <= length
-
-        order = range(len(questions))
-        for index in rng.sample(order, min(len(order), 200)):
-            if fits(index):
-                return questions[index]
-        if not (fitting := list(filter(fits, order))):
+        for item in rng.sample(questions, min(len(questions), 200)):
+            if _size(item, tokenizer) <= length:
+                return item
+        if not (fitting := [item for item in questions if _size(item, tokenizer) <= length]):
             where = f"{self.options.kind} in {self.options.path}"
             raise UsageError(f"lengths: no story of {where} fits in {length} tokens")
-        return questions[rng.choice(fitting)]
+        return rng.choice(fitting)
 
     def _questions(self) -> tuple[Item, ...]:
         return babi_questions(self.options.path, self.options.kind, self.options.split)
