@@ -25,6 +25,7 @@ from titans_platform.runs.spec import Resources
     (["--workers", "1000", "--set", "optim.global_batch_size=1000"], "workers: "),
     (["--workers", "3", "--set", "optim.parallel=fsdp"], "optim.global_batch_size: 4 rows do not divide"),
     (["--set", "model.memory.depth=10000"], "model.memory.depth"),
+    (["--set", "model.memory.backend=triton"], "model.memory.backend: triton does not support this call"),
     (["--set", "model.d_model=1000000", "--set", "model.n_layers=100"], "model: "),
     (["--set", "model.n_layers=1000000000"], "model.n_layers"),
     (["--set", "data.sequence_length=1000000000"], "data.sequence_length: "),

@@ -159,6 +159,8 @@ def test_dry_run_plans_for_the_gpus_of_the_scale_and_prices_them(tiny, capsys, a
     (("--dry-run", "--for", "H100"), "--for: 'H100' is not a number of GPUs of a kind; give e.g. 8xH100"),
     (("--for", "8xH100"), "--for: works only with --dry-run"),
     (("--dry-run", "--set", "model.memory.chunk_size=256"), "model.memory.chunk_size: 256 is not one of the"),
+    (("--dry-run", "--set", "model.memory.backend=native"), "model.memory.backend: native does not support"),
+    (("--dry-run", "--set", "model.memory.backend=online"), "model.memory.backend: online does not support"),
     (("--dry-run", "--set", "data.sequence_length=16384", "--set", "optim.global_batch_size=32768"),
      "16384 is too large; give 2048, or set optim.recompute: true"),
 ])  # fmt: skip

@@ -234,10 +234,11 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
         raise ValueError("backend: 'autograd' is now called 'generic'")
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
-    # torch.compile cannot trace C++; on meta tensors, which have shapes alone, kernels do not run either
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
-    shapes_only = inputs.q.is_meta and options.arch is None
-    if (backend == "native" and traced) or (backend == "triton" and shapes_only):
+    # torch.compile cannot trace C++; meta tensors have shapes alone, which are those of any form, and kernels
+    # do not take them. With an architecture the question is what a GPU would run
+    untraced = ("native", "online", "triton") if inputs.q.is_meta else ("native",)
+    if traced and options.arch is None and backend in untraced:
         backend = "chunked"
     reason, slower, here_on_gpu = None, "", on_gpu(inputs.q) or options.arch is not None
     for form in FORMS:

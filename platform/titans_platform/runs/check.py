@@ -264,16 +264,16 @@ def check_resources(
 
 
 def check_kernels(cfg: RunConfig, arch: int) -> None:
-    """Check that kernels compute each memory on a GPU of ``arch``, e.g. 90, or that its backend is named.
+    """Check that kernels compute each memory on a GPU of ``arch``, e.g. 90, or the backend that it names.
 
     Without kernels a step takes up to thirty times as long. Raises UsageError.
     """
     dtype = torch.bfloat16 if cfg.optim.precision == "bf16" else torch.float32
     for module in build_small(build_objective(cfg)).modules():
-        if isinstance(module, NeuralMemory) and module.config.backend == "auto":
+        if isinstance(module, NeuralMemory):
             with within("model.memory", ValueError):
                 support = supports(module.config, cfg.model.d_model // module.config.heads, dtype, arch)
-            if not support.kernels:
+            if support.reason:
                 raise UsageError(f"model.memory.{support.reason}")
 
 

@@ -33,7 +33,7 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
     if reason := options.refusal(inputs, columns=False):
         return reason
     if inputs.q.device.type != "cpu":
-        return f"tensors are on {inputs.q.device.type}"
+        return "it runs on a CPU"
     return None if library(inputs.state_dtype) else "no C++ compiler, or it failed"
 
 
