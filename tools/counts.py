@@ -25,7 +25,7 @@ BUDGETS = {
     "MemoryConfig, fields": (24, 24),
     "platform, lines of code": (11_243, 11_000),
     "platform, files": (85, 85),
-    "tests, lines": (18_192, 18_000),
+    "tests, lines": (18_186, 18_000),
     "docs, pages": (12, 12),
     "docs, CSV files": (0, 0),
     "lines to read for the method": (1_500, 1_500),

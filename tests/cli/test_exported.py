@@ -16,6 +16,7 @@ pytest.importorskip("titans_core.huggingface")
 # their own dependencies warn
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 LENGTHS = [64, 9, 33, 50, 2, 17, 64, 28]
+load = transformers.AutoModelForCausalLM.from_pretrained
 TEXTS = ["Call me Ishmael", "Some years ago - never mind how long", "I", "went to sea." * 6]
 
 
@@ -31,10 +32,6 @@ def folder(request, tmp_path_factory) -> Path:
 @pytest.fixture
 def tokenizer(folder):
     return transformers.AutoTokenizer.from_pretrained(folder)
-
-
-def load(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
 def rows(ragged):

@@ -30,10 +30,6 @@ MAL, MAC, *NIGHTLY = (
 )
 
 
-def tensors(graphs: footprint.Graphs) -> list[Tensor]:
-    return [x for node in graphs.nodes if isinstance(x := node.meta.get("val"), Tensor)]
-
-
 def by_token(added: Iterable[torch.Size]) -> list[torch.Size]:
     """Values that a pass adds by index, if they are more than a few of each document."""
     large = [x for x in added if prod(x) >= ROWS * LENGTH]
@@ -91,4 +87,5 @@ def test_backward_of_packed_mac_accumulates_no_tokens(monkeypatch):
 @pytest.mark.parametrize("variant", ["mamba", "retnet", *NIGHTLY])
 def test_a_layer_of_a_baseline_has_no_tensor_above_a_gibibyte(variant):
     graphs = footprint.trace(presets.preset("340M", variant=variant), ROWS, LENGTH)
-    assert max(footprint.size_of(x) for x in tensors(graphs)) <= 2**30
+    tensors = [x for node in graphs.nodes if isinstance(x := node.meta.get("val"), Tensor)]
+    assert max(map(footprint.size_of, tensors)) <= 2**30

@@ -19,13 +19,13 @@ def traces(net: LanguageModel, row: Tensor, *cuts: int, nearest: int = 3) -> lis
     return seen.traces(nearest)
 
 
-def one_memory(length: int = 21, **switches):
+def one_memory(length: int = 21, nearest: int = 4, **switches):
     """The trace of one memory, and the inputs and state of each token from a token-by-token run."""
     memory: NeuralMemory = model(**switches).blocks[0].memory
     x = torch.randn(1, length, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     with watch(memory) as seen, torch.no_grad():
         memory(x)
-    (trace,) = seen.traces(4)
+    (trace,) = seen.traces(nearest)
     caches, inputs = [memory.start(1)], []
     with torch.no_grad():
         for t in range(length):
@@ -64,10 +64,7 @@ def test_errors_gates_and_norms_are_those_of_single_tokens(switches):
 @pytest.mark.parametrize("switches", [{}, {"write_budget": 1.0, "max_theta": 2.0}], ids=str)
 def test_nearest_keys_and_their_shares_make_the_read_of_a_linear_memory(switches):
     """A linear memory's content is the sum over tokens of their share times the gradient's error."""
-    memory, _, inputs, caches = one_memory(length=7, depth=1, chunk_size=8, persistent=0, **switches)
-    with watch(memory) as seen, torch.no_grad():
-        memory(torch.randn(1, 7, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))
-    (trace,) = seen.traces(7)
+    _, trace, inputs, caches = one_memory(7, 7, depth=1, chunk_size=8, persistent=0, **switches)
     last = caches[-1].memory
     torch.testing.assert_close(trace.coefficient, last.c[0].T, rtol=1e-9, atol=1e-12)
     q, k = inputs[-1][0][0, 0], torch.cat([w.k[0] for _, w, _ in inputs])

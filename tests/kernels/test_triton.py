@@ -22,7 +22,7 @@ from titans_kernels.memory.forms.triton import op as triton_op
 from titans_kernels.memory.forms.triton.launch import Card
 from titans_kernels.memory.options import Options
 
-pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/test_kernels_gpu.py")
+pytestmark = pytest.mark.skipif(not pieces.INTERPRETED, reason="a GPU is here: tests/kernels/test_gpu.py")
 
 
 @dataclass(frozen=True)
