@@ -20,6 +20,7 @@ HEADINGS = {
     "long_ablation/cells.csv": "Ten seeds",
     "overnight/cells.csv": "Seed 0",
     "overnight/cells-1.csv": "Seed 1",
+    "overnight/cells-2.csv": "Seed 2, so far",
     "overnight/cells-4e-3.csv": "At 4e-3",
 }
 """The heading above a table, where the page has several."""
