@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from titans_kernels.registry import near
 
 TRAIN = (
-    "click", "datasets", "filelock", "jinja2", "matplotlib", "mlflow", "optuna", "pandas", "psutil", "pyarrow",
-    "ray", "rich", "scipy", "sentencepiece", "tokenizers", "yaml",
+    "click", "datasets", "filelock", "jinja2", "matplotlib", "mlflow", "optuna", "pandas", "psutil",
+    "pyarrow", "ray", "rich", "scipy", "sentencepiece", "tokenizers", "yaml",
 )  # fmt: skip
 """Packages of the extra `train`, which the platform needs and the models do not."""
 

@@ -235,8 +235,8 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
-    # torch.compile cannot trace C++; meta tensors have shapes alone, the same in every form, and kernels do not
-    # take them. With an architecture the question is what a GPU would run
+    # torch.compile cannot trace C++; meta tensors have shapes alone, the same in every form, and kernels do
+    # not take them. With an architecture the question is what a GPU would run
     untraced = ("native", "online", "triton") if inputs.q.is_meta else ("native",)
     if traced and options.arch is None and backend in untraced:
         backend = "chunked"
