@@ -154,13 +154,18 @@ def test_how_far_training_carries_a_state(data, optim, expected):
     assert RunConfig.model_validate_json(json.dumps(config)).trained_context == expected
 
 
+EXACT = {"heads": 2, "depth": 1, "chunk_size": 1, "momentum": False, "surprise_bound": None}
+
+
 @pytest.mark.parametrize(("changed", "message"), [
     ({"variant": "transformer", "attention": {"heads": 2}}, "data.rows: the state of variant transformer"),
     ({"variant": "hyena"}, None), ({"memory": {"heads": 2, "chunk_size": 16, "backend": "triton"}}, None),
+    ({"memory": {**EXACT, "rule": "gated_delta", "backend": "online"}}, None),
     ({"memory": {"heads": 2, "chunk_size": 24}},
      "data.sequence_length: streams are reset between rows of 32"),
 ])  # fmt: skip
-def test_streams_need_a_state_that_can_be_carried(changed, message):
+def test_streams_need_a_state_that_can_be_carried(changed, message, monkeypatch):
+    monkeypatch.setattr("titans_kernels.memory.forms.triton.refusal.INTERPRETED", False)
     fields = {"model": RUN["model"] | changed, "data": RUN["data"] | {"rows": "streams"}}
     cfg = RunConfig.model_validate_json(json.dumps(RUN | fields))
     if message is None:

@@ -235,11 +235,10 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
-    # torch.compile cannot trace C++; meta tensors have shapes alone, the same in every form, and kernels do
-    # not take them. With an architecture the question is what a GPU would run
-    untraced = ("native", "online", "triton") if inputs.q.is_meta else ("native",)
-    if traced and options.arch is None and backend in untraced:
-        backend = "chunked"
+    if inputs.q.is_meta and options.arch is None and backend in ("native", "online", "triton"):
+        backend = "auto"  # shapes alone are asked, on no device; kernels and C++ take no such tensors
+    elif backend == "native" and torch.compiler.is_compiling():
+        backend = "chunked"  # torch.compile cannot trace C++
     reason, slower, here_on_gpu = None, "", on_gpu(inputs.q) or options.arch is not None
     for form in FORMS:
         if backend == "auto":

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import mmap
 from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
@@ -206,7 +207,9 @@ def read_table(folder: Path, info: ShardInfo) -> pa.RecordBatch:
     """Memory-map the record batch of an Arrow file. Raises UsageError if rows are missing."""
     path = folder / info.file
     try:
-        batch = pa.ipc.open_file(pa.memory_map(str(path))).get_record_batch(0)
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        batch = pa.ipc.open_file(pa.py_buffer(mapped)).get_record_batch(0)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise UsageError(f"{path}: cannot be read as an Arrow file; {REPAIR}") from error
     if batch.num_rows != info.rows:

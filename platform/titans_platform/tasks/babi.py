@@ -54,7 +54,7 @@ class BabiOptions(Frozen):
     """Part of the file's name: train, valid or test."""
 
 
-_size = lru_cache(2**16)(count_tokens)
+_token_count = lru_cache(2**16)(count_tokens)
 
 
 class Babi(GeneratedTask):
@@ -94,9 +94,9 @@ class Babi(GeneratedTask):
         """Draw a random question of at most `length` tokens."""
         questions = self._questions()
         for item in rng.sample(questions, min(len(questions), 200)):
-            if _size(item, tokenizer) <= length:
+            if _token_count(item, tokenizer) <= length:
                 return item
-        if not (fitting := [item for item in questions if _size(item, tokenizer) <= length]):
+        if not (fitting := [item for item in questions if _token_count(item, tokenizer) <= length]):
             where = f"{self.options.kind} in {self.options.path}"
             raise UsageError(f"lengths: no story of {where} fits in {length} tokens")
         return rng.choice(fitting)

@@ -33,7 +33,7 @@ def refusal(inputs: Inputs, weights: Layers, options: Options) -> str | None:
     if reason := options.refusal(inputs, columns=False):
         return reason
     if inputs.q.device.type != "cpu":
-        return "it runs on a CPU"
+        return "C++ runs on CPUs only"
     return None if library(inputs.state_dtype) else "no C++ compiler, or it failed"
 
 
