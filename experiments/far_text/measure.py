@@ -38,7 +38,8 @@ class Readings:
     """Losses of the same tokens, each text's last P."""
 
     losses: dict[str, NDArray[np.float32]]
-    """[N, P] nats, by what the state has read: `256`, `1k`, `4k`, `all`; `off`: all, without reads."""
+    """[N, P] nats, by what the state has read: `256`, `1k`, `4k`, `all`; `off`: all, without reads. 5-grams
+    that have read as much: `ngrams-256` to `ngrams-all`, once a column needs them."""
     counts_NP: NDArray[np.bool_]
     """True where a prediction counts: the next token is not a document's first."""
     far_NP: NDArray[np.bool_]
@@ -93,22 +94,36 @@ class FarText(Task):
 
     def measure(self, context: Context) -> Measurement:
         """Read the texts, once for all columns of a model, and average over the tokens that count."""
-        model, options, texts = context.scorer.model, self.options, self.texts(context)
+        model, options = context.scorer.model, self.options
         if model not in _READINGS:
-            _READINGS[model] = read(context.scorer, texts)
+            _READINGS[model] = read(context.scorer, self.texts(context))
         readings, far = _READINGS[model], options.tokens == "far"
-        losses = dict(readings.losses)
-        if options.less in (None, NGRAMS) and options.read != OFF and (ngrams := context.ngrams()):
-            losses[NGRAMS] = -np.log(cached(ngrams, texts, READ.get(options.read)))
         items = int((readings.far_NP if far else readings.counts_NP).sum())
+        loss_NP = readings.losses[options.read]
         if options.less:
-            less_NP = losses.get(options.less, np.nan)
-            return Measurement(*readings.mean(less_NP - losses[options.read], far), 0.0, items)
-        value, stderr = readings.mean(losses[options.read], far)
-        chance, floor, heuristic = math.log(context.scorer.tokenizer.vocab_size), None, None
-        if NGRAMS in losses:
-            floor, heuristic = readings.mean(losses[NGRAMS], far)[0], "5-grams with a cache of what is read"
+            ngrams = options.less == NGRAMS
+            less_NP = self.ngram_losses(context) if ngrams else readings.losses[options.less]
+            return Measurement(*readings.mean(less_NP - loss_NP, far), 0.0, items)
+        value, stderr = readings.mean(loss_NP, far)
+        floor, heuristic = None, None
+        if options.read != OFF and context.ngrams():
+            floor, _ = readings.mean(self.ngram_losses(context), far)
+            heuristic = "5-grams with a cache of what is read"
+        chance = math.log(context.scorer.tokenizer.vocab_size)
         return Measurement(value, stderr, chance, items, floor=floor, heuristic=heuristic)
+
+    def ngram_losses(self, context: Context) -> NDArray[np.floating]:
+        """[N, P] losses of 5-grams with a cache of the tokens read; NaN where none were counted.
+
+        Computed once a reading, and kept with the model's.
+        """
+        losses, kept = _READINGS[context.scorer.model].losses, f"{NGRAMS}-{self.options.read}"
+        if not (ngrams := context.ngrams()):
+            return np.full_like(losses[ALL], math.nan)
+        if kept not in losses:
+            p_NP = cached(ngrams, self.texts(context), READ.get(self.options.read))
+            losses[kept] = -np.log(p_NP).astype(np.float32)
+        return losses[kept]
 
     def texts(self, context: Context) -> list[LongText]:
         """Return texts of `context.length` tokens."""

@@ -246,8 +246,8 @@ def _explain(model: type[BaseModel], error: dict[str, Any], where: str) -> str:
         return f"{field}: missing; the config must set it"
     if error["type"] == "value_error":
         message = str(error["ctx"]["error"])
-        # of a model's validator it begins with a field below
-        joint = "." if re.match(r"[\w.]+:", message) else ": "
+        # a model's validator begins its message with the field, a field's validator does not
+        joint = "." if _model_at(model, loc) else ": "
         return f"{field}{joint}{message}" if field else message
     message = re.sub("^(Input|Tuple) should", "should", error["msg"]).partition(" after validation")[0]
     return f"{field or 'config'}: {message}, got {json.dumps(value, default=str)[:60]}"

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from tests.small import documented, study, until
+from titans_platform.clusters import local
 from titans_platform.data import prepare
 from titans_platform.runs.execute import execute
 from titans_platform.runs.folder import RunFolder
@@ -47,10 +48,10 @@ def worker_of(cell: RunFolder) -> int | None:
     return cell.record().get("pid")
 
 
-def below(pid: int) -> list[Any]:
-    """Return a process's descendants, without Ray's agents: they outlive a dead cluster."""
+def below(pid: int) -> list[dict[str, Any]]:
+    """Return records of a process's descendants, without Ray's agents: they outlive a dead cluster."""
     children = psutil.Process(pid).children(recursive=True)
-    return [child for child in children if "agent" not in " ".join(child.cmdline()).lower()]
+    return [local.record(p.pid, "") for p in children if "agent" not in " ".join(p.cmdline()).lower()]
 
 
 def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
@@ -78,7 +79,7 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
         first.kill()
         first.communicate()
     # no process of the dead driver's Ray survives
-    until(lambda: not any(one.is_running() and one.status() != "zombie" for one in processes), timeout=60)
+    until(lambda: not any(map(local.find, processes)), timeout=60)
     finished = (folders["LMM"].path / "result.json").stat().st_mtime_ns
     assert not read_status(root, "tiny", "small")["running"]
 

@@ -217,7 +217,8 @@ def neural_memory(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, check_residual(given.residual, q, v),
         check_base(given.base, weights), operand_dtype(q), shared, is_delta_rule=given.is_delta_rule,
     )  # fmt: skip
-    form = choose(backend, inputs, weights, options)
+    # on meta tensors only shapes are computed, the same in every form; kernels and C++ take no meta tensors
+    form = choose("auto" if q.is_meta else backend, inputs, weights, options)
     # the state stays float32 under autocast
     with without_autocast(q):
         y, *after = form.compute(inputs, weights, momentum, options)
@@ -235,9 +236,7 @@ def choose(backend: str, inputs: Inputs, weights: Layers, options: Options) -> F
     if backend not in BACKENDS:
         raise ValueError(f"backend: {backend!r} is not one of {', '.join(BACKENDS)}")
     traced = torch.compiler.is_compiling() or inputs.q.is_meta
-    if inputs.q.is_meta and options.arch is None and backend in ("native", "online", "triton"):
-        backend = "auto"  # shapes alone are asked, on no device; kernels and C++ take no such tensors
-    elif backend == "native" and torch.compiler.is_compiling():
+    if backend == "native" and torch.compiler.is_compiling():
         backend = "chunked"  # torch.compile cannot trace C++
     reason, slower, here_on_gpu = None, "", on_gpu(inputs.q) or options.arch is not None
     for form in FORMS:

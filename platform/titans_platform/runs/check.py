@@ -264,7 +264,7 @@ def check_resources(
 
 
 def check_kernels(cfg: RunConfig, arch: int) -> None:
-    """Check that kernels compute each memory on a GPU of ``arch``, e.g. 90, or the backend that it names.
+    """Check that a GPU of ``arch``, e.g. 90, can run the backend of each memory, and `auto` with kernels.
 
     Without kernels a step takes up to thirty times as long. Raises UsageError.
     """

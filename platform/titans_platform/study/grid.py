@@ -211,7 +211,10 @@ class StudyRun:
 
     def write(self) -> None:
         """Write ``cells.json`` and ``search.json`` for status and reports."""
-        cells = [{"cell": cell.name, "row": cell.row, "seed": cell.seed} for cell in self.whole]
+        cells = [
+            {"cell": c.name, "row": c.row, "seed": c.seed, "config": c.config.model_dump(mode="json")}
+            for c in self.whole
+        ]
         record = {
             "study": self.study.model_dump(mode="json"), "scale": self.scale_name, "set": self.overrides,
             "commit": self.commit, "host": platform.node(), "mlflow": os.environ.get("TITANS_MLFLOW"),

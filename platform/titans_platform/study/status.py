@@ -88,8 +88,10 @@ def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
     path = root / STUDIES / label
     if (record := read_json(path / RECORD)) is None:
         raise UsageError(f"{label}: nothing has run under {root}; start with titans sweep run")
-    # of each cell its name is enough: its config is in its folder
-    cells = [Cell(cell["row"], cell["seed"], RunConfig(), cell["cell"]) for cell in record["cells"]]
+    cells = [
+        Cell(cell["row"], cell["seed"], validate(RunConfig, cell["config"]), cell["cell"])
+        for cell in record["cells"]
+    ]
     statuses, file = cell_statuses(cells, root), validate(Study, record["study"], str(path / RECORD))
     run = StudyRun(file, record["scale"], root, record["commit"], tuple(record["set"])).with_search()
     # locks may not be visible across machines; the files that cells write are
