@@ -217,8 +217,9 @@ def neural_memory(
         chunk_size, activation, surprise_bound, cu_seqlens, rule, check_residual(given.residual, q, v),
         check_base(given.base, weights), operand_dtype(q), shared, is_delta_rule=given.is_delta_rule,
     )  # fmt: skip
-    # on meta tensors only shapes are computed, the same in every form; kernels and C++ take no meta tensors
-    form = choose("auto" if q.is_meta else backend, inputs, weights, options)
+    if q.is_meta and backend in BACKENDS:
+        backend = "auto"  # only shapes are computed, and a form requested by name may refuse meta tensors
+    form = choose(backend, inputs, weights, options)
     # the state stays float32 under autocast
     with without_autocast(q):
         y, *after = form.compute(inputs, weights, momentum, options)
