@@ -112,15 +112,22 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
     return overlay(config.model_dump(mode="json"), model)
 
 
-def overlay(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
-    """``above`` merged into ``below``: mappings recursively, other values replaced; keys may be dotted."""
+NAMED = {"axes", "columns", "rows", "scales", "space"}
+"""Keys whose mappings have names for keys, which may contain dots."""
+
+
+def overlay(below: Mapping[str, Any], above: Mapping[str, Any], dotted: bool = True) -> dict[str, Any]:
+    """``above`` merged into ``below``: mappings recursively, other values replaced.
+
+    Keys may be ``dotted`` paths, below a key of NAMED not.
+    """
     merged = copy.deepcopy(dict(below))
-    for dotted, value in above.items():
-        key, _, rest = dotted.partition(".")
+    for path, value in above.items():
+        key, _, rest = path.partition(".") if dotted else (path, "", "")
         value = {rest: value} if rest else value
         under = merged.get(key)
         if isinstance(value, Mapping):
-            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value)
+            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value, key not in NAMED)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -100,7 +100,7 @@ def test_a_study_s_name_is_a_word(tmp_path, refused, name):
     study = {"name": name, "columns": {"x": {"title": "X"}}, "scales": {"small": {}}, "rows": [{"name": "a"}]}
     (tmp_path / "s.yaml").write_text(json.dumps(study))
     line = "sweep", "run", tmp_path / "s.yaml", "--scale", "small", "--root", tmp_path / "r"
-    assert "name" in refused(*line)
+    assert "s.yaml.name: String should match pattern" in refused(*line)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["s.yaml"]
 
 

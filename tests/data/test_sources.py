@@ -48,19 +48,15 @@ def test_no_document_is_in_both_splits_also_where_it_is_repeated(tmp_path):
     assert (len(train), len(validation)) == (70, 30)
 
 
-def one_file(path: Path, text: str, fraction: float = 0.1, **more) -> dict:
-    path.write_text(text)
-    return {"kind": "files", "path": str(path), "validation_fraction": fraction, **more}
-
-
 def test_one_file_is_split_by_position_and_max_tokens_leaves_validation_a_share(tmp_path):
     lines = [f"line {i:03d}\n" for i in range(100)]
-    prepared = prepare(config(one_file(tmp_path / "book.txt", "".join(lines))), tmp_path / "root")
+    source = small.texts(tmp_path / "book", "".join(lines), validation_fraction=0.1)
+    prepared = prepare(config(source), tmp_path / "root")
     (train,), (validation,) = documents_of(prepared, "train"), documents_of(prepared, "validation")
     assert train + validation == "".join(lines)
     assert validation.strip().splitlines() == [line.strip() for line in lines[91:]]
     assert list(prepared.validation(4))
-    source = one_file(tmp_path / "book.txt", "word " * 1000, 0.2, max_tokens=100)
+    source = small.texts(tmp_path / "words", "word " * 1000, validation_fraction=0.2, max_tokens=100)
     prepared = prepare(config(source), tmp_path / "root")
     manifest = prepared.sources[0].manifest
     assert (manifest.train.tokens, manifest.validation.tokens) == (80, 20)

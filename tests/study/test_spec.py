@@ -27,6 +27,7 @@ STUDY = {
     ],
 }  # fmt: skip
 FIRST, EQUAL = "LMM", "Linear Memory, equal state"
+SEARCH = {"metric": "lm_ppl", "space": {"optim.lr": {"choices": [0.1]}}}
 EXPECTED = {"better": False, "because": "a derivation\n"}
 
 
@@ -119,14 +120,18 @@ def test_study_like_another_has_only_the_differences(tmp_path):
     axis = {"field": "optim.lr", "values": [0.1, 0.2], "label": "at {}"}
     laid = {"name": "rates", "like": f"{tmp_path}/tiny.yaml", "axes": {"lr": axis}}
     scales = {"small": {"seeds": [9], "rows": {"LMM": {"optim.steps": 6}}}, "large": None}
-    # rows of its own: what the scales of the other study set for rows that are left out goes with them
-    other.write_text(yaml.safe_dump({**laid, "rows": [{"name": "New"}]}))
-    assert {cell.row for cell in expand(load_study(str(other)), "small")} == {"New at 0.1", "New at 0.2"}
+    # rows of its own: what the other study's scales set for rows that are left out goes with them
+    new = {"rows": [{"name": "New 1.5"}]}
+    other.write_text(yaml.safe_dump({**laid, **new}))
     for given in (None, {"small": None}, {"small": {"rows": None}}, {"small": {"rows": ["LMM"]}}):
         write(tmp_path, scales=given)
-        with pytest.raises(UsageError, match="scales"):
+        with pytest.raises(UsageError, match=r"^rates.yaml.scales(.small.rows)?: "):
             load_study(str(other))
     write(tmp_path)
+    new["scales"] = {"small": {"rows": {"New 1.5": {"optim.steps": 6}}}}
+    other.write_text(yaml.safe_dump({**laid, **new}))
+    cells = expand(load_study(str(other)), "small", seeds=[0])
+    assert [(c.row[-6:], c.config.optim.steps) for c in cells] == [("at 0.1", 6), ("at 0.2", 6)]
     other.write_text(yaml.safe_dump({**laid, "scales": scales}))
     study = load_study(str(other))
     assert (study.name, [*study.scales]) == ("rates", ["small"])
@@ -138,6 +143,7 @@ def test_study_like_another_has_only_the_differences(tmp_path):
         ({"like": 3}, "like: 3 should be the name of a study"),
         ({"like": str(other)}, "like: rates.yaml is like this study"),
         ({"scales": {"small": {"rows": {"LMN": {}}}}}, "did you mean LMM"),
+        ({"search": SEARCH, "scales": {"small": {"draws_data": True}}}, "yaml.scales.small.draws_data: "),
     ):
         other.write_text(yaml.safe_dump({**laid, **wrong}))
         with pytest.raises(UsageError, match=message):

@@ -102,11 +102,10 @@ def encode_pair(context: str, continuation: str, tokenizer: ItemTokenizer) -> Re
 
 
 class Score(NamedTuple):
-    """Log-likelihood of a continuation (nats), whether greedy decoding gives it, its number of tokens."""
+    """Log-likelihood of a continuation (nats), and whether greedy decoding gives it."""
 
     logprob: float
     greedy: bool
-    tokens: int
 
 
 @dataclass(frozen=True)
@@ -206,7 +205,7 @@ class Scorer:
         """Scores of rows, each its tokens and the position of the last one that is not scored."""
         length = max(len(tokens) for tokens, _ in rows)
         if length == 1:  # empty continuations
-            return [Score(0.0, True, 0)] * len(rows)
+            return [Score(0.0, True)] * len(rows)
         padded = [tokens + [self.tokenizer.pad] * (length - len(tokens)) for tokens, _ in rows]
         tokens_BT = torch.tensor(padded, device=self.device)
         position_T = torch.arange(length - 1, device=self.device)
@@ -216,7 +215,7 @@ class Scorer:
         parts = list(self._token_scores(tokens_BT[:, :-1], at_BT, tokens_BT[:, 1:][at_BT]))
         logprobs, greedy = (iter(torch.cat(part).tolist()) for part in zip(*parts, strict=True))
         return [
-            Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))), width)
+            Score(math.fsum(islice(logprobs, width)), all(list(islice(greedy, width))))
             for width in (len(tokens) - 1 - first for tokens, first in rows)
         ]
 

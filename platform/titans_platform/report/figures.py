@@ -206,7 +206,7 @@ def loss_picture(result: ByPosition, key: str, title: str) -> Picture:
     for mode in result.shown:
         label, colour, marker = LOOKS[mode.partition("-")[0]]
         points = {x: (result.loss(mode, *bucket)[0],) for x, bucket in buckets.items()}
-        lines.append(Line(label, points, colour, marker, spread=False))
+        lines.append(Line(label, points, colour, marker))
     gain = Line("gain", {x: (result.gain(*bucket)[0],) for x, bucket in buckets.items() if x > result.row})
     panels = [
         panel("Loss", plot.by_position, POSITION, "nats a token", shown=lines, row=result.row),
@@ -244,8 +244,8 @@ def learning_curves(data: FigureData) -> Iterator[Picture]:
         by_step: dict[float, list[float]] = {}
         for step, loss in itertools.chain.from_iterable(map(smoothed, row.curves)):
             by_step.setdefault(step, []).append(loss)
-        whole = {step: tuple(values) for step, values in by_step.items() if len(values) == len(row.curves)}
-        lines.append(Line(row.name, whole, spread=False))
+        means = {step: (statistics.fmean(x),) for step, x in by_step.items() if len(x) == len(row.curves)}
+        lines.append(Line(row.name, means))
     if lines:
         shown, grey = coloured(lines)
         caption = f"Training loss (nats), a running mean over a twentieth of the steps, mean over seeds{GREY}"

@@ -252,11 +252,11 @@ def charts(memory: int, trace: MemoryTrace) -> list[Picture]:
     panels, heads = [], []
     for key, title in CHARTS.items():
         looks = zip(itertools.count(), getattr(trace, key).unbind(1), itertools.cycle(KINDS), strict=False)
-        heads = [Line(f"head {i}", binned(x_T.numpy()), c, "", spread=False) for i, x_T, c in looks]
+        heads = [Line(f"head {i}", binned(x_T.numpy()), c, "") for i, x_T, c in looks]
         panels.append(panel(title, plot.lines, "token", shown=heads, log_y=_far_apart(heads)))
     errors = {"before": trace.surprise, "right after": trace.written, "at the end": trace.final}
     looks = zip(errors.items(), "acb", strict=True)
-    lines = [Line(name, binned(x_TH.mean(1).numpy()), c, "", spread=False) for (name, x_TH), c in looks]
+    lines = [Line(name, binned(x_TH.mean(1).numpy()), c, "") for (name, x_TH), c in looks]
     fates = panel("Error of a token's pair", plot.lines, "token", shown=lines, log_y=_far_apart(lines))
     return [
         Picture(f"memory-{memory}", f"{trace.name}: gates and state", "", panels, NARROW, heads),

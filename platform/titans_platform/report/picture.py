@@ -210,8 +210,6 @@ class Line:
     points: Mapping[float, tuple[float, ...]]
     colour: str = "accent"
     marker: str = "o"
-    spread: bool = True
-    """True to show the standard deviation over seeds."""
 
     @property
     def means(self) -> dict[float, float]:
@@ -371,7 +369,7 @@ def lines(
         axis.plot([*line.means], [*line.means.values()], color=LIGHT["ghost"], linewidth=0.7, zorder=1)
     for line in shown:
         colour, means = LIGHT[line.colour], line.means
-        bars = [deviation(line.points[x]) or 0 for x in means if line.spread]
+        bars = [deviation(line.points[x]) or 0 for x in means]
         axis.errorbar(
             [*means], [*means.values()], yerr=bars if any(bars) else None, color=colour, linewidth=1.3,
             elinewidth=0.7, capsize=1.5, marker=line.marker if len(means) <= 12 else "", markersize=3.4,

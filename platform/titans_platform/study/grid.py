@@ -280,8 +280,7 @@ def _require(name: str, known: Collection[str], kind: str, where: str) -> None:
 def _read(path: Path, *readers: Path) -> dict[str, Any]:
     """Read a study file, merged over the study that it is ``like``."""
     if path in readers:
-        given = f"{readers[0].name} is like this study"
-        raise UsageError(f"{path.name}: like: {given}; `like` must not be circular")
+        raise UsageError(f"{path.name}: like: {readers[0].name} is like this study, and so like itself")
     if "like" not in (study := read_yaml(path)):
         return study
     if not isinstance(other := study.pop("like"), str):
