@@ -6,7 +6,7 @@ from collections import defaultdict
 
 import pytest
 
-from experiments.tables import HERE, check_table, section, table
+from experiments.tables import HERE, check_table, measured, section, table
 from titans_platform.report.table import Comparison, adjust, difference, tally
 from titans_platform.study.grid import load_study
 
@@ -18,9 +18,7 @@ HEADINGS = {
     "hybrids/cells.csv": "Ten reporting seeds",
     "letter/cells.csv": "What it showed",
     "long_ablation/cells.csv": "Ten seeds",
-    "overnight/cells.csv": "Seed 0",
-    "overnight/cells-1.csv": "Seed 1",
-    "overnight/cells-2.csv": "Seed 2, so far",
+    "overnight/cells.csv": "Three seeds",
     "overnight/cells-4e-3.csv": "At 4e-3",
 }
 """The heading above a table, where the page has several."""
@@ -37,6 +35,14 @@ def test_table_of_a_page_equals_its_cells(name):
     page = HERE / name.partition("/")[0] / "README.md"
     text = section(page, HEADINGS[name]) if name in HEADINGS else page.read_text("utf-8")
     check_table(text, HERE / name)
+
+
+def test_table_by_seed_has_every_cell_of_the_ablation_overnight():
+    rows = table(section(HERE / "overnight" / "README.md", "By seed"))
+    for row, columns in measured(HERE / "overnight" / "cells.csv").items():
+        places = (2, 1, 1)
+        expected = [" / ".join(f"{x:.{n}f}" for x in seeds) for seeds, n in zip(columns, places, strict=True)]
+        assert (len(columns[0]), rows[row]) == (3, expected)
 
 
 @pytest.mark.parametrize("name", TALLIES)
