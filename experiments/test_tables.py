@@ -3,6 +3,7 @@
 import csv
 import re
 from collections import defaultdict
+from statistics import fmean
 
 import pytest
 
@@ -43,6 +44,37 @@ def test_table_by_seed_has_every_cell_of_the_ablation_overnight():
         places = (2, 1, 1)
         expected = [" / ".join(f"{x:.{n}f}" for x in seeds) for seeds, n in zip(columns, places, strict=True)]
         assert (len(columns[0]), rows[row]) == (3, expected)
+
+
+def test_differences_and_tally_of_the_ablation_overnight_are_recomputed():
+    """Floors are the table's: both numbers of a comparison are better than them."""
+    page, study = HERE / "overnight" / "README.md", load_study("ablation")
+    values, rows = (
+        measured(HERE / "overnight" / "cells.csv"),
+        {row.name: row for row in study.rows_at("overnight")},
+    )
+    floors, shown = (
+        table(section(page, "Three seeds"))["floor"],
+        table(section(page, "Differences from the LMM")),
+    )
+    comparisons = []
+    for row in (row for row in values if row != "LMM"):
+        for i, (key, column) in enumerate(study.columns.items()):
+            sign = 1 if column.higher_is_better else -1
+            ours, base = (dict(enumerate(values[name][i])) for name in (row, "LMM"))
+            low, high = difference(ours, base).interval
+            numbers = [f"{x:+.{2 - i}f}" for x in (difference(ours, base).mean, low, high)]
+            assert shown[row][1 + i] == "{} [{}, {}]".format(*numbers)
+            better = [sign * (fmean(x.values()) - float(floors[i])) > 0 for x in (ours, base)]
+            paper = [rows[name].paper.get(key) for name in (row, "LMM")]
+            if None not in paper and not rows[row].reference:
+                printed, pairs = sign * (paper[0] - paper[1]), difference(ours, base, sign)
+                comparisons.append(Comparison(row, key, "LMM", printed, pairs, above_floor=all(better)))
+    comparisons = adjust(comparisons)
+    assert len(comparisons) == 24
+    assert tally(comparisons).startswith("of 18 comparisons 0 agree, 1 disagree, 17 are not resolved; 6 more")
+    (resolved,) = (each for each in comparisons if each.outcome == "disagrees")
+    assert (resolved.row, resolved.column, f"{resolved.p:.3f}") == ("+ Attn (MAC)", "reasoning_acc", "0.045")
 
 
 @pytest.mark.parametrize("name", TALLIES)

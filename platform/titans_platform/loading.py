@@ -112,14 +112,14 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
     return overlay(config.model_dump(mode="json"), model)
 
 
-NAMED = {"axes", "columns", "rows", "scales", "space"}
-"""Keys whose mappings have names for keys, which may contain dots."""
+NAMED = {"axes", "columns", "points", "rows", "scales", "space"}
+"""Keys whose mappings have names for keys, taken whole."""
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any], dotted: bool = True) -> dict[str, Any]:
     """``above`` merged into ``below``: mappings recursively, other values replaced.
 
-    Keys may be ``dotted`` paths, below a key of NAMED not.
+    Keys may be ``dotted`` paths; in the mapping of a key of NAMED they are names, taken whole.
     """
     merged = copy.deepcopy(dict(below))
     for path, value in above.items():
@@ -127,7 +127,8 @@ def overlay(below: Mapping[str, Any], above: Mapping[str, Any], dotted: bool = T
         value = {rest: value} if rest else value
         under = merged.get(key)
         if isinstance(value, Mapping):
-            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value, key not in NAMED)
+            split = bool(rest) or key not in NAMED
+            merged[key] = overlay(under if isinstance(under, Mapping) else {}, value, split)
         else:
             merged[key] = copy.deepcopy(value)
     return merged

@@ -131,7 +131,7 @@ def test_start_that_does_not_fit_is_one_line(root):
     train(parent)
     model = run_of().model.model_copy(update={"d_model": 32})
     wider = run_of(1).model_copy(update={"model": model, "start_from": parent.name})
-    with pytest.raises(UsageError, match=r"^start_from: .*weight is \(260, 16\) in the checkpoint"):
+    with pytest.raises(UsageError, match=r"^start_from: .*embedding\.weight is \(260, 16\) in the"):
         check_start(located(wider, root))
     with pytest.raises(UsageError, match=r"^start_from: nobody: no such run under"):
         located(run_of().model_copy(update={"start_from": "nobody"}), root)

@@ -258,8 +258,7 @@ class Study(Frozen):
         if not self.rows and not self.axes:
             raise ValueError("rows: a study needs rows or axes")
         if self.search and (drawn := [name for name, scale in self.scales.items() if scale.draws_data]):
-            cause = "trials of a search share their data; leave one of the two out"
-            raise ValueError(f"scales.{drawn[0]}.draws_data: {cause}")
+            raise ValueError(f"scales.{drawn[0]}.draws_data: trials of a search share data; leave one out")
         return self
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:
