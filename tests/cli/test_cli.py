@@ -21,8 +21,7 @@ def walk(command: click.Command, ctx: click.Context, path: tuple[str, ...] = ())
         yield " ".join(path), command
         return
     for name in command.list_commands(ctx):
-        below = command.get_command(ctx, name)
-        yield from walk(below, ctx, (*path, name))
+        yield from walk(command.get_command(ctx, name), ctx, (*path, name))
 
 
 LONG = "x" * 300

@@ -56,8 +56,7 @@ CHECKS = {
     """,
     "An objective": """
         options = {"sines": 200, "horizon": 2, "delta": 0.5}
-        cfg = config(objective={"kind": "huber", "options": options})
-        objective = build_objective(cfg)
+        objective = build_objective(config(objective={"kind": "huber", "options": options}))
         objective.check(objective.prepare(Path("root")))
     """,
     "A kind of cluster": """

@@ -22,8 +22,7 @@ OPTIONS = {"chunk_size": 7, "surprise_bound": 0.5}
 
 def operands(case: Case, borders: list[int] | None) -> tuple:
     """The arguments of the operator that `OPTIONS` ask for."""
-    norm = case.residual.norm if case.residual else ()
-    state = map(list, (*case.state, case.base or (), norm))
+    state = map(list, (*case.state, case.base or (), case.residual.norm if case.residual else ()))
     return *case.tokens, *state, 7, "silu", 0.5, borders and torch.tensor(borders)
 
 

@@ -66,8 +66,7 @@ def test_series_trains_resumes_and_is_measured_again(run_yaml, capsys, answer):
     assert cli.run(["train", "run.yaml", "--root", "runs"]) == 0
     assert "time steps, " in (shown := capsys.readouterr().out)
     assert "MSE" in shown
-    again = read_json(cell / "result.json")
-    assert again | dict.fromkeys(CLOCKS) == first | dict.fromkeys(CLOCKS)
+    assert read_json(cell / "result.json") | dict.fromkeys(CLOCKS) == first | dict.fromkeys(CLOCKS)
 
 
 @pytest.mark.parametrize(("sets", "says"), [

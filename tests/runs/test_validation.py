@@ -4,6 +4,7 @@ import json
 import math
 from copy import deepcopy
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -57,16 +58,15 @@ def test_it_is_logged_and_progress_line(book, tmp_path):
     # every second step, and the last one
     assert [step for step, _ in curve] == [2, 4, 5]
     assert math.exp(curve[-1][1]) == pytest.approx(result.columns["ppl"], rel=1e-6)
-    state = spec.folder.progress()
-    assert f"validation {curve[-1][1]:.3f}" in progress_line(state)
+    assert f"validation {curve[-1][1]:.3f}" in progress_line(spec.folder.progress())
 
 
 @pytest.mark.parametrize(("best", "every", "due"), [(True, 1, 1), (False, 1, 1), (True, 3, 100)])
 def test_checkpoint_of_the_lowest_loss_is_kept_when_not_due(book, tmp_path, monkeypatch, best, every, due):
     cfg = changed(run_on(book, every=every), checkpoint={"every": due, "keep": 1, "best": best})
     prepare(cfg.data, tmp_path)
-    losses = iter([math.nan, 2.0, 3.0, 2.0, 4.0] if every == 1 else [2.0, 3.0])
-    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
+    losses = [math.nan, 2.0, 3.0, 2.0, 4.0] if every == 1 else [2.0, 3.0]
+    monkeypatch.setattr(Worker, "_validation_loss", Mock(side_effect=losses))
     spec = spec_for(cfg, tmp_path)
     result, step = Worker(spec).run(), 2 if every == 1 else 3
     assert (result.best_step, result.best_validation_loss) == ((step, 2.0) if best else (None, None))
@@ -76,8 +76,8 @@ def test_checkpoint_of_the_lowest_loss_is_kept_when_not_due(book, tmp_path, monk
 def test_best_weights_are_measured_and_training_may_end_without_better_ones(book, tmp_path, monkeypatch):
     cfg = run_on(book, every=1, at="best", patience=2)
     prepare(cfg.data, tmp_path)
-    losses = iter([5.0, 2.0, 3.0, 4.0])  # a fifth is never requested
-    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
+    # a fifth is never requested
+    monkeypatch.setattr(Worker, "_validation_loss", Mock(side_effect=[5.0, 2.0, 3.0, 4.0]))
     spec = spec_for(cfg, tmp_path)
     result = Worker(spec).run()
     assert (result.best_step, result.tokens) == (2, 4 * cfg.tokens_per_step)
@@ -95,8 +95,7 @@ def test_best_weights_are_measured_and_training_may_end_without_better_ones(book
 def test_weights_of_an_early_stop_are_kept(book, tmp_path, monkeypatch):
     cfg = changed(run_on(book, every=1, patience=2), checkpoint={"every": 100})
     prepare(cfg.data, tmp_path)
-    losses = iter([5.0, 2.0, 3.0, 4.0])
-    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(Worker, "_validation_loss", Mock(side_effect=[5.0, 2.0, 3.0, 4.0]))
     spec = spec_for(cfg, tmp_path)
     assert Worker(spec).run().tokens == 4 * cfg.tokens_per_step
     assert step_of(find_checkpoint(spec.name, tmp_path)) == 4
@@ -112,8 +111,7 @@ def test_best_weights_are_written_though_a_write_fails(book, tmp_path, monkeypat
         write_manifest(path, progress)
 
     prepare(cfg.data, tmp_path)
-    losses = iter([5.0, 2.0, 3.0, 4.0, 3.0])
-    monkeypatch.setattr(Worker, "_validation_loss", lambda *_: next(losses))
+    monkeypatch.setattr(Worker, "_validation_loss", Mock(side_effect=[5.0, 2.0, 3.0, 4.0, 3.0]))
     monkeypatch.setattr(checkpoint, "write_manifest", once)
     spec = spec_for(cfg, tmp_path)
     assert Worker(spec).run().best_step == 2

@@ -154,6 +154,6 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
     for label, source in sources.items():
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])
-    Console().print(table)
+    Console(markup=False).print(table)
     fingerprints = f"fingerprint {prepared.fingerprint}, tokenizer {prepared.tokenizer.fingerprint}"
     click.echo(f"{fingerprints} with {ids:,} ids, rows of {length:,} tokens")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
@@ -49,7 +50,7 @@ def init(path: Path, data: str | None, preset: str, force: bool) -> None:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
-    click.echo(f"{path}: train it with `titans train {path}`")
+    click.echo(f"{path}: train it with `titans train {shlex.quote(str(path))}`")
 
 
 def run_file(data: str | None, preset: str) -> str:

@@ -85,7 +85,7 @@ def _bars(console: Console, *columns: ProgressColumn) -> Bars:
 def preparing(console: Console) -> Iterator[PrepareProgress]:
     """Show a bar for each source in preparation; the callable takes a source and its progress."""
     numbers = TextColumn("{task.fields[documents]:,} documents, {task.fields[tokens]:,} tokens")
-    columns = TextColumn("preparing {task.description}"), BarColumn(), numbers
+    columns = TextColumn("preparing {task.description}", markup=False), BarColumn(), numbers
     with _bars(console, *columns, TimeElapsedColumn(), TimeRemainingColumn()) as bars:
         ids: dict[str, TaskID] = {}
 
@@ -132,7 +132,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
     plain, shown, ended = PlainLines(console), dict[str | None, TaskID](), set[str | None]()
     # long names of rows are cut, so that a line fits 80 columns
     narrow = {"no_wrap": True, "overflow": "ellipsis"}
-    name = TextColumn("{task.description}", table_column=TableColumn(max_width=24, **narrow))
+    name = TextColumn("{task.description}", markup=False, table_column=TableColumn(max_width=24, **narrow))
     state_text = TextColumn("{task.fields[state]}", table_column=TableColumn(**narrow))
     with _bars(console, name, BarColumn(8), state_text, TimeRemainingColumn()) as bars:
         whole = bars.add_task(f"{study.study.name} at {study.scale_name}", total=len(study.cells), state="")

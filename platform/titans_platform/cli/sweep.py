@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table as RichTable
 
 from titans_platform.cli import (
@@ -297,7 +298,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
     grid.columns[-1].justify = "left"
     for cell in record["cells"]:
         numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
-        grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
+        grid.add_row(cell["cell"] or NONE, escape(cell["row"]), *numbers, cell["state"])
     console.print(grid)
     lines = []
     if costs := {cost["row"]: cost for cost in record["costs"]}:
@@ -345,7 +346,7 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     for cost in costs:
         numbers = [NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours")]
         gib, state = short(cost["gpu_bytes"] / 2**30, 1), short(cost["state_bytes"] / 1e6, 1)
-        grid.add_row(cost["row"], gib, state, count(cost["tokens_per_second"]), *numbers)
+        grid.add_row(escape(cost["row"]), gib, state, count(cost["tokens_per_second"]), *numbers)
     return grid
 
 
@@ -382,10 +383,10 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
         for item in each["cells"]:
             progress, seed = item.progress, f"seed {item.seed}"
             if item.state == "running":
-                grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
+                grid.add_row("running", *map(escape, running_line(item)), f"{clock(progress.get('age'))} ago")
             elif item.state == "interrupted":
                 reached = f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
-                grid.add_row("interrupted", item.row, seed, reached)
+                grid.add_row("interrupted", escape(item.row), seed, reached)
             elif item.state == "failed":
                 lines.append(f"failed  {item.row}, {seed} ({item.cell}): {item.reason}")
         if grid.rows:

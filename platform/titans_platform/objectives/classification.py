@@ -45,24 +45,13 @@ PUBLISHER = "katarinagresova/Genomic_Benchmarks_"
 
 
 PARTS = ("train", "validation", "test")
+COLUMNS = ("sequence", "label")
 UNLABELLED = -1
 """Label of a row that is used for next-token pretraining."""
 
 
-class Items(NamedTuple):
-    """Sequences with their labels, in the order of the file."""
-
-    sequences: list[str]
-    labels: list[str]
-
-    def take(self, mask: NDArray[np.bool_]) -> Items:
-        """Return the items at which ``mask`` [N] is True."""
-        index = np.flatnonzero(mask)
-        return Items([self.sequences[i] for i in index], [self.labels[i] for i in index])
-
-
-Split = dict[str, Items]
-"""The items of each split; see PARTS."""
+Split = dict[str, pa.Table]
+"""The items of each split, in the order of the file: columns of text, sequence and label. See PARTS."""
 
 
 class Labelled(NamedTuple):
@@ -87,18 +76,19 @@ class LabelledData:
 
     def __init__(self, split: Split, tokenizer: Tokenizer, length: int, pretrain_steps: int = 0):
         self.split, self.tokenizer, self.pretrain_steps = split, tokenizer, pretrain_steps
-        self.classes = sorted({label for items in split.values() for label in items.labels}, key=_natural)
+        columns = {part: [column.to_pylist() for column in split[part].columns] for part in PARTS}
+        self.classes = sorted({label for _, labels in columns.values() for label in labels}, key=_natural)
         number = {label: i for i, label in enumerate(self.classes)}
         self.tokens, self.labels = {}, {}
-        for part in PARTS:
-            if not split[part].sequences:
+        for part, (sequences, labels) in columns.items():
+            if not sequences:
                 raise UsageError(f"objective.options.{part}_fraction: leaves {part} no sequence; raise it")
-            self.tokens[part] = tokenizer.encode_batch(split[part].sequences)
-            self.labels[part] = np.array([number[label] for label in split[part].labels])
+            self.tokens[part] = tokenizer.encode_batch(sequences)
+            self.labels[part] = np.array([number[label] for label in labels])
         if (longest := 1 + max(len(ids) for part in PARTS for ids in self.tokens[part])) > length:
             short = f"a row of {length} tokens does not hold the longest sequence with its start"
             raise UsageError(f"data.sequence_length: {short}; set it to {longest}")
-        items = digest([[part, *split[part]] for part in PARTS], 16)
+        items = digest([[part, *columns[part]] for part in PARTS], 16)
         self.fingerprint = digest([items, tokenizer.fingerprint, length], 16)
 
     @property
@@ -126,30 +116,31 @@ class LabelledData:
         return Labelled(tokens, lengths, labels if labelled else torch.full_like(labels, UNLABELLED))
 
 
-def divide(items: Items, fraction: float, seed: int) -> tuple[Items, Items]:
+def divide(items: pa.Table, fraction: float, seed: int) -> tuple[pa.Table, pa.Table]:
     """Split off a fraction of the items by a hash of each sequence and ``seed``.
 
     Equal sequences go to the same side, so that the split does not leak.
     """
-    texts = sorted(set(items.sequences), key=lambda text: hashlib.sha256(f"{seed}/{text}".encode()).digest())
+    sequences = items["sequence"].to_pylist()
+    texts = sorted(set(sequences), key=lambda text: hashlib.sha256(f"{seed}/{text}".encode()).digest())
     out = set(texts[: round(fraction * len(texts))])
-    taken = np.array([text in out for text in items.sequences], dtype=bool)
-    return items.take(~taken), items.take(taken)
+    taken = np.array([text in out for text in sequences], dtype=bool)
+    return items.filter(~taken), items.filter(taken)
 
 
-def read_file(name: str, fields: tuple[str, str], option: str) -> Items:
+def read_file(name: str, fields: tuple[str, str], option: str) -> pa.Table:
     """Read a .csv, .jsonl or .parquet file, optionally compressed as .gz or .xz.
 
     ``fields`` are the sequence and the label column. Raises UsageError that names ``option``.
     """
-    table = read_table(name, option)
+    table = read_table(name, option, fields)
     for field in fields:
         if field not in (known := table.column_names):
             raise UsageError(f"{option}: {name} has no column {field}; it has {', '.join(known)}")
     return _checked(*(table.column(field).to_pylist() for field in fields), where=f"{option}: {name}")
 
 
-def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Items:
+def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> pa.Table:
     """Load a split of a Hub dataset, or of a folder that `datasets` can load. Raises UsageError."""
     option = "objective.options.dataset"
     with HubSource(SourceConfig(kind="hub", dataset=name, split=split), option, cache).opened() as records:
@@ -157,30 +148,30 @@ def read_hub(name: str, split: str, fields: tuple[str, str], cache: Path) -> Ite
     return _checked(*map(list, zip(*pairs, strict=True)), where=f"{option}: {name} ({split})")
 
 
-def _checked(sequences: list[Any], labels: list[Any], where: str) -> Items:
+def _checked(sequences: list[Any], labels: list[Any], where: str) -> pa.Table:
     """Reject missing values, and sequences that are not strings."""
     for i, (text, label) in enumerate(zip(sequences, labels, strict=True)):
-        if not isinstance(text, str) or not text or label is None:
-            raise UsageError(f"{where} has no {'label' if text else 'sequence'} in row {i}")
-    return Items(sequences, [str(label) for label in labels])
+        if not isinstance(text, str) or not text or label in (None, ""):
+            missing = "label" if text and isinstance(text, str) else "sequence of text"
+            raise UsageError(f"{where} has no {missing} in row {i}")
+    return pa.table([pa.array(map(str, column), pa.string()) for column in (sequences, labels)], [*COLUMNS])
 
 
 def save_items(split: Split, path: Path) -> None:
     """Save a copy of the items."""
-    rows = [(text, label, part) for part in PARTS for text, label in zip(*split[part], strict=True)]
-    save_copy(pa.table([*map(list, zip(*rows, strict=True))], ["sequence", "label", "part"]), path)
+    parts = (split[part].append_column("part", pa.array([part] * len(split[part]))) for part in PARTS)
+    save_copy(pa.concat_tables(parts), path)
 
 
 def load_items(path: Path) -> Split:
     """Load the copy of the items. Raises NotPrepared; UsageError if it is damaged."""
-    columns = load_copy(path).to_pydict()
-    items, part = Items(columns["sequence"], columns["label"]), np.array(columns["part"])
-    return {name: items.take(part == name) for name in PARTS}
+    items = load_copy(path)
+    return {part: items.filter(items["part"].to_numpy() == part).drop_columns("part") for part in PARTS}
 
 
 def _natural(label: str) -> tuple[int, str]:
     """Sort key of labels: numbers in numeric order, before strings."""
-    return (int(label), "") if label.isdecimal() else (2**63, label)
+    return (int(label), label) if label.isdecimal() else (2**63, label)
 
 
 class ClassificationOptions(Frozen):
@@ -318,7 +309,7 @@ class Classification(Objective[LabelledData]):
             train, validation = divide(train, options.validation_fraction / remaining, seed)
         return dict(zip(PARTS, (train, validation, test), strict=True))
 
-    def _file(self, option: str) -> Items | None:
+    def _file(self, option: str) -> pa.Table | None:
         if (name := getattr(self.options, option)) is None:
             return None
         path = Path(self.options.folder or "").expanduser() / name

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -49,12 +50,18 @@ READERS: dict[str, Callable[[Any], pa.Table]] = {
 }
 
 
-def read_table(name: str, field: str) -> pa.Table:
-    """Read the columns of a file of a kind in READERS, also .gz or .xz. Raises UsageError with ``field``."""
-    path = Path(name).expanduser()
-    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
+def read_table(name: str, field: str, texts: Sequence[str] = ()) -> pa.Table:
+    """Read the columns of a file of a kind in READERS, also compressed; ``texts`` of a .csv as they stand.
+
+    Raises UsageError with ``field``.
+    """
+    path, lower = Path(name).expanduser(), Path(name.lower())
+    suffix = lower.with_suffix("").suffix if lower.suffix in OPENERS else lower.suffix
     if suffix not in READERS:
-        raise UsageError(f"{field}: {name} is none of {', '.join(READERS)} (or with .gz or .xz)")
+        raise UsageError(f"{field}: {name} is none of {', '.join(READERS)} (or with {', '.join(OPENERS)})")
+    if suffix == ".csv":
+        types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
+        return read_opened(path, partial(csv.read_csv, convert_options=types), field)
     return read_opened(path, READERS[suffix], field)
 
 

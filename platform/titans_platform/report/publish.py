@@ -16,6 +16,7 @@ import click
 from markupsafe import Markup
 from rich import box
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -393,8 +394,8 @@ def _grid(report: StudyReport, keys: Sequence[str], width: int, sizes: bool) -> 
         grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
     kept = None if sizes else -len(SIZES)
     for row, line in zip(report.table.rows, body(report, keys), strict=True):
-        grid.add_row(*line[:kept], style="dim" if row.row.reference else "")
+        grid.add_row(*map(escape, line[:kept]), style="dim" if row.row.reference else "")
     grid.add_section()
     for line in _levels(report, keys) if keys else ():
-        grid.add_row(*line[:kept], style="italic dim")
+        grid.add_row(*map(escape, line[:kept]), style="italic dim")
     return grid

@@ -371,7 +371,7 @@ def _names(text: str, known: Collection[str]) -> Iterator[str]:
 
 
 def _matching(name: str, known: list[str], where: str) -> list[str]:
-    if not any(sign in name for sign in "*?["):
+    if not any(sign in name for sign in "*?[") or name.casefold() in map(str.casefold, known):
         return [pick(name, known, "row", where)]
     if not (matching := [row for row in known if fnmatchcase(row.casefold(), name.casefold())]):
         raise UsageError(f"{where}: no row matches {name!r}; {nearest(name.strip('*'), known)}")
