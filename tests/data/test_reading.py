@@ -100,11 +100,13 @@ def test_other_files_are_counted(tmp_path, caplog):
         (tmp_path / name).write_text('{"a": "text"}')
     for name in ("e.txt.xz", "f.parquet", "g.arrow", "h.jsonl.bz2"):
         (tmp_path / name).touch()
+    (tmp_path / "i.jsonl").write_text('{"text": "x"}\n{"a": 1}\n')
     (tmp_path / "gone.txt").symlink_to("elsewhere")
     os.mkfifo(tmp_path / "pipe.txt")
     prepare(config({"kind": "files", "path": str(tmp_path)}), tmp_path / "root")
-    assert "skipped 5 of 11 files: 2 .pdf, 2 that cannot be opened, 1 without suffix" in caplog.text
+    assert "skipped 5 of 12 files: 2 .pdf, 2 that cannot be opened, 1 without suffix" in caplog.text
     assert "dataset_info.json has no field text; it has a; skipped" in caplog.text
+    assert "i.jsonl has no text in 1 of 2 records" in caplog.text
 
 
 LOOPS = {

@@ -94,8 +94,7 @@ class Case(Call):
         alpha, eta, theta = (most * gate for most, gate in zip((0.05, 0.9, 0.05), gates, strict=True))
         alpha[rand(*alpha.shape) < 0.1], eta[rand(*eta.shape) < 0.1] = 0, 0
         alpha[0, T // 2, 0], eta[0, T // 3, 1] = 1, 1
-        rows = documents or batch
-        shapes = [(rows, 2, *pair) for pair in pairwise(widths)]
+        shapes = [(documents or batch, 2, *pair) for pair in pairwise(widths)]
         self.tokens = [x.requires_grad_() for x in (*tokens, alpha, eta, theta)]
         self.state = MemoryState(
             tuple(((rand(*s) - 0.5) * 4 / s[-2] ** 0.5).requires_grad_() for s in shapes),

@@ -48,8 +48,7 @@ class Drawn(Call):
         self.kind = one(["none", "none", "none", "input", "norm"])
         hidden = [one([2, 16, 40]) for _ in range(depth - 1)]
         widths = [D, *hidden, D if self.kind != "none" else one([2, 5, D])]
-        ends = widths[0], widths[0], widths[-1]
-        tokens = [F.normalize(rand(B, T, H, n) - 0.5, dim=-1) for n in ends]
+        tokens = [F.normalize(rand(B, T, H, n) - 0.5, dim=-1) for n in (widths[0], widths[0], widths[-1])]
         gates = [0.05 * rand(B, T, H), 0.9 * rand(B, T, H), 0.05 * rand(B, T, H)]
         for gate, value in zip(gates, (0.0, one([0.0, 1.0]), 0.0), strict=True):
             gate[rand(B, T, H) < 0.1] = value

@@ -260,19 +260,22 @@ class RecordSource(TextSource):
 
     def texts(self, name: str, records: Iterable[Any]) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
-        text_field, field, others, known = self.source.text_field, f"{self.field}.text_field", None, False
-        for number, record in enumerate(records):
+        text_field, field = self.source.text_field, f"{self.field}.text_field"
+        others, without, number = {}, 0, 0
+        for number, record in enumerate(records, 1):
             text = record.get(text_field) if isinstance(record, dict) else record
-            known |= not isinstance(record, dict) or text_field in record
-            others = others or (None if known else record)
-            if not known and number + 1 == WITHOUT_TEXT:
+            if isinstance(record, dict) and text_field not in record:
+                others, without = others or record, without + 1
+            if without == number == WITHOUT_TEXT:
                 break
             text = text.decode("utf-8") if isinstance(text, bytes) else text
             if text is not None and not isinstance(text, str):
                 raise UsageError(f"{field}: {text_field} of {name} is not text")
             yield plain(text or "")
-        if others is not None and not known:
+        if without and without == number:
             raise UsageError(f"{field}: {name} has no field {text_field}; it has {', '.join(others)}")
+        if without:
+            log.warning("%s: %s has no %s in %d of %d records", field, name, text_field, without, number)
 
 
 class File(NamedTuple):

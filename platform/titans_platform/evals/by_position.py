@@ -101,8 +101,7 @@ class ByPosition:
         split = [values_NL, counts_NL]
         if self.texts == 1:
             # a single text is split into blocks, which are less independent than texts
-            parts = min(BLOCKS, counts_NL.shape[1])
-            split = [np.array_split(array[0], parts) for array in split]
+            split = [np.array_split(array[0], min(BLOCKS, counts_NL.shape[1])) for array in split]
         return ratio(*(np.array([part.sum() for part in parts], np.float64) for parts in split))
 
 

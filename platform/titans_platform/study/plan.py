@@ -197,8 +197,7 @@ def estimate(study: StudyRun) -> tuple[float | None, str]:
     # a rung trains about as long as the first one; the best trial becomes a row with all seeds
     run = search.search.rungs * search.milestones[0] / search.steps
     trials = (search.search.trials - search.finished) * run
-    seeds = len({cell.seed for cell in study.cells})
-    return seconds * (trials + len(todo) + seeds) / len(timed), basis
+    return seconds * (trials + len(todo) + len({cell.seed for cell in study.cells})) / len(timed), basis
 
 
 def wall_seconds(cells: Sequence[float], concurrency: int) -> float:
