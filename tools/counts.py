@@ -23,7 +23,7 @@ BUDGETS = {
     "Form, fields": (8, 8),
     "FORMS, entries": (6, 6),
     "MemoryConfig, fields": (24, 24),
-    "platform, lines of code": (11_250, 11_000),
+    "platform, lines of code": (11_247, 11_000),
     "platform, files": (85, 85),
     "tests, lines": (18_192, 18_000),
     "docs, pages": (12, 12),

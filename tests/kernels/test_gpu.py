@@ -224,8 +224,7 @@ def test_baselines_take_flash_linear_attentions_kernels(channels, packed):
         forms_used(forget=True)
         outputs = linear_attention(*given, index)
         results += [*outputs, *torch.autograd.grad(sum(y.square().mean() for y in outputs), given)]
-        served = "flash-linear-attention's" if results is actual else "chunked"
-        assert served in str(forms_used())
+        assert ("flash-linear-attention's" if results is actual else "chunked") in str(forms_used())
     for ours, reference in zip(actual, expected, strict=True):
         assert (ours - reference).norm() < 0.02 * reference.norm()
 

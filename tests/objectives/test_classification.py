@@ -201,6 +201,7 @@ def test_run_is_named_by_what_its_files_hold_which_are_read_once(folder):
     ({"objective.options.path": None}, "objective.options.path: give a file of sequences and labels, or"),
     ({"objective.options.path": "none.csv"}, "objective.options.path: none.csv cannot be read"),
     ({"objective.options.label_field": "kind"}, "motif.csv has no column kind; it has sequence, label"),
+    ({"objective.options.validation_fraction": 0.001}, "validation_fraction: leaves validation no sequence"),
     ({"objective.options.classes": 3}, r"objective.options.classes: 3, but the data have 2"),
     ({"data.sequence_length": 20}, "data.sequence_length: a row of 20 tokens .* set it to 25"),
     ({"objective.options.pretrain_steps": 60}, "objective.options.pretrain_steps: all 60 of optim.steps"),

@@ -260,22 +260,20 @@ class RecordSource(TextSource):
 
     def texts(self, name: str, records: Iterable[Any]) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
-        text_field, field = self.source.text_field, f"{self.field}.text_field"
-        others, without, number = {}, 0, 0
+        key, field, record, without, number = self.source.text_field, f"{self.field}.text_field", {}, 0, 0
         for number, record in enumerate(records, 1):
-            text = record.get(text_field) if isinstance(record, dict) else record
-            if isinstance(record, dict) and text_field not in record:
-                others, without = others or record, without + 1
+            text = record.get(key) if isinstance(record, dict) else record
+            without += isinstance(record, dict) and key not in record
             if without == number == WITHOUT_TEXT:
                 break
             text = text.decode("utf-8") if isinstance(text, bytes) else text
             if text is not None and not isinstance(text, str):
-                raise UsageError(f"{field}: {text_field} of {name} is not text")
+                raise UsageError(f"{field}: {key} of {name} is not text")
             yield plain(text or "")
         if without and without == number:
-            raise UsageError(f"{field}: {name} has no field {text_field}; it has {', '.join(others)}")
+            raise UsageError(f"{field}: {name} has no field {key}; it has {', '.join(record)}")
         if without:
-            log.warning("%s: %s has no %s in %d of %d records", field, name, text_field, without, number)
+            log.warning("%s: %s: %d of %d records lack it, left out", field, name, without, number)
 
 
 class File(NamedTuple):
@@ -320,8 +318,7 @@ class FilesSource(RecordSource):
             raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
         if not all_files and not os.path.isdir(os.path.expanduser(self.path)):
             raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
-        files = sorted((f for f in all_files if kind_of(Path(f.name))), key=lambda f: Path(f.name))
-        if not files:
+        if not (files := sorted((f for f in all_files if kind_of(Path(f.name))), key=lambda f: Path(f.name))):
             raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
         return files
 

@@ -159,8 +159,8 @@ def _checked(sequences: list[Any], labels: list[Any], where: str) -> pa.Table:
 
 def save_items(split: Split, path: Path) -> None:
     """Save a copy of the items."""
-    parts = (split[part].append_column("part", pa.array([part] * len(split[part]))) for part in PARTS)
-    save_copy(pa.concat_tables(parts), path)
+    columns = {part: pa.array([part] * len(split[part]), pa.string()) for part in PARTS}
+    save_copy(pa.concat_tables(split[part].append_column("part", x) for part, x in columns.items()), path)
 
 
 def load_items(path: Path) -> Split:

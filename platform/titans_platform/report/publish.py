@@ -361,7 +361,7 @@ def _further(section: Section) -> RenderableType:
     grid = text.table(*section.heads, left=len(section.heads), vertical="bottom", **compact)
     for line in section.lines:
         # without intervals, which 80 columns do not hold
-        grid.add_row(*(re.sub(r" \[.*?\]", "", each) for each in line))
+        grid.add_row(escape(line[0]), *(re.sub(r" \[.*?\]", "", each) for each in line[1:]))
     return Group("", section.title, grid, Text(section.text, style="dim"))
 
 
