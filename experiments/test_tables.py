@@ -49,15 +49,10 @@ def test_table_by_seed_has_every_cell_of_the_ablation_overnight():
 def test_differences_and_tally_of_the_ablation_overnight_are_recomputed():
     """Floors are the table's: both numbers of a comparison are better than them."""
     page, study = HERE / "overnight" / "README.md", load_study("ablation")
-    values, rows = (
-        measured(HERE / "overnight" / "cells.csv"),
-        {row.name: row for row in study.rows_at("overnight")},
-    )
-    floors, shown = (
-        table(section(page, "Three seeds"))["floor"],
-        table(section(page, "Differences from the LMM")),
-    )
-    comparisons = []
+    values = measured(HERE / "overnight" / "cells.csv")
+    rows = {row.name: row for row in study.rows_at("overnight")}
+    floors = table(section(page, "Three seeds"))["floor"]
+    shown, comparisons = table(section(page, "Differences from the LMM")), []
     for row in (row for row in values if row != "LMM"):
         for i, (key, column) in enumerate(study.columns.items()):
             sign = 1 if column.higher_is_better else -1

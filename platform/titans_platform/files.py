@@ -84,6 +84,7 @@ OPENERS: dict[str, Callable[..., Any]] = {
     ".gz": gzip.open, ".xz": lzma.open, ".bz2": bz2.open, ".zst": _open_zstd,
 }  # fmt: skip
 """Openers of compressed files, by suffix; each takes a path or an open file, and "rb"."""
+COMPRESSED = f"optionally compressed ({', '.join(OPENERS)})"
 
 
 @contextmanager

@@ -113,13 +113,13 @@ def _write_out_preset(name: str, model: dict[str, Any], fit: bool) -> dict[str, 
 
 
 NAMED = {"axes", "columns", "points", "rows", "scales", "space"}
-"""Keys whose mappings have names for keys, taken whole."""
+"""Fields that map names to values: a dot in such a name does not separate fields."""
 
 
 def overlay(below: Mapping[str, Any], above: Mapping[str, Any], dotted: bool = True) -> dict[str, Any]:
     """``above`` merged into ``below``: mappings recursively, other values replaced.
 
-    Keys may be ``dotted`` paths; in the mapping of a key of NAMED they are names, taken whole.
+    With ``dotted`` a key may be a path, such as ``optim.lr``; the keys of a field in NAMED are names.
     """
     merged = copy.deepcopy(dict(below))
     for path, value in above.items():

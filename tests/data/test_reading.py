@@ -106,7 +106,7 @@ def test_other_files_are_counted(tmp_path, caplog):
     prepare(config({"kind": "files", "path": str(tmp_path)}), tmp_path / "root")
     assert "skipped 5 of 12 files: 2 .pdf, 2 that cannot be opened, 1 without suffix" in caplog.text
     assert "dataset_info.json has no field text; it has a; skipped" in caplog.text
-    assert "i.jsonl: 1 of 2 records lack it, left out" in caplog.text
+    assert "i.jsonl: skipped 1 of 2 records without text" in caplog.text
 
 
 LOOPS = {

@@ -155,7 +155,7 @@ def test_hub_call_is_limited_and_a_missing_dataset_is_one_line(tmp_path, monkeyp
 @pytest.mark.parametrize(("name", "content", "says"), [
     ("missing.txt", None, r"^data\.sources\.0\.path: no file, folder or match"),
     ("*.parquet", None, r"^data\.sources\.0\.path: no file, folder or match"),
-    ("empty", None, r"^data\.sources\.0\.path: .*has no file of the kinds"),
+    ("empty", None, r"^data\.sources\.0\.path: .*empty: no file of a supported type; use "),
     ("image.png", b"\x89PNG", r"^data\.sources\.0\.path: .*\.txt, \.py, \.jsonl, .*\.parquet"),
     ("blank.txt", b" \n\n", r"^data\.sources\.0: files:blank\.txt is empty"),
     ("none.jsonl", b"", r"^data\.sources\.0: .*none\.jsonl"),

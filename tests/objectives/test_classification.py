@@ -19,7 +19,7 @@ from titans_platform import cli
 from titans_platform.config import RunConfig
 from titans_platform.errors import UsageError
 from titans_platform.objectives import build_objective
-from titans_platform.objectives.classification import COLUMNS, divide, load_items, read_file
+from titans_platform.objectives.classification import SCHEMA, divide, load_items, read_file
 from titans_platform.runs.execute import execute
 from titans_platform.runs.load import check_start, spec_for
 from titans_platform.training.checkpoint import load_model, newest
@@ -146,25 +146,24 @@ def test_run_begins_from_a_language_model_with_a_new_head(folder):
 
 
 def test_equal_sequences_stay_together_and_a_split_is_that_of_its_seed():
-    whole = pa.table([[text for text, _ in items(100)] * 2, ["0"] * 200], [*COLUMNS])
+    whole = pa.table([[text for text, _ in items(100)] * 2, ["0"] * 200], schema=SCHEMA)
     left, out = divide(whole, 0.25, seed=1)
     assert (len(left), len(out)) == (150, 50)
     assert not set(left["sequence"].to_pylist()) & set(out["sequence"].to_pylist())
-    assert divide(whole, 0.25, seed=1) == (left, out)
-    assert divide(whole, 0.25, seed=2) != (left, out)
+    assert divide(whole, 0.25, seed=1) == (left, out) != divide(whole, 0.25, seed=2)
 
 
 def test_files_of_each_part_and_kind_and_a_dataset_by_name_are_read(folder):
     rows = items(20, seed=3)
     lines = "".join(json.dumps({"text": text, "kind": f"k{label}"}) + "\n" for text, label in rows)
     (folder / "test.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
-    expected = pa.table([[text for text, _ in rows], [f"k{label}" for _, label in rows]], [*COLUMNS])
+    expected = pa.table([[text for text, _ in rows], [f"k{label}" for _, label in rows]], schema=SCHEMA)
     assert read_file("test.jsonl.gz", ("text", "kind"), "f") == expected
     (folder / "CODES.CSV").write_text("sequence,label\n010,01\n011,1\nA,\n")
     with pytest.raises(UsageError, match=r"CODES\.CSV has no label in row 2"):
-        read_file("CODES.CSV", COLUMNS, "f")
+        read_file("CODES.CSV", SCHEMA.names, "f")
     (folder / "CODES.CSV").write_text("sequence,label\n010,01\n011,1\n")
-    assert read_file("CODES.CSV", COLUMNS, "f") == pa.table([["010", "011"], ["01", "1"]], [*COLUMNS])
+    assert read_file("CODES.CSV", SCHEMA.names, "f") == pa.table([["010", "011"], ["01", "1"]], schema=SCHEMA)
     write(folder / "test.csv", rows)
     data = build_objective(config(test_path="test.csv", validation_path="test.csv")).prepare(ROOT)
     assert (data.split["test"], len(data.labels["train"])) == (data.split["validation"], 300)

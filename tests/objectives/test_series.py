@@ -68,7 +68,7 @@ def test_epochs_have_every_window_once_and_columns_of_numbers_are_read(tmp_path)
 
 @pytest.mark.parametrize(("name", "content", "columns", "says"), [
     ("none.csv", None, (), r"f: .*none.csv cannot be read: .*No such file"),
-    ("s.txt", "1", (), "f: .*s.txt is none of .csv"),
+    ("s.txt", "1", (), "f: .*s.txt: unsupported file type; use .csv"),
     ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
     ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
     ("s.csv", "a\nx\n", (), "has no numbers"), ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),

@@ -141,7 +141,7 @@ def test_study_like_another_has_only_the_differences(tmp_path):
     ]  # fmt: skip
     for wrong, message in (
         ({"like": 3}, "like: 3 should be the name of a study"),
-        ({"like": str(other)}, "^rates.yaml: like: rates.yaml is like it"),
+        ({"like": str(other)}, "^rates.yaml: like: circular reference .*rates.yaml -> .*rates.yaml$"),
         ({"scales": {"small": {"rows": {"LMN": {}}}}}, "did you mean LMM"),
         ({"search": SEARCH, "scales": {"small": {"draws_data": True}}}, "yaml.scales.small.draws_data: "),
     ):

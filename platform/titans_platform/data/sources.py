@@ -25,7 +25,7 @@ import pyarrow.parquet as pq
 from titans_kernels import Registry
 from titans_platform.config import SourceConfig
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, hash_of, opened, read_json, write_json
+from titans_platform.files import COMPRESSED, OPENERS, hash_of, opened, read_json, write_json
 from titans_platform.text import plain
 
 log = logging.getLogger(__name__)
@@ -260,20 +260,20 @@ class RecordSource(TextSource):
 
     def texts(self, name: str, records: Iterable[Any]) -> Iterator[str]:
         """Yield the ``text_field`` of every record. Raises UsageError."""
-        key, field, record, without, number = self.source.text_field, f"{self.field}.text_field", {}, 0, 0
+        key, field, names, number, lacking = self.source.text_field, f"{self.field}.text_field", (), 0, 0
         for number, record in enumerate(records, 1):
-            text = record.get(key) if isinstance(record, dict) else record
-            without += isinstance(record, dict) and key not in record
-            if without == number == WITHOUT_TEXT:
+            text, names = (record.get(key), record.keys()) if isinstance(record, dict) else (record, {key})
+            lacking += key not in names
+            if lacking == number == WITHOUT_TEXT:
                 break
             text = text.decode("utf-8") if isinstance(text, bytes) else text
             if text is not None and not isinstance(text, str):
                 raise UsageError(f"{field}: {key} of {name} is not text")
             yield plain(text or "")
-        if without and without == number:
-            raise UsageError(f"{field}: {name} has no field {key}; it has {', '.join(record)}")
-        if without:
-            log.warning("%s: %s: %d of %d records lack it, left out", field, name, without, number)
+        if lacking and lacking == number:
+            raise UsageError(f"{field}: {name} has no field {key}; it has {', '.join(names)}")
+        if lacking:
+            log.warning("%s: %s: skipped %d of %d records without %s", field, name, lacking, number, key)
 
 
 class File(NamedTuple):
@@ -298,7 +298,7 @@ class File(NamedTuple):
 
 
 class FilesSource(RecordSource):
-    """Files of the kinds in READERS: a file is one document, or each of its records is."""
+    """Files of the types in READERS: a file is one document, or each of its records is."""
 
     def __init__(self, source: SourceConfig, field: str, cache: Path):
         self.path = source.path or ""
@@ -306,7 +306,7 @@ class FilesSource(RecordSource):
 
     def files(self) -> list[File]:
         """List the files at the path, sorted. Raises UsageError if there are none."""
-        kinds = f"{', '.join(READERS)} (or with {' or '.join(OPENERS)})"
+        supported = f"{', '.join(READERS)}, {COMPRESSED}"
         all_files, one, odd = self._remote() if "://" in self.path else self._local()
         others = Counter(Path(file.name).suffix for file in all_files if not kind_of(Path(file.name)))
         # broken links, pipes and sockets
@@ -315,11 +315,11 @@ class FilesSource(RecordSource):
             named = ", ".join(f"{n} {suffix or 'without suffix'}" for suffix, n in others.most_common())
             self.skipped = f"{self.path}: skipped {others.total()} of {len(all_files) + odd} files: {named}"
         if one and kind_of(Path(self.path)) is None:
-            raise UsageError(f"{self.field}.path: {self.path} is none of {kinds}")
+            raise UsageError(f"{self.field}.path: {self.path}: unsupported file type; use {supported}")
         if not all_files and not os.path.isdir(os.path.expanduser(self.path)):
             raise UsageError(f"{self.field}.path: no file, folder or match for {self.path}")
         if not (files := sorted((f for f in all_files if kind_of(Path(f.name))), key=lambda f: Path(f.name))):
-            raise UsageError(f"{self.field}.path: {self.path} has no file of the kinds {kinds}")
+            raise UsageError(f"{self.field}.path: {self.path}: no file of a supported type; use {supported}")
         return files
 
     def text_bytes(self) -> int | None:

@@ -45,13 +45,13 @@ PUBLISHER = "katarinagresova/Genomic_Benchmarks_"
 
 
 PARTS = ("train", "validation", "test")
-COLUMNS = ("sequence", "label")
+SCHEMA = pa.schema([("sequence", pa.string()), ("label", pa.string())])
 UNLABELLED = -1
 """Label of a row that is used for next-token pretraining."""
 
 
 Split = dict[str, pa.Table]
-"""The items of each split, in the order of the file: columns of text, sequence and label. See PARTS."""
+"""A table of SCHEMA for each of PARTS, in the order of the file."""
 
 
 class Labelled(NamedTuple):
@@ -129,7 +129,7 @@ def divide(items: pa.Table, fraction: float, seed: int) -> tuple[pa.Table, pa.Ta
 
 
 def read_file(name: str, fields: tuple[str, str], option: str) -> pa.Table:
-    """Read a .csv, .jsonl or .parquet file, optionally compressed as .gz or .xz.
+    """Read a .csv, .jsonl or .parquet file, optionally compressed.
 
     ``fields`` are the sequence and the label column. Raises UsageError that names ``option``.
     """
@@ -154,13 +154,13 @@ def _checked(sequences: list[Any], labels: list[Any], where: str) -> pa.Table:
         if not isinstance(text, str) or not text or label in (None, ""):
             missing = "label" if text and isinstance(text, str) else "sequence of text"
             raise UsageError(f"{where} has no {missing} in row {i}")
-    return pa.table([pa.array(map(str, column), pa.string()) for column in (sequences, labels)], [*COLUMNS])
+    return pa.table([sequences, [*map(str, labels)]], schema=SCHEMA)
 
 
 def save_items(split: Split, path: Path) -> None:
     """Save a copy of the items."""
-    columns = {part: pa.array([part] * len(split[part]), pa.string()) for part in PARTS}
-    save_copy(pa.concat_tables(split[part].append_column("part", x) for part, x in columns.items()), path)
+    names = {part: pa.array([part] * len(split[part]), pa.string()) for part in PARTS}
+    save_copy(pa.concat_tables(split[part].append_column("part", x) for part, x in names.items()), path)
 
 
 def load_items(path: Path) -> Split:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -22,7 +21,7 @@ from titans_platform.config import RunConfig
 from titans_platform.data import NotPrepared
 from titans_platform.data.stream import SourceOrder
 from titans_platform.errors import UsageError, one_line
-from titans_platform.files import OPENERS, write_bytes
+from titans_platform.files import COMPRESSED, OPENERS, write_bytes
 
 R = TypeVar("R")
 
@@ -42,27 +41,30 @@ def _read_npy(file: Any) -> pa.Table:
     return pa.table({str(i): column for i, column in enumerate(values_NC.T)})
 
 
-READERS: dict[str, Callable[[Any], pa.Table]] = {
-    ".csv": csv.read_csv,
-    ".jsonl": json.read_json,
-    ".parquet": lambda file: parquet.read_table(io.BytesIO(file.read())),
-    ".npy": _read_npy,
+def _read_csv(file: Any, texts: Sequence[str]) -> pa.Table:
+    types = dict.fromkeys(texts, pa.string())  # a label such as 01 is no number
+    return csv.read_csv(file, convert_options=csv.ConvertOptions(column_types=types))
+
+
+READERS: dict[str, Callable[[Any, Sequence[str]], pa.Table]] = {
+    ".csv": _read_csv,
+    ".jsonl": lambda file, _: json.read_json(file),
+    ".parquet": lambda file, _: parquet.read_table(io.BytesIO(file.read())),
+    ".npy": lambda file, _: _read_npy(file),
 }
+"""Readers by suffix: of an open file and the columns that are text whatever they look like."""
 
 
 def read_table(name: str, field: str, texts: Sequence[str] = ()) -> pa.Table:
-    """Read the columns of a file of a kind in READERS, also compressed; ``texts`` of a .csv as they stand.
+    """Read the columns of a file of a type in READERS, optionally compressed, those in ``texts`` as text.
 
     Raises UsageError with ``field``.
     """
-    path, lower = Path(name).expanduser(), Path(name.lower())
-    suffix = lower.with_suffix("").suffix if lower.suffix in OPENERS else lower.suffix
+    path = Path(name.lower())
+    suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if suffix not in READERS:
-        raise UsageError(f"{field}: {name} is none of {', '.join(READERS)} (or with {', '.join(OPENERS)})")
-    if suffix == ".csv":
-        types = csv.ConvertOptions(column_types=dict.fromkeys(texts, pa.string()))
-        return read_opened(path, partial(csv.read_csv, convert_options=types), field)
-    return read_opened(path, READERS[suffix], field)
+        raise UsageError(f"{field}: {name}: unsupported file type; use {', '.join(READERS)}, {COMPRESSED}")
+    return read_opened(Path(name).expanduser(), lambda file: READERS[suffix](file, texts), field)
 
 
 class ItemStream:
@@ -185,7 +187,7 @@ DATASETS = {
 
 
 def read_dataset(name: str, folder: str | None, columns: Sequence[str] = ()) -> SeriesTable:
-    """Read a benchmark's series from its file in ``folder``, optionally compressed as .gz or .xz.
+    """Read a benchmark's series from its file in ``folder``, optionally compressed.
 
     Raises UsageError if the file is missing or is not the standard one.
     """

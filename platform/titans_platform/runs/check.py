@@ -288,9 +288,7 @@ def check_backend(cfg: RunConfig) -> None:
 
 def gpu_arch(device: torch.device | str) -> int:
     """Return the architecture of a GPU, e.g. 90; 0 for a CPU."""
-    if torch.device(device).type != "cuda":
-        return 0
-    major, minor = torch.cuda.get_device_capability(device)
+    major, minor = torch.cuda.get_device_capability(device) if torch.device(device).type == "cuda" else (0, 0)
     return 10 * major + minor
 
 

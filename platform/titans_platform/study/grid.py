@@ -280,7 +280,7 @@ def _require(name: str, known: Collection[str], kind: str, where: str) -> None:
 def _read(path: Path, *readers: Path) -> dict[str, Any]:
     """Read a study file, merged over the study that it is ``like``."""
     if path in readers:
-        raise UsageError(f"{readers[-1].name}: like: {path.name} is like it; `like` must not be circular")
+        raise UsageError(f"{path.name}: like: circular reference {' -> '.join(map(str, (*readers, path)))}")
     if "like" not in (study := read_yaml(path)):
         return study
     if not isinstance(other := study.pop("like"), str):

@@ -258,7 +258,7 @@ class Study(Frozen):
         if not self.rows and not self.axes:
             raise ValueError("rows: a study needs rows or axes")
         if self.search and (drawn := [name for name, scale in self.scales.items() if scale.draws_data]):
-            raise ValueError(f"scales.{drawn[0]}.draws_data: trials of a search share data; leave one out")
+            raise ValueError(f"scales.{drawn[0]}.draws_data: remove it or search: trials share their data")
         return self
 
     def rows_at(self, scale_name: str) -> tuple[Row, ...]:

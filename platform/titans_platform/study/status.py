@@ -88,10 +88,7 @@ def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
     path = root / STUDIES / label
     if (record := read_json(path / RECORD)) is None:
         raise UsageError(f"{label}: nothing has run under {root}; start with titans sweep run")
-    cells = [
-        Cell(cell["row"], cell["seed"], validate(RunConfig, cell["config"]), cell["cell"])
-        for cell in record["cells"]
-    ]
+    cells = [Cell(c["row"], c["seed"], validate(RunConfig, c["config"]), c["cell"]) for c in record["cells"]]
     statuses, file = cell_statuses(cells, root), validate(Study, record["study"], str(path / RECORD))
     run = StudyRun(file, record["scale"], root, record["commit"], tuple(record["set"])).with_search()
     # locks may not be visible across machines; the files that cells write are
