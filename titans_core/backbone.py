@@ -13,7 +13,7 @@ from titans_core.documents import Documents, check_not_empty
 from titans_core.init import initialize
 from titans_core.layers import RMSNorm
 from titans_core.relay import Relay
-from titans_core.state import ModelState
+from titans_core.state import ModelState, check_rows
 
 
 class Model(nn.Module):
@@ -86,10 +86,11 @@ class Backbone(Model):
                 of chunks and segments.
 
         Raises:
-            ValueError: there is no row or no token, ``document_starts`` and ``state`` are both given, or rows
-                cannot be reset here.
+            ValueError: there is no row or no token, ``document_starts`` and ``state`` are both given, the
+                state is of another number of rows, or rows cannot be reset here.
         """
         check_not_empty(x_BTD)
+        check_rows(state, len(x_BTD), "state")
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
         positions, start = _positions(x_BTD, state, document_starts)

@@ -17,6 +17,7 @@ from titans_core.documents import Documents, check_not_empty, reset_rows
 from titans_core.init import initialize
 from titans_core.layers import GateLinear, HeadNorm
 from titans_core.projections import ConvState, Projections, expand_rows
+from titans_core.state import check_rows
 from titans_kernels import (
     AnyState,
     DecodeState,
@@ -150,7 +151,8 @@ class NeuralMemory(Projections):
             [B, T, D] and the cache after the last token, None when packed.
 
         Raises:
-            ValueError: there is no row or no token, or packed documents cannot start from ``cache``.
+            ValueError: there is no row or no token, ``cache`` is of another number of rows, or packed
+                documents cannot start from it.
         """
         y, *_, cache = self.retrieve(x_BTD, cache, documents)
         return self.output(y, x_BTD), cache
@@ -165,7 +167,8 @@ class NeuralMemory(Projections):
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents)
-        cache = cache or self.start(x_BTD.shape[0])
+        check_rows(cache, len(x_BTD), "cache")
+        cache = cache or self.start(len(x_BTD))
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
         y, cache = self._write(q, writes, cache)
         return y, q, writes, cache._replace(conv_state=conv_state)

@@ -7,7 +7,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+
+
+def check_rows(state: Any, rows: int, name: str) -> None:
+    """Refuse a carried state, the argument ``name``, of a batch of another size.
+
+    Raises:
+        ValueError: the tensors of ``state`` are not of ``rows`` sequences.
+    """
+    sizes = [len(x) for x in tree_leaves(state) if isinstance(x, Tensor)]
+    if sizes and sizes[0] != rows:
+        cause = f"is of a batch of {sizes[0]}, and this one has {rows}"
+        raise ValueError(f"{name}: {cause}; continue the same sequences, or choose rows with ModelState.take")
 
 
 class ModelState(NamedTuple):

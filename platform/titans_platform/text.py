@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from rich.console import Console
     from rich.table import Table
 
 NONE = "—"
@@ -104,6 +105,13 @@ def texts(value: Any) -> Iterator[str]:
     elif isinstance(value, dict | list):
         for inner in value.values() if isinstance(value, dict) else value:
             yield from texts(inner)
+
+
+def open_console(**options: Any) -> Console:
+    """Create a terminal that prints text as it is: names may contain brackets, which markup would hide."""
+    from rich.console import Console
+
+    return Console(markup=False, highlight=False, **options)
 
 
 def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "top", **options: Any) -> Table:

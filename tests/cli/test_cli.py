@@ -142,9 +142,9 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
 
     _, first = cell("optim.steps=4")
     assert run([*line, "optim.steps=60", "--resume-from", first, "--dry-run"]) == 0
-    assert f"resumes from step 4 of run {first}" in " ".join(capsys.readouterr().out.split())
+    assert f"/{first}/checkpoints/step-00000004\n" in capsys.readouterr().out
     shown, longer = cell("optim.steps=60", "--resume-from", first)
-    assert f"resuming from step 4 of run {first}, which trained the same steps" in shown
+    assert f"/{first}/checkpoints/step-00000004, which trained the same steps" in shown
     _, begun = cell("optim.steps=4", "--set", f"start_from={first}")
     assert len({first, longer, begun}) == 3
 

@@ -80,8 +80,7 @@ def test_masked_tokens_are_not_read_and_labels_after_padding_no_targets():
     kept[0] = True
     out = net(row[None], attention_mask=kept[None].long())
     close(out.logits[0, kept], net(row[kept][None]).logits[0])
-    last = torch.arange(40).masked_fill(~kept, 0).cummax(0).values
-    close(out.logits[0], out.logits[0, last])
+    close(out.logits[0], out.logits[0, torch.arange(40).masked_fill(~kept, 0).cummax(0).values])
     batch, net = padded(rows(), "left"), titans()
     first, labels = batch["attention_mask"].argmax(1), batch["labels"].clone()
     labels[torch.arange(len(first)), first] = batch["input_ids"][torch.arange(len(first)), first]

@@ -38,9 +38,10 @@ def test_only_a_memory_has_limits_and_packs_documents_on_a_border():
     expected, _ = layer(x[:1, 16:], cache)
     torch.testing.assert_close(layer(x[:1, 16:], cache, documents)[0], expected, rtol=1e-10, atol=1e-10)
     for read, message in ((x[:1, :13], "cache: 5 tokens into a chunk"), (x[:, :16], "cache: 2 sequences")):
-        given = layer(read)[1]
         with pytest.raises(ValueError, match=message):
-            layer(x[:1, 16:], given, documents)
+            layer(x[:1, 16:], layer(read)[1], documents)
+    with pytest.raises(ValueError, match=r"^cache: is of a batch of 1, and this one has 2;"):
+        layer(x, cache)
     with pytest.raises(ValueError, match=r"^memory\.heads: 4 does not divide d_model 66$"):
         NeuralMemory(66, MemoryConfig(heads=4))
 

@@ -169,8 +169,7 @@ def test_columns_of_a_token_shrink_by_the_factor_of_the_largest(channels):
     leaves = [k, eta.clamp(max=0.9), theta]
     wide = [x if x.ndim == 4 else x[..., None] for x in leaves[1:]]
     largest = (wide[1] / (1 - wide[0])).amax(-1)
-    limited = definition(k, torch.zeros_like(largest), largest, 5)
-    factor = torch.where(largest > 0, limited / largest, 1)
+    factor = torch.where(largest > 0, definition(k, torch.zeros_like(largest), largest, 5) / largest, 1)
     same(write_budget(*leaves, 5), theta * (factor[..., None] if theta.ndim == 4 else factor))
     steps = 2 * wide[1] * factor[..., None] / (1 - wide[0]) * (k != 0).any(-1)[..., None]
     same(steps.amax(-1), budget.effective_steps(*leaves, 5)[1])

@@ -14,10 +14,11 @@ from titans_platform.config import OptimConfig, RunConfig
 from titans_platform.data import prepare
 from titans_platform.errors import UsageError
 from titans_platform.runs.execute import Worker
-from titans_platform.runs.folder import Result
+from titans_platform.runs.folder import CHECKPOINTS, Result
 from titans_platform.runs.load import check_start, checkpoint_of_shorter, load_run, located, spec_for
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.tracking import open_store
+from titans_platform.training.checkpoint import at_step
 from titans_platform.training.optim import equal_steps
 
 NUMBERS = ("columns", "tasks", "final_train_loss", "telemetry", "tokens")
@@ -60,7 +61,7 @@ def root(tmp_path) -> Path:
 def test_more_steps_end_in_the_numbers_of_a_run_from_the_start(root, tmp_path_factory, first, then, step):
     train(spec_of(first, root))
     spec = resumed(spec_of(then, root), first)
-    assert str(spec.start) == f"step {step} of run {spec_of(first, root).name}"
+    assert spec.start == at_step(spec_of(first, root).folder.path / CHECKPOINTS, step)
     extended, elsewhere = train(spec), tmp_path_factory.mktemp("straight")
     prepare(then.data, elsewhere)
     straight = train(spec_of(then, elsewhere))
@@ -94,7 +95,7 @@ def test_run_of_other_code_is_not_resumed_and_a_damaged_checkpoint_passed_over(r
     train(first := spec_of(run_of(8), root))
     file = next(first.folder.path.glob("checkpoints/step-00000008/*.distcp"))
     file.write_bytes(bytes(100) + file.read_bytes()[100:])
-    assert resumed(spec_of(run_of(30), root), run_of(8)).start.step == 7
+    assert resumed(spec_of(run_of(30), root), run_of(8)).start.name == "step-00000007"
 
 
 def test_curve_in_mlflow_is_whole(root):

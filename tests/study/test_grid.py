@@ -54,6 +54,7 @@ def test_rows_are_the_product_of_the_axes_and_selected_by_pattern(tmp_path):
     assert (last.model.variant, last.model.memory.depth, last.data.sequence_length) == ("mag", 3, 64)
     for pattern, count in (("MAG*", 4), ("*depth 3*", 4), ("lmm DEPTH 1 t=32", 1), ("*T=6?", 4)):
         assert len(expand(study, "small", rows=[pattern])) == count, pattern
+    assert load_study(write(tmp_path, scales={"small": {"seeds": [0]}})).scale_name() == "small"
     # an axis of a scale replaces the study's
     names = [f"{variant} depth {depth} 128" for variant in ("LMM", "MAG") for depth in (1, 3)]
     assert [row.name for row in study.rows_at("long")] == names

@@ -4,9 +4,8 @@ import pytest
 
 from titans_core import count_parameters
 from titans_platform.errors import UsageError
-from titans_platform.loading import validate
 from titans_platform.study.grid import expand, known_studies, load_study
-from titans_platform.study.spec import Printed, Row, read_paper
+from titans_platform.study.spec import Row, read_paper
 
 PAPER = read_paper()
 SIZES = [(key, *sized) for key, table in PAPER.tables.items() for sized in table.sizes.items()]
@@ -73,9 +72,7 @@ def test_rows_at_small_scales_have_the_same_parameters():
     assert max(counts) < 1.05 * min(counts)
 
 
-def test_number_of_columns_that_differs_is_an_error(tmp_path):
-    with pytest.raises(UsageError, match="A has 1 numbers for 2 columns"):
-        validate(Printed, {"title": "T", "study": "s", "columns": ["a", "b"], "sizes": {"x": {"A": [1.0]}}})
+def test_unknown_table_of_the_paper_is_an_error(tmp_path):
     path = tmp_path / "s.yaml"
     text = "name: s\npaper: [table_6]\ncolumns: {a: {title: A}}\nrows: [{name: A}]\nscales: {x: {}}\n"
     path.write_text(text)

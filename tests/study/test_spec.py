@@ -125,8 +125,9 @@ def test_study_like_another_has_only_the_differences(tmp_path):
     scales = {"small": {"seeds": [9], "rows": {"LMM": {"optim.steps": 6}}}, "large": None}
     # rows of its own: what the scales of the other study set for rows that are left out goes with them
     other.write_text(yaml.safe_dump({**laid, "rows": [{"name": "New [x]"}]}))
-    cells = expand(load_study(str(other)), "small", rows=["new [x] at 0.2"], seeds=[0])
-    assert [cell.row for cell in cells] == ["New [x] at 0.2"]
+    for asked, rates in (("new [x] at 0.2", [0.2]), ("New [x]", [0.1, 0.2])):
+        cells = expand(load_study(str(other)), "small", rows=[asked], seeds=[0])
+        assert [cell.row for cell in cells] == [f"New [x] at {rate}" for rate in rates]
     for given in (None, {"small": None}, {"small": {"rows": None}}, {"small": {"rows": ["LMM"]}}):
         write(tmp_path, scales=given)
         with pytest.raises(UsageError, match=r"^rates.yaml.scales(.small.rows)?: "):

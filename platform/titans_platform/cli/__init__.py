@@ -152,7 +152,7 @@ def measures_table(result: Result) -> Table:
     if heuristics:
         grid.add_column("best heuristic")
     for column, value in result.columns.items():
-        grid.add_row(f"[bold]{column}", f"[bold]{_short(value)}", "", _short(result.chance.get(column)))
+        grid.add_row(column, _short(value), "", _short(result.chance.get(column)), style="bold")
         for name, task in result.tasks.items():
             if name.partition("/")[0] == column:
                 measured = map(_short, (task.value, task.stderr, task.chance, task.floor))

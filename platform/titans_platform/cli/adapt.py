@@ -28,7 +28,7 @@ from titans_platform.cli import (
 )
 from titans_platform.errors import UsageError, one_line, within
 from titans_platform.files import read_json, write_text
-from titans_platform.text import clock, render
+from titans_platform.text import clock, open_console, render
 
 if TYPE_CHECKING:
     from titans_core.adapt import MemoryOptions
@@ -108,7 +108,7 @@ def adapt(
     source = str(Path(source).resolve()) if Path(source).exists() else source
     settings = options.model_dump(mode="json") | {"source": source, "lora": lora, "length": length}
     settings |= {"data": data and str(Path(data).resolve()), "rows": list(rows), "threads": threads}
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     if not saved:
         if data is not None:
             FilesSource(SourceConfig(kind="files", path=data), "--data", Path()).files()
@@ -240,7 +240,7 @@ def _plan(cfg: RunConfig, gpus: int, console: Console) -> dict[str, Any]:
     console.print(
         f"{cfg.objective.kind}: {cfg.optim.steps} steps, {cfg.tokens:,} tokens, {planned['parameters']:,} "
         f"parameters, state of {planned['state_bytes']:,} bytes; {clock(seconds)}, {peak / 2**30:.1f} GiB "
-        "by one step here", soft_wrap=True, highlight=False,
+        "by one step here", soft_wrap=True,
     )  # fmt: skip
     return planned
 
@@ -271,11 +271,11 @@ def _train(out: Path, root: Path, overrides: tuple[str, ...], gpus: int, console
         write_text(out / "adapt.json", json.dumps(settings, indent=2))
         console.print(
             f"{stage}: run {result.cell}, {result.tokens:,} tokens, {result.train_seconds:.0f} s, final loss "
-            f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True, highlight=False,
+            f"{result.final_train_loss:.4f} {objective.loss_unit}", soft_wrap=True,
         )  # fmt: skip
     assert result
     console.print(measures_table(result), *bucket_tables(result))
-    console.print(f"model {out}", soft_wrap=True, highlight=False)
+    console.print(f"model {out}", soft_wrap=True)
     return runs
 
 

@@ -16,7 +16,7 @@ from titans_platform.clusters.steps import Step
 from titans_platform.config import DataConfig
 from titans_platform.errors import UsageError
 from titans_platform.loading import known_files
-from titans_platform.study.grid import Cell
+from titans_platform.study.grid import StudyRun
 
 name_argument = click.argument("name")
 job_argument = click.argument("job")
@@ -183,7 +183,7 @@ def down(name: str, dry_run: bool) -> int | None:
     click.echo(f"{chosen.name} is down")
 
 
-def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> int:
+def run_study_on(name: str, context: click.Context, study: StudyRun) -> int:
     """Submit the `sweep run` of ``context`` to the cluster ``name``; returns its exit code."""
     from titans_platform.clusters.packaging import check_reachable, study_job
 
@@ -195,7 +195,7 @@ def run_study_on(name: str, context: click.Context, cells: Sequence[Cell]) -> in
     named += [("--set", change) for change in changes]
     options = [part for option, value in named if value for part in (option, str(value))]
     options += ["--rerun-stale"] * params["rerun_stale"]
-    job = study_job(chosen, params["study"], params["scale"], root, options, cells)
+    job = study_job(chosen, params["study"], study.scale_name, root, options, study.cells)
     return _submit(chosen, name, job, params["dry_run"], params["as_json"])
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from titans_platform import text
 from titans_platform.cli import (
@@ -26,7 +27,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import UsageError
-from titans_platform.text import plural
+from titans_platform.text import open_console, plural
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
@@ -76,7 +77,7 @@ def evaluate(
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.training.loop import deterministic
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     point = find_checkpoint(run, root)
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
         raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
@@ -88,7 +89,7 @@ def evaluate(
         return _by_position(point, cfg, rows, file, other_data, root, as_json, console)
     if rows is not None or file is not None:
         raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
-    with console.status(f"evaluating {point.name}"), deterministic(cfg.seed, cfg.threads):
+    with console.status(Text(f"evaluating {point.name}")), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data = _run_data(objective, point, root, other_data)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -152,10 +153,10 @@ def _by_position(
     sample = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
     sample += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
     gain = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({sample})"
-    console.print(f"gain from the carried state: {gain}", highlight=False)
+    console.print(f"gain from the carried state: {gain}")
     if losses.length > cfg.trained_context:
-        console.print(beyond_training(losses.length, cfg.trained_context), highlight=False)
-    console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", highlight=False, soft_wrap=True)
+        console.print(beyond_training(losses.length, cfg.trained_context))
+    console.print(f"run {folder.name}, step {step:,}; figure {figures[0]}", soft_wrap=True)
 
 
 def _run_data(objective: Objective[Any], point: Path, root: Path, other_data: bool) -> Any:
@@ -192,7 +193,7 @@ def _read(cfg: RunConfig, file: str, console: Console) -> Iterator[PreparedData]
     fields = {"sources": (source,), "store": None}
     with TemporaryDirectory(prefix="titans-read-") as folder:
         try:
-            with console.status(f"tokenising {file}"):
+            with console.status(Text(f"tokenising {file}")):
                 data = prepare(cfg.data.model_copy(update=fields), Path(folder))
         except UsageError as error:
             # the user wrote an option, not this field of a config
@@ -272,11 +273,11 @@ def tasks(
     table.columns[0].no_wrap = True
     for task in listed:
         floor = "-" if task["floor"] is None else f"{100 * task['floor']:.1f}"
-        label = f"[bold]{task['task']}@{task['length']}"
-        table.add_row(label, f"{100 * task['chance']:.1f}", f"[bold]{floor}")
+        label = f"{task['task']}@{task['length']}"
+        table.add_row(label, f"{100 * task['chance']:.1f}", floor, style="bold")
         for name, value in task["heuristics"].items():
             table.add_row(f"  {name}", "", f"{100 * value:.1f}")
-    Console().print(table)
+    open_console().print(table)
 
 
 def _of_options(tasks: tuple[str, ...], length: int | None) -> Iterator[Asked]:

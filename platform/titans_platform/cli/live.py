@@ -60,11 +60,6 @@ def repeating(call: Callable[[], None], every: float) -> Iterator[None]:
         thread.join()
 
 
-def say(console: Console, line: str) -> None:
-    """Print a line without markup, highlighting or wrapping."""
-    console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 class PlainLines:
     """Prints a progress line every ``PLAIN_EVERY`` seconds, unless the console is a terminal."""
 
@@ -74,7 +69,7 @@ class PlainLines:
     def __call__(self, line: Callable[[], str]) -> None:
         if not self.console.is_terminal and time.monotonic() - self.printed > PLAIN_EVERY:
             self.printed = time.monotonic()
-            say(self.console, line())
+            self.console.print(line(), soft_wrap=True)
 
 
 def _bars(console: Console, *columns: ProgressColumn) -> Bars:
@@ -112,7 +107,7 @@ def searching(study: StudyRun, console: Console) -> Iterator[None]:
             before, printed = printed, state.read().line
             status.update(printed)
             if not console.is_terminal and printed != before:
-                say(console, printed)
+                console.print(printed, soft_wrap=True)
 
         with repeating(update, 2.0):
             yield
@@ -153,7 +148,7 @@ def running(study: StudyRun, console: Console) -> Iterator[None]:
                 if item.state in ("done", "failed") and item.cell in todo - ended:
                     ended.add(item.cell)
                     result = RunFolder(study.root, str(item.cell)).result()
-                    say(console, ended_line(item, result, study.columns))
+                    console.print(ended_line(item, result, study.columns), soft_wrap=True)
             nonlocal finished
             if finished < (seeds := _finished(statuses)) < len({item.seed for item in statuses}):
                 console.print(so_far(build_report(build_table(study)), seeds, console.width))
@@ -236,12 +231,12 @@ def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
 
     resources, done = spec.resources, spec.folder.state() == "done"
     if done:
-        say(console, f"run {spec.name} is finished; nothing to do")
+        console.print(f"run {spec.name} is finished; nothing to do", soft_wrap=True)
     else:
         if spec.start:
-            say(console, f"resuming from {spec.start}, which trained the same steps")
+            console.print(f"resuming from {spec.start}, which trained the same steps", soft_wrap=True)
         if reason := spec.folder.why_restarted(spec.commit):
-            say(console, f"run {spec.name} {reason}")
+            console.print(f"run {spec.name} {reason}", soft_wrap=True)
         tags = {"titans.commit": spec.commit, "titans.data": spec.data}
         tracking = Tracking(open_store(root).uri, name, tags=tags)
         spec = replace(spec, labels={"row": name}, tracking=tracking)
@@ -251,7 +246,7 @@ def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
     with session, run_display(spec.folder.progress, console):
         result = execute(spec, wait=10)
     for line in send_left(root):
-        say(console, line)
+        console.print(line, soft_wrap=True)
     if spec.profile:
-        say(console, f"trace {spec.trace.parent}/*.json.gz")
+        console.print(f"trace {spec.trace.parent}/*.json.gz", soft_wrap=True)
     return result

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table as RichTable
 
 from titans_platform.cli import (
@@ -25,6 +24,7 @@ from titans_platform.cli import (
     set_option,
 )
 from titans_platform.errors import TitansError, UsageError
+from titans_platform.text import open_console
 
 if TYPE_CHECKING:
     from titans_platform.report.table import Table
@@ -44,7 +44,7 @@ def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, .
     return list(values)
 
 
-scale_option = click.option("--scale", default="laptop", help="Size of the study.")
+scale_option = click.option("--scale", default="", help="Size  [default: laptop, or the only one]")
 rows_option = click.option(
     "--rows", multiple=True, metavar="NAME", help="Only these rows, separated by commas. May be repeated.",
     callback=parse_rows,
@@ -137,24 +137,25 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     from titans_platform.study.grid import expand, load_study
 
     file = load_study(study)
+    scale = file.scale_name(scale)
     cells = expand(file, scale, overrides=overrides)
-    size, configs = file.scale(scale), {cell.row: cell.config for cell in cells}
+    size, configs = file.scales[scale], {cell.row: cell.config for cell in cells}
     if as_json:
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
-    console = Console(highlight=False)
-    console.print(f"[bold]{file.name}[/] at {scale}: {size.about} Seeds {', '.join(map(str, size.seeds))}.")
+    console = open_console()
+    console.print(f"{file.name} at {scale}: {size.about} Seeds {', '.join(map(str, size.seeds))}.")
     for key, column in file.columns_at(scale).items():
-        console.print(f"  {key}: {column.heading}", markup=False)
+        console.print(f"  {key}: {column.heading}")
     for row in file.rows_of(scale):
-        console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}", markup=False)
+        console.print(f"  {row.name:30} {_changes(row.set) or 'the base'}")
         for key, expected in row.expected.items():
             direction = "better" if expected.better else "worse"
-            console.print(f"    {key} should be {direction}. {expected.because}", markup=False)
+            console.print(f"    {key} should be {direction}. {expected.because}")
     for name, axis in file.axes_at(scale).items():
         console.print(f"{'one run of each for every' if axis.across else 'each at every'} {name}:")
         for value, sets in axis.steps():
-            console.print(f"  {value!s:30} {_changes(sets)}", markup=False)
+            console.print(f"  {value!s:30} {_changes(sets)}")
 
 
 def _changes(sets: Mapping[str, Any]) -> str:
@@ -196,11 +197,11 @@ def run(
     from titans_platform.study.plan import check_without_data, place, prepare
 
     # the current stream: while Ray runs, sys.stdout is a log file
-    console, study = Console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
+    console, study = open_console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
-        return run_study_on(cluster, click.get_current_context(), study.cells)
+        return run_study_on(cluster, click.get_current_context(), study)
     if dry_run:
         return _dry_run(study, rerun_stale, concurrency, gpus, price, console, as_json)
     if gpus or price is not None:
@@ -217,7 +218,7 @@ def run(
         study, warning = place(study, rerun_stale, concurrency)
         check_without_data(study)
         for line in filter(None, [*study.restarts, warning]):
-            live.say(console, line)
+            console.print(line, soft_wrap=True)
         if study.todo:
             # refused before time is spent on data
             check_store(study.root)
@@ -235,7 +236,7 @@ def run(
             table = report_study(study, console, link=bool(study.todo))
         state = search_lines(study.search.record()) if study.search else []
         for line in [*state, *(send_left(study.root) if study.todo else ())]:
-            live.say(console, line)
+            console.print(line, soft_wrap=True)
     return _exit_code(table, as_json)
 
 
@@ -291,14 +292,13 @@ def _dry_run(
 
 def _print_plan(record: dict[str, Any], console: Console) -> None:
     """Print the plan as text."""
-    from titans_platform.cli.live import say
     from titans_platform.text import NONE, clock, count, plural, table
 
     grid = table("cell", "row", "seed", "parameters", "tokens", "state", left=2, **PLAIN)
     grid.columns[-1].justify = "left"
     for cell in record["cells"]:
         numbers = [str(cell["seed"]), count(cell["parameters"]), count(cell["tokens"])]
-        grid.add_row(cell["cell"] or NONE, escape(cell["row"]), *numbers, cell["state"])
+        grid.add_row(cell["cell"] or NONE, cell["row"], *numbers, cell["state"])
     console.print(grid)
     lines = []
     if costs := {cost["row"]: cost for cost in record["costs"]}:
@@ -335,7 +335,7 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
         guess = "unknown" if record["estimate_seconds"] is None else clock(record["estimate_seconds"])
         lines.append(f"Time: about {guess} (from {record['estimate_basis']}).")
     for line in lines:
-        say(console, line)
+        console.print(line, soft_wrap=True)
 
 
 def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
@@ -346,7 +346,7 @@ def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     for cost in costs:
         numbers = [NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours")]
         gib, state = short(cost["gpu_bytes"] / 2**30, 1), short(cost["state_bytes"] / 1e6, 1)
-        grid.add_row(escape(cost["row"]), gib, state, count(cost["tokens_per_second"]), *numbers)
+        grid.add_row(cost["row"], gib, state, count(cost["tokens_per_second"]), *numbers)
     return grid
 
 
@@ -364,7 +364,7 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     Example:
       titans sweep status ablation --scale laptop
     """
-    from titans_platform.cli.live import running_line, say
+    from titans_platform.cli.live import running_line
     from titans_platform.study.search import search_lines
     from titans_platform.study.status import counted, labels_of, read_status
     from titans_platform.text import clock
@@ -374,25 +374,25 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     if as_json:
         records = [each | {"cells": [cell._asdict() for cell in each["cells"]]} for each in studies]
         return echo_json(records[0] if study else records)
-    console = Console()
+    console = open_console()
     for each in studies:
         driver = "a sweep run is working on it" if each["running"] else "no sweep run is working on it"
         cells = f"{len(each['cells'])} cells, {counted(each['counts'])}"
-        console.print(f"[bold]{each['study']}[/]: {cells}; {driver}", highlight=False)
+        console.print(f"{each['study']}: {cells}; {driver}", style="bold")
         grid, lines = RichTable.grid(padding=(0, 2, 0, 0)), search_lines(each["search"])
         for item in each["cells"]:
             progress, seed = item.progress, f"seed {item.seed}"
             if item.state == "running":
-                grid.add_row("running", *map(escape, running_line(item)), f"{clock(progress.get('age'))} ago")
+                grid.add_row("running", *running_line(item), f"{clock(progress.get('age'))} ago")
             elif item.state == "interrupted":
                 reached = f"{progress.get('step', 0)}/{progress.get('steps', '?')}"
-                grid.add_row("interrupted", escape(item.row), seed, reached)
+                grid.add_row("interrupted", item.row, seed, reached)
             elif item.state == "failed":
                 lines.append(f"failed  {item.row}, {seed} ({item.cell}): {item.reason}")
         if grid.rows:
             console.print(grid)
         for line in lines:
-            say(console, line)
+            console.print(line, soft_wrap=True)
     if not studies:
         click.echo(f"no study has run under {root}")
 
@@ -412,7 +412,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     """
     from titans_platform.report.publish import make as report_study
 
-    return _exit_code(report_study(_opened(**chosen), Console(stderr=as_json), address=ui), as_json)
+    return _exit_code(report_study(_opened(**chosen), open_console(stderr=as_json), address=ui), as_json)
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import click
-from rich.console import Console
 
 from titans_platform.cli import (
     FiniteFloat,
@@ -19,7 +18,7 @@ from titans_platform.cli import (
     json_option,
     measures_table,
 )
-from titans_platform.text import clock
+from titans_platform.text import clock, open_console
 
 PLAN_LINES = {
     "workers": "workers", "threads": "CPU threads per worker", "steps": "optimizer steps", "data": "data",
@@ -82,7 +81,7 @@ def train(
     from titans_platform.runs.load import prepared_spec
     from titans_platform.runs.spec import Resources, this_machine
 
-    console = Console(stderr=as_json)
+    console = open_console(stderr=as_json)
     cfg = load_config(config, overrides + checkpoint_every)
     objective = build_objective(cfg)
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)
@@ -105,9 +104,9 @@ def train(
             f"run {result.cell}: {result.parameters:,} parameters, {result.tokens:,} {objective.positions}, "
             f"{result.train_seconds:.0f} s, final loss {result.final_train_loss:.4f} {objective.loss_unit}"
         )
-        return console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True, highlight=False)
+        return console.print(f"folder {root / 'cells' / result.cell}", soft_wrap=True)
     for key, value in record.items():
         text = f"{value:,}" if isinstance(value, int) else str(value)
         if key in PLAN_UNITS and value is not None:
             text = PLAN_UNITS[key](value)
-        console.print(f"{PLAN_LINES[key]:32} {text}", highlight=False)
+        console.print(f"{PLAN_LINES[key]:32} {text}", soft_wrap=True)

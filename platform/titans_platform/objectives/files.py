@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -64,7 +66,10 @@ def read_table(name: str, field: str, texts: Sequence[str] = ()) -> pa.Table:
     suffix = path.with_suffix("").suffix if path.suffix in OPENERS else path.suffix
     if suffix not in READERS:
         raise UsageError(f"{field}: {name}: unsupported file type; use {', '.join(READERS)}, {COMPRESSED}")
-    return read_opened(Path(name).expanduser(), lambda file: READERS[suffix](file, texts), field)
+    table = read_opened(Path(name).expanduser(), lambda file: READERS[suffix](file, texts), field)
+    if twice := [column for column, n in Counter(table.column_names).items() if n > 1]:
+        raise UsageError(f"{field}: {name} has the column {twice[0]} more than once; rename one")
+    return table
 
 
 class ItemStream:
@@ -105,6 +110,9 @@ def load_copy(path: Path) -> pa.Table:
         raise UsageError(f"{path}: damaged: {one_line(error)}; run titans train again") from None
 
 
+NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?\s*")
+
+
 class SeriesTable(NamedTuple):
     """The values of a series and the names of its channels."""
 
@@ -136,11 +144,17 @@ def read_series(name: str, columns: Sequence[str], field: str) -> SeriesTable:
     Raises UsageError that names ``field`` if the file cannot be read, or a value is missing.
     """
     table, where = read_table(name, field), f"{field}: {name}"
+    for column, kind in zip(table.column_names, table.schema.types, strict=True):
+        # one word in a column of numbers makes the column text
+        if pa.types.is_string(kind) and (not columns or column in columns):
+            cells = table[column].to_pylist()
+            words = [row for row, cell in enumerate(cells) if not NUMBER.fullmatch(cell or "")]
+            if 0 < len(words) < len(cells):
+                cause = f"has no number in row {words[0]} of {column}: {cells[words[0]]}"
+                raise UsageError(f"{where} {cause}; mend it, or choose objective.options.columns")
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if missing := next((column for column in columns if column not in numbers), ""):
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")
-    if twice := next((column for column in numbers if table.column_names.count(column) > 1), ""):
-        raise UsageError(f"{where} has the column {twice} more than once; rename one")
     if not (chosen := tuple(columns or numbers)) or not len(table):
         raise UsageError(f"{where} has no numbers")
     try:

@@ -16,7 +16,6 @@ import click
 from markupsafe import Markup
 from rich import box
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -33,7 +32,7 @@ from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import PaperItem
-from titans_platform.text import NONE, count, plural, render
+from titans_platform.text import NONE, count, open_console, plural, render
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -124,8 +123,8 @@ def make(run: StudyRun, console: Console, link: bool = True, address: str | None
     folder = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     others = ", ".join(name for name in paths if "/" not in name and name != PAGE)
     console.print(terminal(report, console.width))
-    console.print(f"report {folder / PAGE}", highlight=False, soft_wrap=True)
-    console.print(f"also in {folder}/: {others}, {FIGURES}/", highlight=False, soft_wrap=True, style="dim")
+    console.print(f"report {folder / PAGE}", soft_wrap=True)
+    console.print(f"also in {folder}/: {others}, {FIGURES}/", soft_wrap=True, style="dim")
     return table
 
 
@@ -361,14 +360,14 @@ def _further(section: Section) -> RenderableType:
     grid = text.table(*section.heads, left=len(section.heads), vertical="bottom", **compact)
     for line in section.lines:
         # without intervals, which 80 columns do not hold
-        grid.add_row(escape(line[0]), *(re.sub(r" \[.*?\]", "", each) for each in line[1:]))
+        grid.add_row(line[0], *(re.sub(r" \[.*?\]", "", each) for each in line[1:]))
     return Group("", section.title, grid, Text(section.text, style="dim"))
 
 
 def _fitting(report: StudyReport, keys: Sequence[str], width: int, sizes: bool = True) -> list[RichTable]:
     """Return one table; or the columns in one or several, and the sizes of the models in another."""
     grid, half = _grid(report, keys, width, sizes), (len(keys) + 1) // 2
-    if Console(width=1000).measure(grid).minimum <= width:
+    if open_console(width=1000).measure(grid).minimum <= width:
         return [grid]
     if sizes:
         return [*_fitting(report, keys, width, sizes=False), _grid(report, [], width, sizes=True)]
@@ -394,8 +393,8 @@ def _grid(report: StudyReport, keys: Sequence[str], width: int, sizes: bool) -> 
         grid.add_column(head, justify="right", style=style, no_wrap=True, vertical="bottom")
     kept = None if sizes else -len(SIZES)
     for row, line in zip(report.table.rows, body(report, keys), strict=True):
-        grid.add_row(*map(escape, line[:kept]), style="dim" if row.row.reference else "")
+        grid.add_row(*line[:kept], style="dim" if row.row.reference else "")
     grid.add_section()
     for line in _levels(report, keys) if keys else ():
-        grid.add_row(*map(escape, line[:kept]), style="italic dim")
+        grid.add_row(*line[:kept], style="italic dim")
     return grid

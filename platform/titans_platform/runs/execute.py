@@ -222,7 +222,7 @@ class Worker:
         )
         if checkpoint.restore(folder, trainer) is None:
             if start := self.spec.start:
-                checkpoint.restore_from(start.point, trainer)
+                checkpoint.restore_from(start, trainer)
                 # none of this run's last twentieth is done
                 trainer.progress.tail_loss, trainer.progress.tail_steps = 0.0, 0
             elif cfg.start_from:

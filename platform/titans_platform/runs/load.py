@@ -20,7 +20,7 @@ from titans_platform.objectives import Objective, build_objective, build_small, 
 from titans_platform.provenance import commit
 from titans_platform.runs.folder import CHECKPOINTS, RECORD, TOKENIZER, RunFolder, runs_under
 from titans_platform.runs.reporter import send_left
-from titans_platform.runs.spec import Resources, RunSpec, Start
+from titans_platform.runs.spec import Resources, RunSpec
 from titans_platform.text import flatten
 from titans_platform.training.checkpoint import (
     MANIFEST,
@@ -201,7 +201,7 @@ def find_run(run: str, root: Path) -> RunFolder:
     raise UsageError(f"{run}: no such run under {under}; give its name, folder or MLflow run id")
 
 
-def checkpoint_of_shorter(spec: RunSpec, shorter: RunFolder) -> Start:
+def checkpoint_of_shorter(spec: RunSpec, shorter: RunFolder) -> Path:
     """Find the checkpoint of a shorter run of the same config from which a run can start.
 
     Two runs that differ only in their schedule take the same steps as long as their learning rates and
@@ -220,7 +220,7 @@ def checkpoint_of_shorter(spec: RunSpec, shorter: RunFolder) -> Start:
             f"{at}: it keeps no checkpoint of its first {last} steps, which are equal; give "
             "optim.schedule constant or wsd, equal warmup_steps, or a larger checkpoint.keep"
         )
-    return Start(shorter, point)
+    return point
 
 
 def _why_not_resumed(spec: RunSpec, shorter: RunFolder, cfg: RunConfig) -> str | None:

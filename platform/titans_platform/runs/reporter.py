@@ -27,7 +27,7 @@ from titans_platform.files import write_error, write_json, write_text
 from titans_platform.runs.folder import CHECKPOINTS, METRICS, RESULT, Result, RunFolder, runs_under
 from titans_platform.runs.spec import RunSpec, Tracking
 from titans_platform.text import flatten
-from titans_platform.training.checkpoint import last_step
+from titans_platform.training.checkpoint import last_step, step_of
 
 if TYPE_CHECKING:
     from titans_platform.tracking import RunLog, TrackingStore
@@ -102,7 +102,7 @@ class Reporter:
         progress = self._state | {"time": time.time()}
         self.folder.update(config=spec.config.model_dump(mode="json"), progress=progress)
         if spec.start and not (self.folder.path / METRICS).exists():
-            copy_metrics(spec.start.run, self.folder, spec.start.step)
+            copy_metrics(RunFolder.at(spec.start.parents[1]), self.folder, step_of(spec.start))
         self.journal = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where

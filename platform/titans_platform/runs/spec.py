@@ -94,22 +94,6 @@ class Tracking:
 
 
 @dataclass(frozen=True)
-class Start:
-    """A checkpoint of a shorter run that took the same steps; as text `step 20 of run 3f2a91c0`."""
-
-    run: RunFolder
-    point: Path
-
-    @property
-    def step(self) -> int:
-        """Optimiser steps that are done."""
-        return int(self.point.name.removeprefix("step-"))
-
-    def __str__(self) -> str:
-        return f"step {self.step} of run {self.run.name}"
-
-
-@dataclass(frozen=True)
 class RunSpec:
     """Everything `execute` needs; built by `titans train`, the cells of a grid and the trials of a search.
 
@@ -130,8 +114,8 @@ class RunSpec:
     tracking: Tracking | None = None
     labels: Mapping[str, str] = field(default_factory=dict)
     """Copied into the result: ``study`` and ``row``."""
-    start: Start | None = None
-    """Start of a run that has not begun; None: its own checkpoint, or step 0."""
+    start: Path | None = None
+    """Checkpoint of a shorter run from which a run that has not begun starts."""
     rung: tuple[int, str] | None = None
     """For a trial: the optimiser step to stop after, and the only column to measure."""
     profile: bool = False

@@ -347,14 +347,14 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
 
 
 def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
-    """Names of the selected rows: by name, by the name of their line, or by a pattern with ``*``.
+    """Names of the selected rows: by name, by that of their line or in the file, or by a pattern with ``*``.
 
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
     UsageError for a name or pattern that matches no row.
     """
     named: dict[str, set[str]] = {}
     for row in rows:
-        for name in (row.name, row.as_line().name):
+        for name in (row.name, row.as_line().name, row.listed or row.name):
             named.setdefault(name, set()).add(row.name)
     names = [name for text in requested for name in _names(text, {name.casefold() for name in named})]
     return {row for name in names for known in _matching(name, list(named), where) for row in named[known]}

@@ -230,6 +230,8 @@ class Row(Frozen):
     """Its value on each axis; set from the study's axes."""
     line: str = ""
     """The line of the table that it shares with the rows at other values of an ``across`` axis."""
+    listed: str = ""
+    """Its name in the study's file, without its values on the axes; set from the study's rows."""
 
     def as_line(self) -> Row:
         """Return the row as a line of the table; a line of several rows sets nothing of its own."""
@@ -296,9 +298,13 @@ class Study(Frozen):
             merged["space"] = {**below["space"], **space}
         return validate(Search, merged, f"{self.name}, scale {scale_name}, search")
 
-    def scale_name(self, name: str) -> str:
-        """Return the name as spelled in the file. Raises UsageError with the nearest name."""
-        return pick(name, self.scales, "scale", self.name)
+    def scale_name(self, name: str = "") -> str:
+        """Return the name as spelled in the file; without one the only scale, or laptop of several.
+
+        Raises UsageError with the nearest name.
+        """
+        default = next(iter(self.scales)) if len(self.scales) == 1 else "laptop"
+        return pick(name or default, self.scales, "scale", self.name)
 
     def scale(self, name: str) -> Scale:
         """Return a scale by name. Raises UsageError with the nearest name."""
@@ -315,7 +321,7 @@ def _at_point(row: Row, axes: Mapping[str, Axis], point: Sequence[tuple[JsonValu
         if not axis.across:
             line.append(word)
             at[key] = value
-    changed = {"name": " ".join(words), "set": change, "axes": at}
+    changed = {"name": " ".join(words), "set": change, "axes": at, "listed": row.name}
     return row.model_copy(update=changed | ({"line": " ".join(line)} if line != words else {}))
 
 
@@ -342,13 +348,6 @@ class Printed(Frozen):
     """Its rows by the scale of the study that they correspond to."""
     references: dict[str, str] = Field(default_factory=dict)
     """Rows that no study runs: why they are listed, and the source of their numbers."""
-
-    @model_validator(mode="after")
-    def _whole(self) -> Printed:
-        for name, row in ((name, row) for rows in self.sizes.values() for name, row in rows.items()):
-            if len(row) != len(self.columns):
-                raise ValueError(f"rows: {name} has {len(row)} numbers for {len(self.columns)} columns")
-        return self
 
     def numbers(self, row: str, size: str) -> dict[str, float | None]:
         """Return the numbers of a row by column, at ``size`` of a table with several; empty without any."""
