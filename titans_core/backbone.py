@@ -87,7 +87,7 @@ class Backbone(Model):
 
         Raises:
             ValueError: there is no row or no token, ``document_starts`` and ``state`` are both given, the
-                state is of another number of rows, or rows cannot be reset here.
+                state is of another number of rows or blocks, or rows cannot be reset here.
         """
         check_not_empty(x_BTD)
         check_rows(state, len(x_BTD), "state")
@@ -97,6 +97,8 @@ class Backbone(Model):
         documents = positions.documents and cast(Block, self.blocks[0]).layout(positions.documents)
         positions = positions._replace(documents=documents, reset_B=reset_B)
         before = [None] * len(self.blocks) if state is None else state.blocks
+        if len(before) != len(self.blocks):
+            raise ValueError(f"state: of {len(before)} blocks, and the model has {len(self.blocks)}")
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):
             if self.relay is not None:

@@ -137,8 +137,7 @@ def test_more_steps_resume_and_start_from_gives_another_run(tiny_yaml, tmp_path,
     def cell(*more: str) -> tuple[str, str]:
         assert run([*line, *more]) == 0
         shown = capsys.readouterr().out
-        words = next(row.split() for row in shown.splitlines() if row.split()[:1] == ["run"])
-        return shown, words[1][:12]
+        return shown, next(row for row in shown.splitlines() if row.startswith("run "))[4:16]
 
     _, first = cell("optim.steps=4")
     assert run([*line, "optim.steps=60", "--resume-from", first, "--dry-run"]) == 0

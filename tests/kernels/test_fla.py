@@ -168,8 +168,7 @@ def test_token_that_forgets_everything_leaves_nothing_and_no_error(kernels, chan
     T = 70 if channels == 1 else 30
     given = q, k, v, gate, state = recurrent(T, 16, 32, channels)
     for decay in (-1e6, -torch.inf):
-        log_decay = F.logsigmoid(gate).index_fill(1, torch.tensor([20, T - 5]), decay)
-        tokens = q, k / 4, v, log_decay, state
+        tokens = q, k / 4, v, F.logsigmoid(gate).index_fill(1, torch.tensor([20, T - 5]), decay), state
         # differences of sums of up to 92, in float32
         agree(recurrence.fla_attention(*tokens), recurrent_linear_attention(*tokens), given, within=5e-5)
 

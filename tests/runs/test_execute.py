@@ -59,8 +59,10 @@ def test_failed_run_is_marked_in_the_store(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr("titans_platform.runs.execute.evaluate", lambda *a, **k: 1 / 0)
     with pytest.raises((ZeroDivisionError, TitansError), match="division by zero"):
         execute(spec)
-    run_id = store.find("titans.cell", spec.name)
-    assert (store.client.get_run(run_id).info.status, spec.folder.state()) == ("FAILED", "failed")
+    logged = store.client.get_run(store.find("titans.cell", spec.name))
+    assert (logged.info.status, spec.folder.state()) == ("FAILED", "failed")
+    wanted = {"titans.commit": spec.commit, "titans.data": spec.data, "titans.failure": "division by zero"}
+    assert logged.data.tags.items() >= wanted.items()
     assert "division by zero" in spec.folder.failure()["reason"]
     # training is not repeated; only the evaluation is
     monkeypatch.undo()

@@ -79,9 +79,9 @@ def test_bad_input_is_one_line_and_writes_nothing(tiny, refused, arguments, mess
 
 
 @pytest.mark.parametrize(("change", "message"), [
-    ("eval.columns.reasoning.0.lengths=[1, 0.1]", "eval.columns.reasoning.0.lengths: an item of"),
+    ("eval.columns.reasoning.0.lengths=[1, 0.1]", "row 'LMM': eval.columns.reasoning.0.lengths: an item of"),
     ("eval.columns.reasoning=[{task: perplexity}]", "validation"),
-    ("data.sequence_length=8", "data.sources.0.tasks.0.lengths: an item of"),
+    ("data.sequence_length=8", "row 'LMM': data.sources.0.tasks.0.lengths: an item of"),
 ])  # fmt: skip
 def test_errors_that_need_the_data_are_raised_before_a_cell_starts(tiny, refused, change, message):
     assert message in refused("sweep", "run", "tiny", "--scale", "small", "--set", change)

@@ -1,6 +1,7 @@
 """Estimates: how long a plan takes, and how many cells fit into memory."""
 
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
@@ -52,6 +53,8 @@ def test_a_row_that_was_not_timed_gets_the_mean(study, monkeypatch):
     each = 1e-5 * (config.tokens + eval_tokens(config) / 3) + CELL_OVERHEAD
     seconds, basis = estimate(replace(study, concurrency=6))
     assert (seconds, basis) == (pytest.approx(STARTUP + each), "optimiser steps of fast timed now")
+    monkeypatch.setattr(module, "seconds_per_token", Mock(side_effect=module.Diverged("loss nan")))
+    assert estimate(study)[1] == "no cell is finished yet, and its rows diverge in the steps that are timed"
 
 
 def test_finished_cells_replace_timed_steps(study):

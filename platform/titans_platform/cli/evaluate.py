@@ -232,12 +232,12 @@ def as_numbers(result: ByPosition) -> dict[str, Any]:
 
 @click.command()
 @click.argument("study", required=False)
-@click.option("--scale", help="Scale of the study  [default: the smallest except smoke]")
+@click.option("--scale", default="", help="Scale of the study  [default: laptop, or the only one]")
 @click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task, instead of a study's.")
 @click.option("--length", type=click.IntRange(2), help="Row length in bytes  [default: 64, 512 for prose]")
 @json_option
 def tasks(
-    study: str | None, scale: str | None, tasks: tuple[str, ...], length: int | None, as_json: bool
+    study: str | None, scale: str, tasks: tuple[str, ...], length: int | None, as_json: bool
 ) -> None:  # fmt: skip
     """Show the tasks of STUDY: chance, the score of each heuristic, and the floor.
 
@@ -299,16 +299,14 @@ def _of_options(tasks: tuple[str, ...], length: int | None) -> Iterator[Asked]:
         yield "", config, max(length or default, 0 if tasks else default), load_tokenizer("byte")
 
 
-def _of_study(name: str, scale: str | None) -> Iterator[Asked]:
+def _of_study(name: str, scale: str) -> Iterator[Asked]:
     """Yield each task of the study's columns once, at each of its lengths."""
     from titans_platform.data import load_tokenizer
     from titans_platform.study.grid import expand, load_study
     from titans_platform.tasks import GeneratedTask, build_task, row_length
 
-    study = load_study(name)
-    scale = scale or next((known for known in study.scales if known != "smoke"), "smoke")
     seen: set[tuple[str, int]] = set()
-    for cell in expand(study, scale):
+    for cell in expand(load_study(name), scale):
         for column, configs in cell.config.eval.columns.items():
             for config in (each for each in configs if isinstance(build_task(each), GeneratedTask)):
                 for multiple in config.lengths:

@@ -237,9 +237,7 @@ def train_run(spec: RunSpec, root: Path, name: str, console: Console) -> Result:
             console.print(f"resuming from {spec.start}, which trained the same steps", soft_wrap=True)
         if reason := spec.folder.why_restarted(spec.commit):
             console.print(f"run {spec.name} {reason}", soft_wrap=True)
-        tags = {"titans.commit": spec.commit, "titans.data": spec.data}
-        tracking = Tracking(open_store(root).uri, name, tags=tags)
-        spec = replace(spec, labels={"row": name}, tracking=tracking)
+        spec = replace(spec, labels={"row": name}, tracking=Tracking(open_store(root).uri, name))
     session: Any = nullcontext()
     if resources.several and not done:
         session = ray_session(resources.cpus, resources.whole_gpus())

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -92,7 +92,7 @@ class Reporter:
     def __init__(self, spec: RunSpec):
         self.folder, self.steps = spec.folder, spec.config.optim.steps
         self._written, self._full = 0.0, False
-        self._rate = self._seconds_a_step = 0.0
+        self._tokens, self._seconds = spec.config.tokens_per_step, 0.0
         on_gpu = spec.resources.gpus_per_worker > 0 and spec.config.optim.compile is not False
         step = last_step(self.folder.path / CHECKPOINTS)
         phase, self._compiling = ("compile", COMPILING) if on_gpu else ("train", 0)
@@ -106,7 +106,8 @@ class Reporter:
         self.journal = Journal(self.folder, (lambda: connected(self.folder)) if spec.tracking else None)
         if spec.tracking:
             # a later command that sends what is unsent must know where
-            self.journal.keep(tracking=asdict(spec.tracking), ended=None)
+            tags = {"titans.commit": spec.commit, "titans.data": spec.data, **spec.tracking.tags}
+            self.journal.keep(tracking=asdict(replace(spec.tracking, tags=tags)), ended=None)
             self.journal.start()
 
     def start(self, step: int) -> None:
@@ -125,10 +126,9 @@ class Reporter:
         phase = "compile" if self._compiling else "train"
         self._state |= {"step": step, "loss": metrics["loss"], "phase": phase}
         if compiled:
-            self._rate = _average(self._rate, metrics["tokens_per_second"])
-            self._seconds_a_step = _average(self._seconds_a_step, taken)
-            eta = self._seconds_a_step * (self.steps - step)
-            self._state |= {"tokens_per_second": self._rate, "eta_seconds": eta}
+            self._seconds = _average(self._seconds, taken)  # of a step, with validation and checkpoints
+            self._state |= {"tokens_per_second": self._tokens / self._seconds}
+            self._state |= {"eta_seconds": self._seconds * (self.steps - step)}
         # shown until the next validation
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
         if now - self._written > 1.0:
@@ -171,7 +171,12 @@ class Reporter:
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
         with suppress(Exception):
             self.journal.sync()
-        self._end(lambda run: run.close(status), status)
+
+        def end(run: RunLog) -> None:
+            run.tags({"titans.failure": one_line(error)})
+            run.close(status)
+
+        self._end(end, status)
 
     def _tell(self, call: Callable[[Logger], None]) -> None:
         """Call each logger; one that fails is warned about and left out from then on."""

@@ -347,7 +347,7 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
 
 
 def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
-    """Names of the selected rows: by name, by that of their line or in the file, or by a pattern with ``*``.
+    """Names of the selected rows: by name, by the name of their line or in the file, or by pattern (``*``).
 
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
     UsageError for a name or pattern that matches no row.

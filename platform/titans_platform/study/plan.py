@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from titans_platform.runs.load import check_start, located
 from titans_platform.runs.ray_session import available
 from titans_platform.runs.spec import concurrency
 from titans_platform.study.grid import RECORD, Cell, StudyRun, chosen_cells, chosen_rows, expand, load_study
+from titans_platform.training.optim import Diverged
 
 TIMING_SECONDS = 20.0
 """Maximum seconds spent timing rows; the remaining rows get the mean."""
@@ -140,6 +142,8 @@ def name_cells(study: StudyRun, prepare: Callable[[RunConfig], Data] | None = No
                 known[key] = open_data(config)
         except NotPrepared:
             return cell
+        except UsageError as error:
+            raise UsageError(f"row {cell.row!r}: {error}") from None
         if config.start_from not in starts:
             # finding a checkpoint hashes it, so once
             starts[config.start_from] = located(config, study.root).start_from
@@ -268,11 +272,14 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
     began, stride = time.monotonic(), -(-len(rows) // 5)
     # an order in which every prefix is spread over all rows
     for row in (row for first in range(stride) for row in list(rows)[first::stride]):
-        if (per_token := seconds_per_token(rows[row])) is None:
-            return None, "no cell is finished yet, and a step of its rows is too large to be timed here"
-        timed[row] = per_token
+        with suppress(Diverged):  # the other rows train all the same
+            if (per_token := seconds_per_token(rows[row])) is None:
+                return None, "no cell is finished yet, and a step of its rows is too large to be timed here"
+            timed[row] = per_token
         if time.monotonic() - began > TIMING_SECONDS:
             break
+    if not timed:
+        return None, "no cell is finished yet, and its rows diverge in the steps that are timed"
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
     each = [timed.get(c.row, mean) * (c.config.tokens + eval_tokens(c.config) / 3) for c in todo]
