@@ -74,7 +74,7 @@ def test_text_is_of_stdin_and_memory_of_its_checkpoint(cell, book, capsys, monke
     (["--read", "."], "--read .: Is a directory"), (["--read", "latin"], "--read latin: not UTF-8 at byte 1"),
     (["--memory-in", "nobody"], "--memory-in nobody: cannot be read as a memory file: No such file"),
     (["--memory-in", "latin"], "--memory-in latin: cannot be read as a memory file: "),
-    (["--temperature", "nan"], "--temperature: Input should be a finite number"),
+    (["--temperature", "nan"], "--temperature: .nan and .inf are not allowed"),
     (["--top-p", "0"], "'--top-p'"), (["--seed", str(2**63)], "--seed: "),
 ])  # fmt: skip
 def test_bad_input_is_one_line(words, says, cell, tmp_path, monkeypatch, refused):

@@ -119,14 +119,13 @@ def config_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 def from_options(model: type[Model], **options: Any) -> Model:
     """Build a model of a command's options. Raises UsageError of one that click let pass, such as nan."""
-    from pydantic import ValidationError
+    from titans_platform.loading import validate
 
     try:
-        return model.model_validate(options, strict=False)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        name, cause = str(first["loc"][0]).replace("_", "-"), first["msg"].removeprefix("Value error, ")
-        raise UsageError(f"--{name}: {cause}") from None
+        return validate(model, options)
+    except UsageError as error:
+        field, _, cause = str(error).partition(": ")
+        raise UsageError(f"--{field.partition('.')[0].replace('_', '-')}: {cause}") from None
 
 
 def echo_json(value: Any) -> None:

@@ -173,7 +173,8 @@ class Reporter:
             self.journal.sync()
 
         def end(run: RunLog) -> None:
-            run.tags({"titans.failure": one_line(error)})
+            if status == "FAILED":
+                run.tags({"titans.last_failure": one_line(error)})
             run.close(status)
 
         self._end(end, status)
