@@ -99,7 +99,6 @@ def tiny_run() -> RunConfig:
 def tiny_yaml(tmp_path: Path) -> Path:
     """The same run as a config file."""
     path = tmp_path / "tiny.yaml"
-    # JSON is YAML
     path.write_text(json.dumps(RUN))
     return path
 

@@ -98,7 +98,7 @@ class Backbone(Model):
         positions = positions._replace(documents=documents, reset_B=reset_B)
         before = [None] * len(self.blocks) if state is None else state.blocks
         if len(before) != len(self.blocks):
-            raise ValueError(f"state: of {len(before)} blocks, and the model has {len(self.blocks)}")
+            raise ValueError(f"state: has {len(before)} blocks, the model has {len(self.blocks)}")
         after = []
         for block, block_state in zip(self.blocks, before, strict=True):
             if self.relay is not None:

@@ -11,15 +11,15 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 
 
 def check_rows(state: Any, rows: int, name: str) -> None:
-    """Refuse a carried state, the argument ``name``, of a batch of another size.
+    """Refuse a carried state, the argument ``name``, that has another number of rows than the input.
 
     Raises:
-        ValueError: the tensors of ``state`` are not of ``rows`` sequences.
+        ValueError: the tensors of ``state`` are not of ``rows`` rows.
     """
-    sizes = [len(x) for x in tree_leaves(state) if isinstance(x, Tensor)]
+    sizes = [len(x) for x in tree_leaves(state) if isinstance(x, Tensor) and x.ndim]
     if sizes and sizes[0] != rows:
-        cause = f"is of a batch of {sizes[0]}, and this one has {rows}"
-        raise ValueError(f"{name}: {cause}; continue the same sequences, or choose rows with ModelState.take")
+        cause = f"has {sizes[0]} rows, the input has {rows}"
+        raise ValueError(f"{name}: {cause}; pass the state of the same sequences")
 
 
 class ModelState(NamedTuple):

@@ -108,10 +108,10 @@ def texts(value: Any) -> Iterator[str]:
 
 
 def open_console(**options: Any) -> Console:
-    """Create a terminal that prints text as it is: names may contain brackets, which markup would hide."""
+    """Return a console that prints text as it is: without markup, names may contain brackets."""
     from rich.console import Console
 
-    return Console(markup=False, highlight=False, **options)
+    return Console(markup=False, emoji=False, highlight=False, **options)
 
 
 def table(*headings: str, left: int = 1, vertical: Literal["top", "bottom"] = "top", **options: Any) -> Table:

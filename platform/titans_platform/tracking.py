@@ -324,9 +324,10 @@ class RunLog:
         """Put a file on the run."""
         self._client.log_artifact(self.run_id, str(path), folder)
 
-    def close(self, status: str = "FINISHED", ended: float | None = None) -> None:
-        """End the run: FINISHED, FAILED or KILLED, at ``ended`` (seconds), or now."""
+    def close(self, status: str = "FINISHED", ended: float | None = None, failure: str = "") -> None:
+        """End the run: FINISHED, KILLED, or FAILED because of ``failure``; at ``ended`` (seconds), or now."""
         self._client.set_terminated(self.run_id, status, None if ended is None else round(1000 * ended))
+        self.tags({"titans.last_failure": failure} if failure else {})
 
 
 def name_of(key: str) -> str:

@@ -108,7 +108,6 @@ def test_a_study_goes_with_its_file_and_options(tmp_path, capsys, refused):
     assert '"TITANS_MLFLOW": "http://head.invalid:5000"' in out
     error = refused(*line, "--set", "data.tokenizer=none.model", "--cluster", path, "--dry-run")
     assert "no file none.model here to ship with the job" in error
-    # the Hub's is downloaded there
     assert run([*line, "--set", "data.tokenizer=some-lab/model", "--cluster", path, "--dry-run"]) == 0
     assert "data.tokenizer=some-lab/model" in capsys.readouterr().out
 

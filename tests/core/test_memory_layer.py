@@ -40,7 +40,7 @@ def test_only_a_memory_has_limits_and_packs_documents_on_a_border():
     for read, message in ((x[:1, :13], "cache: 5 tokens into a chunk"), (x[:, :16], "cache: 2 sequences")):
         with pytest.raises(ValueError, match=message):
             layer(x[:1, 16:], layer(read)[1], documents)
-    with pytest.raises(ValueError, match=r"^cache: is of a batch of 1, and this one has 2;"):
+    with pytest.raises(ValueError, match=r"^cache: has 1 rows, the input has 2;"):
         layer(x, cache)
     with pytest.raises(ValueError, match=r"^memory\.heads: 4 does not divide d_model 66$"):
         NeuralMemory(66, MemoryConfig(heads=4))

@@ -185,6 +185,5 @@ def test_text_within_a_row_has_no_space_of_a_document_start(tmp_path):
     item = make_item([("is:", False), (" 74", True)])
     assert encode_item(item, tokenizer, 1 + len(whole))[0][1:] == whole
     assert count_tokens(item, tokenizer) == 1 + len(whole)
-    # bytes have no such space
     byte = load_tokenizer("byte")
     assert (byte.adds_space, byte.encode_within(" 74")) == (False, byte.encode(" 74"))

@@ -256,7 +256,9 @@ def test_throughput_is_a_rate_without_gradients_and_loss_the_logarithm_of_perple
     columns = {"speed": (speed,), "ppl": (TaskConfig(task="perplexity"),), "loss": (TaskConfig(task="loss"),)}
     result = evaluate(model, data, EvalConfig(columns=columns, perplexity_tokens=512), 32)
     assert result["chance"]["speed"] is None
-    assert {key for key in result["tasks"] if key[0] == "s"} == {"speed/throughput@32", "speed/throughput@64"}
+    assert result["columns"]["speed"] > 10
+    speeds = {key for key in result["tasks"] if key.startswith("speed")}
+    assert speeds == {"speed/throughput@32", "speed/throughput@64"}
     assert all(p.grad is None for p in model.parameters())
     assert model.training
     for part in ("columns", "chance"):

@@ -56,7 +56,6 @@ def test_test_part_decides_no_number_of_training_or_validation():
         assert torch.equal(a.inputs, b.inputs)
         assert torch.equal(a.targets, b.targets)
     assert one.fingerprint != two.fingerprint
-    # scaled by the training part alone
     torch.testing.assert_close(one.values_NC[:100].mean(0), torch.zeros(2), atol=1e-6, rtol=0)
     (last,) = one.held_out(8, 1000, 1000, "test")
     assert len(last.inputs) == 47

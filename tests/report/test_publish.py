@@ -111,13 +111,11 @@ def test_page_has_our_numbers_and_the_papers(begun):
         *(f"Table {n}" for n in range(1, 6)), *(f"Figure {n}" for n in range(6, 10)),
     ]  # fmt: skip
     shown = [item for item in items if item.names[0] in ("Table 3", "Table 5", "Figure 6", "Figure 9")]
-    # as where a fork has left a study out
     shown = [replace(item, study=None) if item.names == ("Figure 6",) else item for item in shown]
     page = paper_page(shown, begun)
     # what has been run, and the scale that the paper's numbers belong to
     scales = ("Table 5, scale smoke.", "Table 5, scale 400M.", "scale laptop.")
     assert [scale in page for scale in scales] == [True, True, False]
     assert ("28.73" in page, "0.231" in page) == (True, True)
-    # what has been run comes first
     names = re.findall(r'<h2 id="section-\d+">(.*?)</h2>', page)
     assert (names, page.count("<html")) == (["Table 5", "Table 3", "Figure 6", "Figure 9"], 1)

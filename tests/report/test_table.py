@@ -64,7 +64,6 @@ def test_row_of_several_cells_is_their_mean_for_each_seed(tmp_path):
     for cell in whole[:3]:
         save(tmp_path, cell, row=cell.row, tasks=tasks, columns={"lm_ppl": of[cell.row, cell.seed]})
     (line,) = build_table(StudyRun(study, "small", tmp_path, "c0ffee", whole=tuple(whole))).rows
-    # the second seed lacks a part
     assert (line.entries["lm_ppl"].values, line.entries["lm_ppl"].wanted) == ((2.0,), 2)
     assert by_seed(line, "lm_ppl") == {0: 2.0}
 
@@ -89,7 +88,6 @@ def test_means_links_and_csv_of_a_whole_table(full):
     assert (float(rows[1]["mean"]), rows[5]["paper"]) == (pytest.approx(52.0), "")
     by_cell = {row["cell"]: row for row in csv.DictReader(io.StringIO(tables["cells.csv"]))}
     assert (by_cell["LMM1"]["mlflow_run_id"], float(by_cell["LMM1"]["lm_ppl"])) == ("run-LMM1", 5.2)
-    # in the unit of the table
     assert float(by_cell["LMM1"]["reasoning_acc (%)"]) == pytest.approx(54.0)
     assert float(by_cell["LMM1"]["reasoning_acc stderr (%)"]) == pytest.approx(1.0)
     assert json.dumps(as_record(full))

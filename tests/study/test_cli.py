@@ -17,7 +17,7 @@ SCALES = {
         "model": {"memory": {"chunk_size": 16}}, "optim": {"precision": "bf16"},
     },
 }  # fmt: skip
-STUDY = study(steps=4, scales=SCALES)
+STUDY = study(steps=4, scales=SCALES, columns={"reasoning": {"title": "Reasoning [all]", "unit": "%"}})
 
 
 @pytest.fixture
@@ -39,6 +39,8 @@ def test_list_and_show(tiny, capsys, answer):
     assert "tiny" in capsys.readouterr().out
     shown = answer("sweep", "show", "tiny", "--scale", "small")
     assert (shown["rows"]["Linear Memory"]["model"]["memory"]["depth"], shown["seeds"]) == (1, [0, 1])
+    assert call("show", "tiny", "--scale", "small") == 0
+    assert "Reasoning [all]" in capsys.readouterr().out
 
 
 def test_dry_run_shows_the_plan_and_writes_nothing(tiny, capsys, answer):

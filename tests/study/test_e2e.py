@@ -67,7 +67,7 @@ def test_study_killed_twice_has_the_numbers_of_an_undisturbed_one(tmp_path):
     first = driver(tmp_path, "--concurrency", "1")
     try:
         pid = until(lambda: worker_of(folders["LMM"]), first)
-        status = read_status(root, "tiny", "small")
+        status = read_status(root, "tiny")
         assert status["running"]
         assert status["counts"]["running"] == 1
         os.kill(pid, signal.SIGKILL)

@@ -15,12 +15,12 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.study import run as study_run
 from titans_platform.study.grid import Cell
 from titans_platform.study.spec import Column
-from titans_platform.study.status import CellStatus
+from titans_platform.study.status import CellStatus, read_status
 from titans_platform.text import open_console
 
 
 def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
-    cell = Cell("LMM [x]", 0, RunConfig(), "abc")
+    cell = Cell("LMM [x] :b:", 0, RunConfig(), "abc")
     columns = {"acc": Column(title="Reasoning", unit="%", factor=100), "ppl": Column(title="LM", decimals=2)}
     measured = {"acc": 0.25, "ppl": 5.125, "speed": None}
     result = {"cell": "abc", "columns": measured, "train_seconds": 8, "eval_seconds": 2}
@@ -28,7 +28,9 @@ def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     with running(study_of(tmp_path, cell, columns=columns), open_console(file=out, width=100)):
         assert not out.getvalue()
         write_json(cell.folder(tmp_path).path / "result.json", result)
-    assert out.getvalue() == "done    LMM [x], seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
+    assert out.getvalue() == "done    LMM [x] :b:, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
+    study_of(tmp_path, cell).write()
+    assert read_status(tmp_path, "tiny")["counts"]["done"] == 1
 
 
 def test_table_is_shown_when_a_seed_is_finished_in_every_row(tmp_path):

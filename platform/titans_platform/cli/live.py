@@ -26,6 +26,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bars
 from rich.table import Column as TableColumn
+from rich.text import Text
 
 from titans_platform.runs.folder import Result, RunFolder
 from titans_platform.study.spec import Column
@@ -100,12 +101,12 @@ def searching(study: StudyRun, console: Console) -> Iterator[None]:
     assert state
     rungs = "/".join(map(str, state.milestones))
     printed = f"searching: {state.search.trials} trials, rungs at {rungs} steps"
-    with console.status(printed) as status:
+    with console.status(Text(printed)) as status:
 
         def update() -> None:
             nonlocal printed
             before, printed = printed, state.read().line
-            status.update(printed)
+            status.update(Text(printed))
             if not console.is_terminal and printed != before:
                 console.print(printed, soft_wrap=True)
 

@@ -44,7 +44,7 @@ def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, .
     return list(values)
 
 
-scale_option = click.option("--scale", default="", help="Size  [default: laptop, or the only one]")
+scale_option = click.option("--scale", default="", help="Scale  [default: laptop, or the only one]")
 rows_option = click.option(
     "--rows", multiple=True, metavar="NAME", help="Only these rows, separated by commas. May be repeated.",
     callback=parse_rows,

@@ -208,7 +208,8 @@ def interleave(weights: list[float]) -> list[int]:
     Proportions that need a cycle longer than CYCLE are rounded to it, none to zero.
     """
     exact = [Fraction(repr(float(weight))) for weight in weights]
-    shares = [weight / sum(exact) for weight in exact]
+    total = sum(exact)
+    shares = [weight / total for weight in exact]
     length = min(math.lcm(*(share.denominator for share in shares)), CYCLE)
     counts = [max(1, round(share * length)) if share else 0 for share in shares]
     # smooth weighted round-robin: the index furthest behind its share is next

@@ -238,10 +238,14 @@ def _bits(column: NDArray[np.uint8], first: int, last: int) -> BoolArray:
 
 
 class Split:
-    """The tokens of one split as one sequence, read in place from its shards."""
+    """The tokens of one split as one sequence, read in place from its shards, and its rows.
 
-    def __init__(self, files: Path, info: SplitInfo):
+    Text is cut into rows of T+1 tokens with stride T, the ``length``; a task item is a row of T tokens.
+    """
+
+    def __init__(self, files: Path, info: SplitInfo, length: int = 1, items: bool = False):
         self.files, self.info = files, info
+        self.length, self.width = length, length + (not items)
         self.held = np.array([shard.rows for shard in info.shards], np.int64)
         self.begins = np.cumsum(self.held) - self.held
         """Offset of each shard in the sequence."""
@@ -261,17 +265,6 @@ class Split:
             parts.append(self.shard(number).span(max(start - begin, 0), end))
         return parts[0] if len(parts) == 1 else TokenSpan(*map(np.concatenate, zip(*parts, strict=True)))
 
-
-class SplitRows(Split):
-    """The training or validation rows of a source.
-
-    Text is cut into rows of T+1 tokens with stride T; a task item is a row of T tokens.
-    """
-
-    def __init__(self, files: Path, info: SplitInfo, length: int, items: bool):
-        super().__init__(files, info)
-        self.length, self.width = length, length + (not items)
-
     def __len__(self) -> int:
         return max(0, int(self.held.sum()) - (self.width - self.length)) // self.length
 
@@ -287,5 +280,5 @@ class SourceRows:
         self.files, self.manifest, self.weight = files, manifest, weight
         self.length, self.pad, self.borders = length, pad, borders
         self.items = manifest.item_tokens is not None
-        self.train = SplitRows(files, manifest.train, length, self.items)
-        self.validation = SplitRows(files, manifest.validation, length, self.items)
+        self.train = Split(files, manifest.train, length, self.items)
+        self.validation = Split(files, manifest.validation, length, self.items)

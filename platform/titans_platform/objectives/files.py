@@ -67,7 +67,7 @@ def read_table(name: str, field: str, texts: Sequence[str] = ()) -> pa.Table:
     if suffix not in READERS:
         raise UsageError(f"{field}: {name}: unsupported file type; use {', '.join(READERS)}, {COMPRESSED}")
     table = read_opened(Path(name).expanduser(), lambda file: READERS[suffix](file, texts), field)
-    if twice := [column for column, n in Counter(table.column_names).items() if n > 1]:
+    if twice := [column for column, n in Counter(table.column_names).items() if column and n > 1]:
         raise UsageError(f"{field}: {name} has the column {twice[0]} more than once; rename one")
     return table
 
@@ -146,12 +146,12 @@ def read_series(name: str, columns: Sequence[str], field: str) -> SeriesTable:
     table, where = read_table(name, field), f"{field}: {name}"
     for column, kind in zip(table.column_names, table.schema.types, strict=True):
         # one word in a column of numbers makes the column text
-        if pa.types.is_string(kind) and (not columns or column in columns):
+        if str(kind).endswith("string") and (not columns or column in columns):
             cells = table[column].to_pylist()
             words = [row for row, cell in enumerate(cells) if not NUMBER.fullmatch(cell or "")]
-            if 0 < len(words) < len(cells):
-                cause = f"has no number in row {words[0]} of {column}: {cells[words[0]]}"
-                raise UsageError(f"{where} {cause}; mend it, or choose objective.options.columns")
+            if 0 < len(words) < len(cells) / 2:
+                cause = f"has no number in row {words[0]} of {column}, but {cells[words[0]]!r}"
+                raise UsageError(f"{where} {cause}; correct it, or choose objective.options.columns")
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if missing := next((column for column in columns if column not in numbers), ""):
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")

@@ -151,7 +151,7 @@ def _notes(table: Table, marks: Mapping[str, str], only: str) -> list[str]:
     """List notes: comparability, the scale's note, expectations, timing, other commits, gaps."""
     scale = table.run.scale
     lines = [scale.note] if scale.note else []
-    if not scale.comparable and any(row.row.paper for row in table.rows):
+    if table.run.study.paper and not scale.comparable:
         substitutes = "The columns at this scale are small substitutes"
         order = "only the order of rows, never a number, can be compared with the paper's"
         lines.insert(0, f"{substitutes}: {order}.")

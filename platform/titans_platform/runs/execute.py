@@ -231,8 +231,7 @@ class Worker:
             worlds.append([trainer.progress.step, world_size()])
         if self.reporter:
             self.reporter.start(trainer.progress.step)
-        keep, pinned = cfg.checkpoint.keep, before_decay(cfg.optim)
-        saver = checkpoint.Saver(folder, trainer, keep=keep, pinned=pinned)
+        saver = checkpoint.Saver(folder, trainer, keep=cfg.checkpoint.keep, pinned=before_decay(cfg.optim))
         if trainer.device.type == "cuda" and (flops := training_flops(cfg)):
             trainer.flops_per_token = flops / cfg.row_tokens
         trace = self.spec.trace.with_name(f"worker-{rank()}.json.gz")

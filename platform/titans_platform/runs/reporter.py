@@ -126,8 +126,9 @@ class Reporter:
         phase = "compile" if self._compiling else "train"
         self._state |= {"step": step, "loss": metrics["loss"], "phase": phase}
         if compiled:
-            self._seconds = _average(self._seconds, taken)  # of a step, with validation and checkpoints
-            self._state |= {"tokens_per_second": self._tokens / self._seconds}
+            # seconds of a step, validation and checkpoints included
+            self._seconds = _MEMORY * self._seconds + (1 - _MEMORY) * taken if self._seconds else taken
+            self._state |= {"tokens_per_second": self._tokens / max(self._seconds, 1e-9)}
             self._state |= {"eta_seconds": self._seconds * (self.steps - step)}
         # shown until the next validation
         self._state |= {key: value for key, value in metrics.items() if key == "validation_loss"}
@@ -169,15 +170,10 @@ class Reporter:
     def fail(self, error: BaseException) -> None:
         """End the MLflow run, as KILLED if the run was interrupted, else as FAILED."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
+        failure = one_line(error) if status == "FAILED" else ""
         with suppress(Exception):
             self.journal.sync()
-
-        def end(run: RunLog) -> None:
-            if status == "FAILED":
-                run.tags({"titans.last_failure": one_line(error)})
-            run.close(status)
-
-        self._end(end, status)
+        self._end(lambda run: run.close(status, failure=failure), status)
 
     def _tell(self, call: Callable[[Logger], None]) -> None:
         """Call each logger; one that fails is warned about and left out from then on."""
@@ -268,19 +264,15 @@ def _end(folder: RunFolder) -> tuple[Callable[[RunLog], None], str]:
     """Last call on the MLflow run of a folder in which nothing runs, and the status it ends with."""
     if result := folder.result():
         return lambda run: log_result(run, result, folder.ended()), "FINISHED"
-    status = "FINISHED" if folder.was_stopped() else "KILLED"
-    if folder.failure():
-        status = "FAILED"
-    return lambda run: run.close(status, folder.ended()), status
+    status, reason = "FINISHED" if folder.was_stopped() else "KILLED", ""
+    if failure := folder.failure():
+        status, reason = "FAILED", failure["reason"]
+    return lambda run: run.close(status, folder.ended(), reason), status
 
 
 def _due(step: int, steps: int, times: int) -> bool:
     """Return True if a step is one of about ``times`` evenly spaced ones that end with ``steps``."""
     return step % max(1, steps // times) == 0 or step == steps
-
-
-def _average(before: float, now: float) -> float:
-    return _MEMORY * before + (1 - _MEMORY) * now if before else now
 
 
 class Journal:

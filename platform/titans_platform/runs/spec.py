@@ -115,7 +115,7 @@ class RunSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     """Copied into the result: ``study`` and ``row``."""
     start: Path | None = None
-    """Checkpoint of a shorter run from which a run that has not begun starts."""
+    """Checkpoint of a shorter run to start from, if this run has none of its own."""
     rung: tuple[int, str] | None = None
     """For a trial: the optimiser step to stop after, and the only column to measure."""
     profile: bool = False

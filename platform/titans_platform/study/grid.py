@@ -347,17 +347,17 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
 
 
 def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
-    """Names of the selected rows: by name, by the name of their line or in the file, or by pattern (``*``).
+    """Return the names of the rows requested by name, by their name in the file or their line's, or by ``*``.
 
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
     UsageError for a name or pattern that matches no row.
     """
-    named: dict[str, set[str]] = {}
+    named = {row.name: {row.name} for row in rows}
     for row in rows:
-        for name in (row.name, row.as_line().name, row.listed or row.name):
-            named.setdefault(name, set()).add(row.name)
+        for group in {row.line, row.listed}.difference(row.name for row in rows):
+            named.setdefault(group, set()).add(row.name)
     names = [name for text in requested for name in _names(text, {name.casefold() for name in named})]
-    return {row for name in names for known in _matching(name, list(named), where) for row in named[known]}
+    return {row for name in names for known in _matching(name, named, where) for row in named[known]}
 
 
 def _names(text: str, known: Collection[str]) -> Iterator[str]:
@@ -370,10 +370,13 @@ def _names(text: str, known: Collection[str]) -> Iterator[str]:
         parts = parts[size:]
 
 
-def _matching(name: str, known: list[str], where: str) -> list[str]:
+def _matching(name: str, named: Mapping[str, set[str]], where: str) -> list[str]:
+    """Return the name in ``named``, or the rows whose own name the pattern matches. Raises UsageError."""
+    known = [*filter(None, named)]
     if not any(sign in name for sign in "*?[") or name.casefold() in map(str.casefold, known):
         return [pick(name, known, "row", where)]
-    if not (matching := [row for row in known if fnmatchcase(row.casefold(), name.casefold())]):
+    rows = sorted(set().union(*named.values()))
+    if not (matching := [row for row in rows if fnmatchcase(row.casefold(), name.casefold())]):
         raise UsageError(f"{where}: no row matches {name!r}; {nearest(name.strip('*'), known)}")
     return matching
 

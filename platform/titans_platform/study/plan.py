@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -268,23 +267,28 @@ def costs(study: StudyRun) -> list[dict[str, Any]]:
 def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | None, str]:
     """Time a step of each row's own model: a deep memory takes several times as long as a Transformer."""
     rows = {cell.row: cell.config for cell in todo}
-    timed: dict[str, float] = {}
+    timed, diverged = dict[str, float](), list[str]()
     began, stride = time.monotonic(), -(-len(rows) // 5)
     # an order in which every prefix is spread over all rows
     for row in (row for first in range(stride) for row in list(rows)[first::stride]):
-        with suppress(Diverged):  # the other rows train all the same
-            if (per_token := seconds_per_token(rows[row])) is None:
-                return None, "no cell is finished yet, and a step of its rows is too large to be timed here"
-            timed[row] = per_token
+        try:
+            per_token = seconds_per_token(rows[row])
+        except Diverged:  # the other rows can still be timed
+            diverged.append(row)
+            continue
+        if per_token is None:
+            return None, "no cell is finished yet, and a step of its rows is too large to be timed here"
+        timed[row] = per_token
         if time.monotonic() - began > TIMING_SECONDS:
             break
     if not timed:
-        return None, "no cell is finished yet, and its rows diverge in the steps that are timed"
+        return None, f"no cell is finished yet, and {', '.join(diverged)} diverged in the steps timed now"
     mean = statistics.fmean(timed.values())
     # a forward pass takes a third of an optimiser step
     each = [timed.get(c.row, mean) * (c.config.tokens + eval_tokens(c.config) / 3) for c in todo]
     names = next(iter(timed)) if len(timed) == 1 else f"{len(timed)} of {len(rows)} rows"
-    return wall_seconds(each, study.concurrency), f"optimiser steps of {names} timed now"
+    lost = f"; {', '.join(diverged)} diverged in them" if diverged else ""
+    return wall_seconds(each, study.concurrency), f"optimiser steps of {names} timed now{lost}"
 
 
 def eval_tokens(config: RunConfig) -> float:

@@ -78,10 +78,14 @@ def labels_of(root: Path) -> list[str]:
 def read_status(root: Path, study: str, scale: str = "") -> dict[str, Any]:
     """Read a study's status by name and scale, or by its folder's name; as `sweep status --json` has it.
 
-    Its ``cells`` are `CellStatus`. The study's own file is only needed if it has not run. Raises UsageError.
+    Without ``scale`` it is laptop, or the only one that has run. Its ``cells`` are `CellStatus`. The study's
+    own file is only needed if it has not run. Raises UsageError.
     """
     known = {label.casefold(): label for label in labels_of(root)}
-    label = known.get(f"{study}-{scale}".casefold()) or known.get(study.casefold())
+    label = known.get(f"{study}-{scale or 'laptop'}".casefold()) or known.get(study.casefold())
+    begun = [known[key] for key in known if not scale and key.startswith(f"{study}-".casefold())]
+    if not label and len(begun) == 1:
+        label = begun[0]
     if not label:
         file = load_study(study)
         label = f"{file.name}-{file.scale_name(scale)}"

@@ -195,8 +195,7 @@ class _Writer(FileSystemWriter):
         # later ones are corrupt and will be rewritten; they must not count towards keep
         written = [path for path in saved(self.final.parent) if path.name <= self.final.name]
         best = at_step(self.final.parent, self.progress.best_step)
-        kept = [self.final, self.pinned, best, *written[: self.keep]]
-        for old in set(written).difference(kept):
+        for old in set(written).difference([self.final, self.pinned, best, *written[: self.keep]]):
             shutil.rmtree(old, ignore_errors=True)
 
 
