@@ -347,7 +347,7 @@ def _check_columns(study: Study, scale_name: str, configs: Iterable[tuple[Row, R
 
 
 def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> set[str]:
-    """Return the names of the rows requested by name, by their name in the file or their line's, or by ``*``.
+    """Return the names of the requested rows: by name, by the name of a line or in the file, or by pattern.
 
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
     UsageError for a name or pattern that matches no row.
