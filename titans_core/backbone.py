@@ -90,7 +90,8 @@ class Backbone(Model):
                 state is of another number of rows or blocks, or rows cannot be reset here.
         """
         check_not_empty(x_BTD)
-        check_rows(state, len(x_BTD), "state")
+        # of one block, since this runs for each generated token
+        check_rows(state and state.blocks[:1], len(x_BTD), "state")
         if document_starts is not None and state is not None:
             raise ValueError("document_starts: packed documents cannot continue a state")
         positions, start = _positions(x_BTD, state, document_starts)

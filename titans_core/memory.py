@@ -167,7 +167,7 @@ class NeuralMemory(Projections):
         check_not_empty(x_BTD, "x_BTD")
         if documents is not None:
             return self._packed(x_BTD, cache or self.start(1), documents)
-        check_rows(cache, len(x_BTD), "cache")
+        check_rows(cache and cache.start.weights, len(x_BTD), "cache")
         cache = cache or self.start(len(x_BTD))
         q, writes, conv_state = self._project_tokens(x_BTD, cache.conv_state)
         y, cache = self._write(q, writes, cache)

@@ -107,7 +107,7 @@ def texts(value: Any) -> Iterator[str]:
             yield from texts(inner)
 
 
-def open_console(**options: Any) -> Console:
+def plain_console(**options: Any) -> Console:
     """Return a console that prints text as it is: without markup, names may contain brackets."""
     from rich.console import Console
 

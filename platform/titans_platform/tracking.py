@@ -325,9 +325,10 @@ class RunLog:
         self._client.log_artifact(self.run_id, str(path), folder)
 
     def close(self, status: str = "FINISHED", ended: float | None = None, failure: str = "") -> None:
-        """End the run: FINISHED, KILLED, or FAILED because of ``failure``; at ``ended`` (seconds), or now."""
+        """End the run: FINISHED, KILLED or FAILED (because of ``failure``); at ``ended`` seconds, or now."""
         self._client.set_terminated(self.run_id, status, None if ended is None else round(1000 * ended))
-        self.tags({"titans.last_failure": failure} if failure else {})
+        if status == "FAILED" and failure:
+            self.tags({"titans.last_failure": failure})
 
 
 def name_of(key: str) -> str:

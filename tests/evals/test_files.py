@@ -68,8 +68,7 @@ def babi_at(form, folder):
 @pytest.mark.parametrize("form", ["folder", "file", "zip", "gztar"])
 def test_babi_questions_come_with_the_story_up_to_them(form, tmp_path):
     task = build_generated(TaskConfig(task="babi", options={"path": str(babi_at(form, tmp_path))}))
-    texts = {task.item(random.Random(i), 200, BYTE).text for i in range(50)}
-    assert texts == {
+    assert {task.item(random.Random(i), 200, BYTE).text for i in range(50)} == {
         "Mary moved to the bathroom.\nJohn went to the hallway.\nWhere is Mary? bathroom",
         "Mary moved to the bathroom.\nJohn went to the hallway.\nDaniel went back to the hallway.\n"
         "Sandra moved to the garden.\nWhere is Daniel? hallway",

@@ -71,7 +71,7 @@ def test_epochs_have_every_window_once_and_columns_of_numbers_are_read(tmp_path)
     ("s.txt", "1", (), "f: .*s.txt: unsupported file type; use .csv"),
     ("s.csv", CSV, ("lod",), "has no numeric column lod; it has load, oil"),
     ("s.csv", "a,b\n1,2\n3,\n", (), "no finite number in row 1 of b"),
-    ("s.csv", "a,b\n1,2\n3,x\n5,6\n", (), "has no number in row 1 of b, but 'x'; correct"),
+    ("s.csv", "a,b\n1,2\n3,x\n5,6\n", (), "row 1 of b is 'x', and not a number; correct"),
     ("s.csv", "a\nx\n", (), "has no numbers"), ("s.csv", "a,a\n1,2\n", (), "has the column a more than once"),
     ("s.csv", f"a\n{2**53 + 1}\n", (), "cannot be read: .*9007199254740993"),
     *((f"s.{kind}", "another format", (), "cannot be read") for kind in ("csv.xz", "npy", "parquet")),

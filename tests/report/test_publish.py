@@ -18,7 +18,7 @@ from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Column
 from titans_platform.study.status import overview, studies_of_the_paper
-from titans_platform.text import open_console
+from titans_platform.text import plain_console
 from titans_platform.tracking import TrackingStore, adopt, open_store
 
 
@@ -66,7 +66,7 @@ def test_copied_root_does_not_write_into_the_original(study_run, root, tmp_path,
         open_store(copy)
     assert "\n" not in str(caught.value)
     run = replace(study_run, root=copy)
-    make(run, open_console())
+    make(run, plain_console())
     assert (run.path / "table.csv").is_file()
     # the report of a copy has the learning curves too
     assert "Learning curves" in (run.path / "report.html").read_text()

@@ -15,7 +15,7 @@ from titans_platform.report.table import build_table, by_seed
 from titans_platform.runs.folder import RunFolder
 from titans_platform.study.grid import Cell, StudyRun
 from titans_platform.study.spec import Axis, Column, Row, Scale, Study
-from titans_platform.text import open_console
+from titans_platform.text import plain_console
 
 MEASURES = EvalConfig(columns={key: (TaskConfig(task="recall"),) for key in ("lm_ppl", "reasoning_acc")})
 COLUMNS = {
@@ -94,7 +94,7 @@ def test_means_links_and_csv_of_a_whole_table(full):
 
 
 def printed(view, width: int = 80) -> list[str]:
-    console = open_console(width=width, file=io.StringIO())
+    console = plain_console(width=width, file=io.StringIO())
     console.print(terminal(build_report(view), width))
     return console.file.getvalue().splitlines()
 

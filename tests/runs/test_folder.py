@@ -24,7 +24,7 @@ from titans_platform.runs.folder import Busy, RunFolder
 from titans_platform.runs.spec import Machine, Resources, concurrency
 from titans_platform.study.grid import Cell
 from titans_platform.study.plan import place
-from titans_platform.text import clock, open_console
+from titans_platform.text import clock, plain_console
 from titans_platform.tracking import open_store
 
 HOLD = """
@@ -191,7 +191,7 @@ def test_study_without_a_terminal_is_shown_in_lines(tmp_path, monkeypatch):
     with cells[0].folder(tmp_path).hold():
         monkeypatch.setattr(live, "PLAIN_EVERY", 0.0)
         out = io.StringIO()
-        with live.running(study_of(tmp_path, *cells), open_console(file=out, width=100)):
+        with live.running(study_of(tmp_path, *cells), plain_console(file=out, width=100)):
             pass
         assert "1 running, 1 missing; ? left | LMM seed 0 500/1000 loss 2.500 10K tok/s" in out.getvalue()
     clocks = {None: "?", 0: "0s", 59.6: "1m00s", 185: "3m05s", 7800: "2h10m"}

@@ -16,7 +16,7 @@ from titans_platform.study import run as study_run
 from titans_platform.study.grid import Cell
 from titans_platform.study.spec import Column
 from titans_platform.study.status import CellStatus, read_status
-from titans_platform.text import open_console
+from titans_platform.text import plain_console
 
 
 def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
@@ -25,7 +25,7 @@ def test_cell_that_ended_is_shown_in_the_units_of_the_table(tmp_path):
     measured = {"acc": 0.25, "ppl": 5.125, "speed": None}
     result = {"cell": "abc", "columns": measured, "train_seconds": 8, "eval_seconds": 2}
     out = io.StringIO()
-    with running(study_of(tmp_path, cell, columns=columns), open_console(file=out, width=100)):
+    with running(study_of(tmp_path, cell, columns=columns), plain_console(file=out, width=100)):
         assert not out.getvalue()
         write_json(cell.folder(tmp_path).path / "result.json", result)
     assert out.getvalue() == "done    LMM [x] :b:, seed 0: acc 25.0 %, ppl 5.12, speed — (10s)\n"
@@ -38,7 +38,7 @@ def test_table_is_shown_when_a_seed_is_finished_in_every_row(tmp_path):
     cells = [Cell(row, seed, RunConfig(seed=seed), f"{row}{seed}") for row, seed in pairs]
     study, out = study_of(tmp_path, *cells, columns={"lm_ppl": Column(title="LM [ppl]")}), io.StringIO()
     for last in (2, 4):
-        with running(study, open_console(file=out, width=100)):
+        with running(study, plain_console(file=out, width=100)):
             for cell in cells[last - 2 : last]:
                 save(tmp_path, cell, columns={"lm_ppl": 5.0 + cell.seed})
     shown = out.getvalue()
@@ -55,7 +55,7 @@ def test_display_of_a_row_with_a_long_name_fits_80_columns_and_has_the_time_left
     item = CellStatus("abc", name, 0, "running", progress | {"eta_seconds": 754.0})
     monkeypatch.setattr(live, "cell_statuses", lambda cells, root: [item])
     study, out = study_of(tmp_path, Cell(name, 0, RunConfig(), "abc")), io.StringIO()
-    with running(study, open_console(file=out, width=80, force_terminal=True, color_system=None)):
+    with running(study, plain_console(file=out, width=80, force_terminal=True, color_system=None)):
         pass
     lines = re.split(r"[\r\n]+", re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", out.getvalue()))
     shown = [line for line in lines if "1200/20000 loss 3.123 12.3K tok/s" in line]

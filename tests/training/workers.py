@@ -117,7 +117,8 @@ def carry(folder: Path, rank: int, world_size: int, kinds=("ddp", "fsdp", "seque
     """Streams, resumed from the checkpoint in the folder, or writing one there for other world sizes."""
     result: dict[str, Any] = {}
     for kind in kinds:
-        of = trainer(kind, *((0, 1) if kind == "sequence" else (rank, world_size)), CarriedStream)
+        shard = (0, 1) if kind == "sequence" else (rank, world_size)
+        of = trainer(kind, *shard, CarriedStream)
         checkpoint.restore(folder / f"carried-{kind}", of)
         first = losses(of, max(of.progress.step, STEPS // 2))
         if first:

@@ -109,6 +109,8 @@ checkpoint_option = click.option(
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print machine-readable JSON.")
 
+scale_option = click.option("--scale", default="", help="A study's scale  [default: laptop, or the only one]")
+
 dry_run_option = click.option("--dry-run", is_flag=True, help="Show what would be done without doing it.")
 
 

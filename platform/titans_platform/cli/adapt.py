@@ -28,7 +28,7 @@ from titans_platform.cli import (
 )
 from titans_platform.errors import UsageError, one_line, within
 from titans_platform.files import read_json, write_text
-from titans_platform.text import clock, open_console, render
+from titans_platform.text import clock, plain_console, render
 
 if TYPE_CHECKING:
     from titans_core.adapt import MemoryOptions
@@ -108,7 +108,7 @@ def adapt(
     source = str(Path(source).resolve()) if Path(source).exists() else source
     settings = options.model_dump(mode="json") | {"source": source, "lora": lora, "length": length}
     settings |= {"data": data and str(Path(data).resolve()), "rows": list(rows), "threads": threads}
-    console = open_console(stderr=as_json)
+    console = plain_console(stderr=as_json)
     if not saved:
         if data is not None:
             FilesSource(SourceConfig(kind="files", path=data), "--data", Path()).files()

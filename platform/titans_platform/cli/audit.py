@@ -10,7 +10,7 @@ from rich.text import Text
 
 from titans_platform.cli import echo_json, json_option
 from titans_platform.errors import UsageError
-from titans_platform.text import open_console, table
+from titans_platform.text import plain_console, table
 
 if TYPE_CHECKING:
     from titans_core.audit import Check, CheckResult, Report
@@ -59,7 +59,7 @@ def audit(
     from titans_core.audit import audit as run
     from titans_platform.cli.live import PlainLines
 
-    console = open_console(stderr=True)
+    console = plain_console(stderr=True)
     plain, done = PlainLines(console), 0
     try:
         if variant is not None:
@@ -94,7 +94,7 @@ def _show(report: Report, as_json: bool) -> None:
     for result in report.results:
         verdict = "-" if result.verdict == "not applicable" else result.verdict
         grid.add_row(result.check, Text(verdict, styles[result.verdict]), result.finding)
-    open_console(width=WIDTH).print(grid)
+    plain_console(width=WIDTH).print(grid)
     passed, failed = len(report.of("pass")), len(report.of("fail"))
     click.echo(
         f"{report.layer}: {passed} of {passed + failed} checks pass, "

@@ -10,7 +10,6 @@ import click
 from titans_platform import text
 from titans_platform.cli import OSPath, cluster_option, config_options, dry_run_option, echo_json, json_option
 from titans_platform.errors import UsageError
-from titans_platform.text import open_console
 
 if TYPE_CHECKING:
     from titans_platform.data import PreparedData
@@ -68,7 +67,7 @@ def prepare(
                 click.echo(str(error))
         return 0
     run = by_processes(processes) if processes and not in_job() else None
-    with joined(root), preparing(open_console(stderr=True)) as progress:
+    with joined(root), preparing(text.plain_console(stderr=True)) as progress:
         prepared = prepare_data(loaded, root, progress=progress, repair=True, run=run)
     _show(prepared, as_json)
     return 0
@@ -154,6 +153,6 @@ def _show(prepared: PreparedData, as_json: bool) -> None:
     for label, source in sources.items():
         counts = (source[key] for key in ("documents", "tokens", "train_rows", "validation_rows"))
         table.add_row(label, f"{source['weight']:g}", *(f"{n:,}" for n in counts), source["fingerprint"])
-    open_console().print(table)
+    text.plain_console().print(table)
     fingerprints = f"fingerprint {prepared.fingerprint}, tokenizer {prepared.tokenizer.fingerprint}"
     click.echo(f"{fingerprints} with {ids:,} ids, rows of {length:,} tokens")

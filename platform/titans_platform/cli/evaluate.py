@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.console import Console
 from rich.table import Table
-from rich.text import Text
 
 from titans_platform import text
 from titans_platform.cli import (
@@ -24,10 +23,10 @@ from titans_platform.cli import (
     json_option,
     measures_table,
     root_option,
+    scale_option,
     set_option,
 )
 from titans_platform.errors import UsageError
-from titans_platform.text import open_console, plural
 
 if TYPE_CHECKING:
     from titans_platform.config import RunConfig, TaskConfig
@@ -77,7 +76,7 @@ def evaluate(
     from titans_platform.runs.load import find_checkpoint, load_checkpoint, read_config
     from titans_platform.training.loop import deterministic
 
-    console = open_console(stderr=as_json)
+    console = text.plain_console(stderr=as_json)
     point = find_checkpoint(run, root)
     if other := next((o for o in overrides if not o.startswith("eval.")), None):
         raise UsageError(f"--set {other}: the config of a trained run is fixed; only eval.* may be set")
@@ -89,14 +88,13 @@ def evaluate(
         return _by_position(point, cfg, rows, file, other_data, root, as_json, console)
     if rows is not None or file is not None:
         raise UsageError(f"{'--rows' if rows is not None else '--read'}: works only with --by-position")
-    with console.status(Text(f"evaluating {point.name}")), deterministic(cfg.seed, cfg.threads):
+    with console.status("evaluating"), deterministic(cfg.seed, cfg.threads):
         model, step, objective = load_checkpoint(point, cfg)
         data = _run_data(objective, point, root, other_data)
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        row, precision = cfg.data.sequence_length, cfg.optim.precision
         measured = evals.evaluate(
-            model.to(device), data, cfg.eval, row, device=device, precision=precision,
-            ngrams=partial(count_text, data, cfg),
+            model.to(device), data, cfg.eval, cfg.data.sequence_length, device=device,
+            precision=cfg.optim.precision, ngrams=partial(count_text, data, cfg),
         )  # fmt: skip
     if as_json:
         return echo_json({"cell": point.parents[1].name, "step": step, **measured})
@@ -150,7 +148,7 @@ def _by_position(
         return echo_json({"cell": folder.name, "step": step, **numbers, "figures": paths})
     console.print(position_table(numbers))
     mean, stderr = numbers["gain"], numbers["stderr"]
-    sample = f"{plural(losses.texts, 'text')} of {losses.length:,} tokens"
+    sample = f"{text.plural(losses.texts, 'text')} of {losses.length:,} tokens"
     sample += "; s.e. over 16 parts of it" if losses.texts == 1 else ""
     gain = f"{mean:+.3f} ± {stderr:.3f} nats a token beyond the first row ({sample})"
     console.print(f"gain from the carried state: {gain}")
@@ -193,7 +191,7 @@ def _read(cfg: RunConfig, file: str, console: Console) -> Iterator[PreparedData]
     fields = {"sources": (source,), "store": None}
     with TemporaryDirectory(prefix="titans-read-") as folder:
         try:
-            with console.status(Text(f"tokenising {file}")):
+            with console.status("tokenising"):
                 data = prepare(cfg.data.model_copy(update=fields), Path(folder))
         except UsageError as error:
             # the user wrote an option, not this field of a config
@@ -204,7 +202,7 @@ def _read(cfg: RunConfig, file: str, console: Console) -> Iterator[PreparedData]
 def position_table(numbers: dict[str, Any]) -> Table:
     """Lay out the result of `as_numbers`: perplexities by position; the gain, from the second row on."""
     window = numbers["best_window"]
-    best = "best window" + (f"\n({plural(window, 'row')})" if window else "")
+    best = "best window" + (f"\n({text.plural(window, 'row')})" if window else "")
     table = text.table("position", "carried", "fresh", best, "gain ± s.e. (nats)", left=0)
     for each in numbers["positions"]:
         losses = [each.get(mode) for mode in ("carried", "fresh", "window")]
@@ -232,7 +230,7 @@ def as_numbers(result: ByPosition) -> dict[str, Any]:
 
 @click.command()
 @click.argument("study", required=False)
-@click.option("--scale", default="", help="Scale of the study  [default: laptop, or the only one]")
+@scale_option
 @click.option("--task", "tasks", multiple=True, metavar="YAML", help="A task, instead of a study's.")
 @click.option("--length", type=click.IntRange(2), help="Row length in bytes  [default: 64, 512 for prose]")
 @json_option
@@ -277,7 +275,7 @@ def tasks(
         table.add_row(label, f"{100 * task['chance']:.1f}", floor, style="bold")
         for name, value in task["heuristics"].items():
             table.add_row(f"  {name}", "", f"{100 * value:.1f}")
-    open_console().print(table)
+    text.plain_console().print(table)
 
 
 def _of_options(tasks: tuple[str, ...], length: int | None) -> Iterator[Asked]:

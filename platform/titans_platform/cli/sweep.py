@@ -21,10 +21,11 @@ from titans_platform.cli import (
     echo_json,
     json_option,
     root_option,
+    scale_option,
     set_option,
 )
 from titans_platform.errors import TitansError, UsageError
-from titans_platform.text import open_console
+from titans_platform.text import NONE, clock, count, flatten, plain_console, plural, short, table
 
 if TYPE_CHECKING:
     from titans_platform.report.table import Table
@@ -44,7 +45,6 @@ def parse_rows(ctx: click.Context, option: click.Parameter, values: tuple[str, .
     return list(values)
 
 
-scale_option = click.option("--scale", default="", help="Scale  [default: laptop, or the only one]")
 rows_option = click.option(
     "--rows", multiple=True, metavar="NAME", help="Only these rows, separated by commas. May be repeated.",
     callback=parse_rows,
@@ -143,7 +143,7 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
     if as_json:
         rows = {row: config.model_dump(mode="json") for row, config in configs.items()}
         return echo_json({"study": file.name, "scale": scale, "seeds": size.seeds, "rows": rows})
-    console = open_console()
+    console = plain_console()
     console.print(f"{file.name} at {scale}: {size.about} Seeds {', '.join(map(str, size.seeds))}.")
     for key, column in file.columns_at(scale).items():
         console.print(f"  {key}: {column.heading}")
@@ -160,8 +160,6 @@ def show(study: str, scale: str, overrides: tuple[str, ...], as_json: bool) -> N
 
 def _changes(sets: Mapping[str, Any]) -> str:
     """Fields and values, without the long ones of LONG."""
-    from titans_platform.text import flatten
-
     shown = {field: value for field, value in flatten(dict(sets)).items() if not field.startswith(LONG)}
     return ", ".join(f"{field}={value}" for field, value in shown.items())
 
@@ -197,7 +195,7 @@ def run(
     from titans_platform.study.plan import check_without_data, place, prepare
 
     # the current stream: while Ray runs, sys.stdout is a log file
-    console, study = open_console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
+    console, study = plain_console(file=sys.stderr if as_json else sys.stdout), _opened(**chosen)
     if cluster not in (None, "local"):
         from titans_platform.cli.cluster import run_study_on
 
@@ -292,8 +290,6 @@ def _dry_run(
 
 def _print_plan(record: dict[str, Any], console: Console) -> None:
     """Print the plan as text."""
-    from titans_platform.text import NONE, clock, count, plural, table
-
     grid = table("cell", "row", "seed", "parameters", "tokens", "state", left=2, **PLAIN)
     grid.columns[-1].justify = "left"
     for cell in record["cells"]:
@@ -340,8 +336,6 @@ def _print_plan(record: dict[str, Any], console: Console) -> None:
 
 def _costs_table(costs: Iterable[Mapping[str, Any]]) -> RichTable:
     """Lay out what a cell of each row takes on GPUs."""
-    from titans_platform.text import NONE, count, short, table
-
     grid = table("row", "GiB a GPU", "state, MB", "tokens/s", "hours", "GPU hours", **PLAIN)
     for cost in costs:
         numbers = [NONE if cost[key] is None else short(cost[key], 1) for key in ("hours", "gpu_hours")]
@@ -367,14 +361,13 @@ def status(study: str | None, scale: str, root: Path, as_json: bool) -> None:
     from titans_platform.cli.live import running_line
     from titans_platform.study.search import search_lines
     from titans_platform.study.status import counted, labels_of, read_status
-    from titans_platform.text import clock
 
     root = root.resolve()
     studies = [read_status(root, study, scale)] if study else [read_status(root, x) for x in labels_of(root)]
     if as_json:
         records = [each | {"cells": [cell._asdict() for cell in each["cells"]]} for each in studies]
         return echo_json(records[0] if study else records)
-    console = open_console()
+    console = plain_console()
     for each in studies:
         driver = "a sweep run is working on it" if each["running"] else "no sweep run is working on it"
         cells = f"{len(each['cells'])} cells, {counted(each['counts'])}"
@@ -412,7 +405,7 @@ def report(ui: str | None, as_json: bool, **chosen: Any) -> int:
     """
     from titans_platform.report.publish import make as report_study
 
-    return _exit_code(report_study(_opened(**chosen), open_console(stderr=as_json), address=ui), as_json)
+    return _exit_code(report_study(_opened(**chosen), plain_console(stderr=as_json), address=ui), as_json)
 
 
 def _opened(study: str, scale: str, root: Path, **chosen: Any) -> StudyRun:

@@ -18,7 +18,7 @@ from titans_platform.cli import (
     json_option,
     measures_table,
 )
-from titans_platform.text import clock, open_console
+from titans_platform.text import clock, plain_console
 
 PLAN_LINES = {
     "workers": "workers", "threads": "CPU threads per worker", "steps": "optimizer steps", "data": "data",
@@ -81,7 +81,7 @@ def train(
     from titans_platform.runs.load import prepared_spec
     from titans_platform.runs.spec import Resources, this_machine
 
-    console = open_console(stderr=as_json)
+    console = plain_console(stderr=as_json)
     cfg = load_config(config, overrides + checkpoint_every)
     objective = build_objective(cfg)
     resources = Resources(workers=workers, cpus_per_worker=cfg.threads, gpus_per_worker=gpus)

@@ -150,8 +150,8 @@ def read_series(name: str, columns: Sequence[str], field: str) -> SeriesTable:
             cells = table[column].to_pylist()
             words = [row for row, cell in enumerate(cells) if not NUMBER.fullmatch(cell or "")]
             if 0 < len(words) < len(cells) / 2:
-                cause = f"has no number in row {words[0]} of {column}, but {cells[words[0]]!r}"
-                raise UsageError(f"{where} {cause}; correct it, or choose objective.options.columns")
+                cause = f"row {words[0]} of {column} is {cells[words[0]]!r}, and not a number"
+                raise UsageError(f"{where}: {cause}; correct it, or choose objective.options.columns")
     numbers = [f.name for f in table.schema if pa.types.is_integer(f.type) or pa.types.is_floating(f.type)]
     if missing := next((column for column in columns if column not in numbers), ""):
         raise UsageError(f"{where} has no numeric column {missing}; it has {', '.join(numbers)}")

@@ -32,7 +32,7 @@ from titans_platform.study.grid import RECORD
 from titans_platform.study.plan import open_study
 from titans_platform.study.spec import read_paper
 from titans_platform.study.status import PaperItem
-from titans_platform.text import NONE, count, open_console, plural, render
+from titans_platform.text import NONE, count, plain_console, plural, render
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -367,7 +367,7 @@ def _further(section: Section) -> RenderableType:
 def _fitting(report: StudyReport, keys: Sequence[str], width: int, sizes: bool = True) -> list[RichTable]:
     """Return one table; or the columns in one or several, and the sizes of the models in another."""
     grid, half = _grid(report, keys, width, sizes), (len(keys) + 1) // 2
-    if open_console(width=1000).measure(grid).minimum <= width:
+    if plain_console(width=1000).measure(grid).minimum <= width:
         return [grid]
     if sizes:
         return [*_fitting(report, keys, width, sizes=False), _grid(report, [], width, sizes=True)]

@@ -194,7 +194,8 @@ def build_table(run: StudyRun) -> Table:
     for row in run.rows:
         parts.setdefault(row.as_line().name, []).append(row)
     for part in parts.values():
-        if cells := [cell for cell in run.whole if cell.row in [row.name for row in part]]:
+        names = {row.name for row in part}
+        if cells := [cell for cell in run.whole if cell.row in names]:
             rows.append(_table_row(run, part[0].as_line(), cells))
     results = [result for row in rows for result in row.results]
     levels = {key: [x for x in {r.chance.get(key) for r in results} if finite(x)] for key in columns}

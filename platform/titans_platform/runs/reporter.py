@@ -170,10 +170,9 @@ class Reporter:
     def fail(self, error: BaseException) -> None:
         """End the MLflow run, as KILLED if the run was interrupted, else as FAILED."""
         status = "KILLED" if isinstance(error, KeyboardInterrupt | SystemExit | Interrupted) else "FAILED"
-        failure = one_line(error) if status == "FAILED" else ""
         with suppress(Exception):
             self.journal.sync()
-        self._end(lambda run: run.close(status, failure=failure), status)
+        self._end(lambda run: run.close(status, failure=one_line(error)), status)
 
     def _tell(self, call: Callable[[Logger], None]) -> None:
         """Call each logger; one that fails is warned about and left out from then on."""

@@ -352,12 +352,14 @@ def chosen_rows(requested: Iterable[str], rows: Sequence[Row], where: str) -> se
     One text may list several, separated by commas; a name may contain commas itself. Case is ignored. Raises
     UsageError for a name or pattern that matches no row.
     """
-    named = {row.name: {row.name} for row in rows}
+    full_names = [row.name for row in rows]
+    named = {name: {name} for name in full_names}
     for row in rows:
-        for group in {row.line, row.listed}.difference(row.name for row in rows):
+        # a full name selects one row, also if a line has the same name
+        for group in sorted({row.line, row.listed} - {"", *full_names}):
             named.setdefault(group, set()).add(row.name)
-    names = [name for text in requested for name in _names(text, {name.casefold() for name in named})]
-    return {row for name in names for known in _matching(name, named, where) for row in named[known]}
+    asked = [name for text in requested for name in _names(text, {name.casefold() for name in named})]
+    return {row for name in asked for key in _matching(name, named, full_names, where) for row in named[key]}
 
 
 def _names(text: str, known: Collection[str]) -> Iterator[str]:
@@ -370,12 +372,10 @@ def _names(text: str, known: Collection[str]) -> Iterator[str]:
         parts = parts[size:]
 
 
-def _matching(name: str, named: Mapping[str, set[str]], where: str) -> list[str]:
-    """Return the name in ``named``, or the rows whose own name the pattern matches. Raises UsageError."""
-    known = [*filter(None, named)]
+def _matching(name: str, known: Collection[str], rows: Sequence[str], where: str) -> list[str]:
+    """Return the known name, or the names in ``rows`` that the pattern matches. Raises UsageError."""
     if not any(sign in name for sign in "*?[") or name.casefold() in map(str.casefold, known):
         return [pick(name, known, "row", where)]
-    rows = sorted(set().union(*named.values()))
     if not (matching := [row for row in rows if fnmatchcase(row.casefold(), name.casefold())]):
         raise UsageError(f"{where}: no row matches {name!r}; {nearest(name.strip('*'), known)}")
     return matching

@@ -276,7 +276,7 @@ def _from_timed_steps(study: StudyRun, todo: Sequence[Cell]) -> tuple[float | No
         except Diverged:  # the other rows can still be timed
             diverged.append(row)
             continue
-        if per_token is None:
+        if not per_token:
             return None, "no cell is finished yet, and a step of its rows is too large to be timed here"
         timed[row] = per_token
         if time.monotonic() - began > TIMING_SECONDS:

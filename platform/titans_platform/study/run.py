@@ -89,7 +89,8 @@ def run_search(study: StudyRun) -> StudyRun:
     )
     sampler = tune_sampler(state.search, mode, [trial.params for trial in state.trials])
     how = {"search_alg": sampler, "scheduler": asha, "num_samples": state.search.trials}
-    if not any(result.error for result in _run_trials(study, _run_trial, {"study": study}, **how)):
+    results = _run_trials(study, _run_trial, {"study": study}, **how)
+    if not any(result.error for result in results):
         write_text(state.trial_files / PROPOSED, str(state.search.trials))
     ended = state.read()
     if ended.best is None:
